@@ -1,0 +1,67 @@
+"""Every error that ortlaunch raises for a person to read.
+
+    OrtlaunchError
+    ├── InputError            what the user wrote is wrong: exit status 2, nothing was started
+    │   ├── RecipeError       the recipe or an override; carries all problems at once
+    │   ├── HostfileError     the host file or an --include/--exclude filter
+    │   ├── PlanError         recipe and hosts do not fit together
+    │   ├── RankError         the launcher's environment is partial or contradictory
+    │   └── MissingDependency a package or a built extension is absent
+    ├── LaunchError           processes could not be started or agreed on
+    ├── EngineError           the chosen engine cannot run this model
+    └── CheckpointError       a checkpoint cannot be written or read
+
+Imports nothing of ortlaunch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class OrtlaunchError(Exception):
+    """Base class; ``str(error)`` is the whole message for the user."""
+
+    exit_status = 1
+
+
+class InputError(OrtlaunchError):
+    """What the user wrote is wrong; nothing was started."""
+
+    exit_status = 2
+
+
+class RecipeError(InputError):
+    """One or more problems in a recipe; ``problems`` holds a full line for each of them."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class HostfileError(InputError):
+    """A host file or a host filter is wrong."""
+
+
+class PlanError(InputError):
+    """The recipe and the hosts do not fit together."""
+
+
+class RankError(InputError):
+    """The environment that should say which rank this is, is partial or contradicts itself."""
+
+
+class MissingDependency(InputError):  # noqa: N818 - named for what is missing, not for the event
+    """A package or a built extension is absent; the message says what to type."""
+
+
+class LaunchError(OrtlaunchError):
+    """Processes could not be started, or did not agree on the world that was planned."""
+
+
+class EngineError(OrtlaunchError):
+    """The engine cannot run this model; the message says why and what to try."""
+
+
+class CheckpointError(OrtlaunchError):
+    """A checkpoint cannot be written or read."""
