@@ -1,0 +1,74 @@
+"""Config fields of the model families that ortlaunch knows without transformers: BERT and Llama.
+
+Serves typo checks, memory estimates and FLOP counts on the control side; a test holds it equal to
+transformers. Other model types are checked by the worker, against transformers itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+# Fields that every transformers config takes.
+COMMON = {
+    "model_type", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
+    "id2label", "label2id", "num_labels", "problem_type", "tie_word_embeddings", "use_cache", "dtype", "torch_dtype",
+    "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "transformers_version",
+    "is_decoder", "add_cross_attention", "is_encoder_decoder", "cross_attention_hidden_size", "name_or_path",
+}  # fmt: skip
+
+BERT: dict[str, Any] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12,
+    "position_embedding_type": "absolute",
+    "classifier_dropout": None,
+}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "intermediate_size": 11008,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "pretraining_tp": 1,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "head_dim": None,
+}
+FAMILIES = {"bert": BERT, "llama": LLAMA}
+ATTENTION_DROPOUT = {"bert": "attention_probs_dropout_prob", "llama": "attention_dropout"}
+
+
+def known_fields(model_type: object) -> set[str] | None:
+    """Names that a config of this type takes, or None where only transformers knows."""
+    family = FAMILIES.get(str(model_type))
+    return None if family is None else COMMON | set(family)
+
+
+def complete(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The config with the family's defaults filled in, or None for other model types."""
+    family = FAMILIES.get(str((config or {}).get("model_type")))
+    return None if family is None else {**family, **(config or {})}
+
+
+def attention_dropout(config: dict[str, Any] | None) -> float | None:
+    """Dropout of the attention weights, or None where only transformers knows."""
+    full = complete(config)
+    return None if full is None else float(full[ATTENTION_DROPOUT[full["model_type"]]] or 0.0)

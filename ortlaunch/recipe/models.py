@@ -1,0 +1,285 @@
+"""The recipe's fields: one frozen model a section, named after the module that consumes it.
+
+The docstring under each field is the manual; `ortlaunch schema` is made from it.
+Imports pydantic only, so that `--help`, `validate` and `plan` stay fast.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Optional, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+# Branches of "a word or a mapping", as they appear in pydantic's locations.
+WORD, MAPPING = "<word>", "<mapping>"
+
+
+def _tuple_of(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _tuple_of_one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else _tuple_of(value)
+
+
+def _kind(value: object) -> str:
+    """Which branch of "a name or a mapping" a value belongs to."""
+    return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
+
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_tuple_of)]
+OneOrMore = Annotated[tuple[str, ...], BeforeValidator(_tuple_of_one_or_more), Field(min_length=1)]
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """What every section shares: frozen, strict types, unknown keys are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class Lora(Section):
+    """Low-rank adapters (peft): the base weights stay frozen."""
+
+    r: Positive = 8
+    """Rank of the update matrices."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Scale: the update is multiplied by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout before the adapters."""
+    target_modules: Annotated[OneOrMore, Field(validate_default=False)] = ("q_proj", "v_proj")
+    """Names of the linear layers that get an adapter."""
+
+
+class Model(Section):
+    """What is trained."""
+
+    task: Literal["pretraining", "masked-lm", "causal-lm", "sequence-classification", "custom"]
+    """`pretraining` is BERT's: masked words and next sentence. `custom` takes `factory`."""
+    pretrained: Optional[str] = None
+    """Local folder or hub id of a transformers model to start from; null: random weights from `config`."""
+    config: Optional[dict[str, Any]] = None
+    """Fields of the transformers config, `model_type` first (with `pretrained`: fields to change)."""
+    factory: Optional[str] = None
+    """`package.module:function` that returns the model when task is custom; its forward takes a batch's
+    keys and returns the loss (or an object, mapping or tuple that holds it). The module may lie beside
+    the recipe."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for `factory`."""
+    attention: Literal["auto", "eager", "sdpa"] = "auto"
+    """Attention implementation in transformers. `auto`: sdpa, but eager where engine ort meets attention
+    dropout above 0 (ONNX Runtime cannot build the gradient of sdpa's dropout)."""
+    lora: Optional[Lora] = None
+    """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
+
+
+class Corpus(Section):
+    """Where samples come from."""
+
+    format: Literal["text", "jsonl", "parquet", "hub", "custom"]
+    """`text`: lines of plain text; `jsonl`, `parquet`: rows; `hub`: a data set's name on the hub; `custom`:
+    your own `factory`."""
+    path: Optional[OneOrMore] = None
+    """Files, `*` and `**` allowed, for text, jsonl and parquet. Relative to where you run."""
+    name: Optional[str] = None
+    """Data set on the hub, for format hub."""
+    subset: Optional[str] = None
+    """Configuration of the hub data set, as `wikitext-2-raw-v1`."""
+    split: str = "train"
+    """Split of the hub data set."""
+    text_column: str = "text"
+    """Column that holds the text."""
+    label_column: str = "label"
+    """Column that holds the class, for sequence-classification: an integer from 0."""
+    factory: Optional[str] = None
+    """`package.module:function` for format custom: returns an object with `__len__` and `__getitem__`; each
+    item is a mapping from the names that the model's forward takes to tensors (or numbers)."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for `factory`."""
+
+
+class TokenizerTraining(Section):
+    """Train a tokenizer on the training corpus, once; it is cached by corpus and settings."""
+
+    train: Literal["wordpiece", "bpe"]
+    """`wordpiece` as in BERT (lower case), `bpe` byte-level as in GPT-2 and Llama-3."""
+    vocab_size: Annotated[int, Field(ge=300)] = 30522
+    """Upper bound of the vocabulary; a small corpus may give fewer."""
+
+
+class MaskedLm(Section):
+    """Masking for masked-lm and pretraining: 80 % [MASK], 10 % a random word, 10 % unchanged, as in BERT."""
+
+    probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of tokens to predict."""
+    max_predictions: Optional[Positive] = None
+    """At most this many predictions a sequence; null: no limit."""
+
+
+Source = Annotated[
+    Union[
+        Annotated[Literal["python-docs"], Tag(WORD)],
+        Annotated[Corpus, Tag(MAPPING)],
+    ],
+    Discriminator(_kind),
+]
+TokenizerChoice = Annotated[
+    Union[Annotated[str, Tag(WORD)], Annotated[TokenizerTraining, Tag(MAPPING)]],
+    Discriminator(_kind),
+]
+
+
+class Data(Section):
+    """What it is trained on."""
+
+    train: Source
+    """The training corpus: a mapping, or `python-docs`, the language reference inside every CPython."""
+    evaluation: Optional[Source] = None
+    """Held-out corpus for the evaluation loss; null: none."""
+    tokenizer: Optional[TokenizerChoice] = None
+    """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom data."""
+    sequence_length: Optional[Annotated[int, Field(ge=8)]] = None
+    """Tokens a sample; null only for custom data."""
+    masked_lm: Optional[MaskedLm] = None
+    """Masking; null takes BERT's (15 %, no limit)."""
+
+
+class Batch(Section):
+    """global_size = micro_size x accumulation_steps x data-parallel ranks; give any two, the third derives."""
+
+    global_size: Optional[Positive] = None
+    """Samples an optimizer step, over all ranks."""
+    micro_size: Optional[Positive] = None
+    """Samples a rank takes through one forward and backward pass."""
+    accumulation_steps: Optional[Positive] = None
+    """Forward and backward passes of each rank before an optimizer step."""
+
+
+class Optimizer(Section):
+    """How weights change."""
+
+    name: Literal["fused_adam", "adamw", "lamb", "sgd"] = "adamw"
+    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (said in engine.json). `lamb`: the
+    large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be wrong."""
+    learning_rate: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_tuple_of)] = (0.9, 0.999)
+    """Decay of the first and second moment (adam and lamb)."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator (adam and lamb)."""
+    momentum: Fraction = 0.0
+    """Momentum (sgd)."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay (adam, lamb); L2 for sgd."""
+    no_decay: Words = ("bias", "norm", "LayerNorm")
+    """Parameters whose name contains one of these words get no weight decay."""
+
+
+class Schedule(Section):
+    """Learning rate over the steps, after a linear warm-up."""
+
+    name: Literal["linear", "cosine", "polynomial", "constant"] = "linear"
+    """Decay after the warm-up: `linear` and `polynomial` to 0 at `train.max_steps`, `cosine` to 0, `constant`
+    not at all."""
+    warmup_steps: Optional[Annotated[int, Field(ge=0)]] = None
+    """Steps from 0 to the peak; or give `warmup_ratio`."""
+    warmup_ratio: Optional[Fraction] = None
+    """Warm-up as a share of `train.max_steps`."""
+    power: Annotated[float, Field(gt=0)] = 1.0
+    """Exponent of `polynomial`: 0.5 in BERT-large's phase 1 and 2."""
+
+
+class Engine(Section):
+    """What runs the model."""
+
+    name: Literal["ort", "inductor", "eager"] = "ort"
+    """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch."""
+    allow_fallback: bool = False
+    """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; printed and recorded. False:
+    the run ends before step 1 with the reason."""
+    memory_optimization: Literal[0, 1, 2] = 0
+    """ort: recompute activations in the backward pass: 1 layer by layer, 2 also where it costs a little
+    accuracy of the plan. Saves memory, costs about a forward pass."""
+    opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
+    """ort: ONNX opset of the export; null: ORTModule's own (17)."""
+
+
+class Zero(Section):
+    """DeepSpeed ZeRO. null in its place: no DeepSpeed, DistributedDataParallel."""
+
+    stage: Literal[0, 1, 2, 3] = 1
+    """Shard over the ranks: 1 optimizer state, 2 also gradients, 3 also weights (not with engine ort)."""
+    deepspeed: dict[str, Any] = {}
+    """Raw DeepSpeed settings, merged last; keys that the recipe owns are refused."""
+
+
+class Train(Section):
+    """How long, and how steps are taken."""
+
+    max_steps: Positive
+    """Optimizer steps."""
+    max_grad_norm: Optional[Annotated[float, Field(gt=0)]] = None
+    """Clip the global gradient norm to this; null: no clipping."""
+    evaluate_every_steps: Optional[Positive] = None
+    """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
+
+
+class Checkpoint(Section):
+    """Saved state to continue from."""
+
+    every_steps: Optional[Positive] = None
+    """Save this often; null: only at the end."""
+    keep: Optional[Positive] = 3
+    """Newest checkpoints to keep; null keeps all."""
+
+
+class Launch(Section):
+    """Where ranks run."""
+
+    launcher: Literal["auto", "local", "torchrun", "mpi"] = "auto"
+    """`auto`: the launcher or scheduler that this command already runs under; else one process per GPU; else
+    one process."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto`: cuda where there is a GPU."""
+    nodes: Optional[Positive] = None
+    """Hosts that the run must have; it never trains on fewer."""
+    processes_per_node: Optional[Positive] = None
+    """Ranks on each host; null: one per GPU, or one."""
+    env: dict[str, str] = {}
+    """Environment variables for every rank, as `{NCCL_DEBUG: WARN}`. No secrets: export those in your shell."""
+    forward: Words = ()
+    """Names of further environment variables of your shell to hand to every rank (values are never shown)."""
+
+
+class Log(Section):
+    """What is written while training."""
+
+    every_steps: Positive = 10
+    """Print and record metrics this often."""
+    trackers: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_tuple_of)] = ()
+    """`tensorboard` (needs the extra `tensorboard`). metrics.jsonl is always written."""
+
+
+class Recipe(Section):
+    """One training run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run: letters, digits, `.`, `_` and `-`."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
+    """Seeds weights, masking, order and dropout."""
+    model: Model
+    data: Data
+    batch: Batch
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Number format of the passes; weights keep a float32 copy."""
+    engine: Engine = Engine()
+    zero: Optional[Zero] = None
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()
+    launch: Launch = Launch()
+    log: Log = Log()
