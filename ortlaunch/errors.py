@@ -51,7 +51,7 @@ class RankError(InputError):
     """The environment that should say which rank this is, is partial or contradicts itself."""
 
 
-class MissingDependency(InputError):  # noqa: N818 - named for what is missing, not for the event
+class MissingDependency(InputError):
     """A package or a built extension is absent; the message says what to type."""
 
 

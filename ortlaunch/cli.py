@@ -1,0 +1,197 @@
+"""The command line: each verb adapts its arguments and calls one function. Heavy modules load inside the verbs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from ortlaunch.errors import HostfileError, OrtlaunchError, RecipeError
+
+app = typer.Typer(
+    name="ortlaunch",
+    help="Train PyTorch models on ONNX Runtime from one recipe, from a laptop to a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes_app = typer.Typer(help="The shipped recipes: list, show, copy.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+
+RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    Optional[list[str]],
+    typer.Argument(
+        metavar="[KEY.PATH=VALUE]...", help="Set keys of the recipe, as train.max_steps=100.", show_default=False
+    ),
+]
+Launcher = Annotated[
+    Optional[str],
+    typer.Option("--launcher", help="auto, local, torchrun or mpi; the recipe's launch.launcher by default."),
+]
+PerNode = Annotated[
+    Optional[int], typer.Option("--nproc-per-node", min=1, help="Ranks on each host; one per GPU, or one, by default.")
+]
+Hostfile = Annotated[
+    Optional[str], typer.Option("--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style.")
+]
+Include = Annotated[Optional[str], typer.Option("--include", "-i", help="Hosts and slots to use: host1:0,1@host2.")]
+Exclude = Annotated[Optional[str], typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")]
+RunDirOption = Annotated[
+    Optional[Path],
+    typer.Option(
+        "--run-dir",
+        help="Run folder; runs/NAME-TIME by default. An existing one is continued from its newest checkpoint.",
+    ),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from ortlaunch import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def _asked(
+    launcher: str | None, nproc: int | None, hostfile: str | None, include: str | None, exclude: str | None
+) -> Any:
+    from ortlaunch.world import Asked
+
+    if launcher not in (None, "auto", "local", "torchrun", "mpi"):
+        raise typer.BadParameter(f"got {launcher}; one of auto, local, torchrun, mpi", param_hint="--launcher")
+    return Asked(launcher, nproc, hostfile, include, exclude)
+
+
+@app.command()
+def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Check a recipe; all errors at once, each with its place."""
+    from ortlaunch.recipe import load
+
+    loaded = load(recipe, overrides or ())
+    typer.echo(f"{recipe}: valid ({loaded.recipe.name})")
+
+
+@app.command()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    launcher: Launcher = None,
+    nproc_per_node: PerNode = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")] = False,
+) -> None:
+    """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
+    from ortlaunch.control import dry_run, settle_run
+    from ortlaunch.plan import describe
+    from ortlaunch.rundir import RunDir
+
+    settled = settle_run(
+        recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ
+    )
+    if json:
+        typer.echo(settled.plan.to_json())
+        return
+    command = dry_run(settled, RunDir(f"runs/{settled.plan.name}-TIME")).splitlines()[-1]
+    typer.echo("\n".join([*settled.world.notes, describe(settled.plan), f"command: {command}"]))
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    launcher: Launcher = None,
+    nproc_per_node: PerNode = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    run_dir: RunDirOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "--dryrun", help="Print what would be run, and stop.")] = False,
+) -> None:
+    """Train a recipe."""
+    from ortlaunch import control
+
+    settled = control.settle_run(
+        recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ
+    )
+    run = control.run_folder(run_dir, settled.plan.name, settled.world, os.environ)
+    if dry_run:
+        typer.echo(control.dry_run(settled, run))
+        return
+    raise typer.Exit(control.train(settled, run))
+
+
+@app.command()
+def setup() -> None:
+    """Build the torch extensions that engine ort needs, once for each torch."""
+    from ortlaunch.doctor import set_up
+
+    raise typer.Exit(set_up())
+
+
+@app.command()
+def schema() -> None:
+    """Print the recipe's JSON schema, for editors."""
+    from ortlaunch.recipe.schema import json_schema
+
+    typer.echo(json_schema(), nl=False)
+
+
+@recipes_app.command("list")
+def list_recipes() -> None:
+    """Name the shipped recipes."""
+    from ortlaunch.shipped import names
+
+    typer.echo("\n".join(names()))
+
+
+@recipes_app.command("show")
+def show_recipe(name: Annotated[str, typer.Argument(help="As `ortlaunch recipes list` names it.")]) -> None:
+    """Print a shipped recipe."""
+    from ortlaunch.shipped import find
+
+    typer.echo(find(name).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes_app.command("copy")
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="As `ortlaunch recipes list` names it.")],
+    target: Annotated[Path, typer.Argument(help="File or folder to copy it to.")] = Path(),
+) -> None:
+    """Copy a shipped recipe, with what it extends; never over a file of yours."""
+    from ortlaunch.shipped import copy
+
+    typer.echo("\n".join(str(path) for path in copy(name, target)))
+
+
+def main() -> None:
+    """Entry point: errors for the user are printed without a traceback."""
+    try:
+        app()
+    except (RecipeError, HostfileError) as error:  # their lines begin with file:line:column, for editors
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_status)
+    except OrtlaunchError as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The control side of a run: recipe -> plan -> run folder -> processes -> verdict.
+
+Everything that `ortlaunch train` does before and after the ranks live. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ortlaunch import __version__, doctor, recipe
+from ortlaunch.errors import LaunchError, PlanError, RecipeError
+from ortlaunch.launch import Request, backend
+from ortlaunch.launch.cause import explain_end
+from ortlaunch.plan import Plan, describe, make_plan
+from ortlaunch.recipe import Recipe, RecipeFile
+from ortlaunch.recipe.rules import device_rules
+from ortlaunch.rundir import RunDir, write_json, write_text
+from ortlaunch.world import Asked, World, settle
+
+_JOIN_SECONDS = 120
+_PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"
+
+
+class Settled(NamedTuple):
+    """A valid recipe with its world and plan."""
+
+    file: RecipeFile
+    world: World
+    plan: Plan
+
+
+def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> Settled:
+    """Recipe -> world -> plan; pure but for reading files and looking at this machine."""
+    loaded = recipe.load(path, overrides)
+    world = settle(loaded.recipe, asked, environ)
+    broken = [loaded.explain(problem) for problem in device_rules(loaded.recipe, world.device)]
+    if broken:
+        raise RecipeError(broken)
+    plan = make_plan(
+        loaded.recipe,
+        world.hosts,
+        launcher=world.launcher,
+        device=world.device,
+        worker=(sys.executable, "-m", "ortlaunch.worker"),
+        environ=environ,
+    )
+    return Settled(loaded, world, plan)
+
+
+def run_folder(chosen: Path | None, name: str, world: World, environ: Mapping[str, str]) -> RunDir:
+    """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
+    if chosen is not None:
+        return RunDir(chosen)
+    if world.inside is None or world.inside.world_size == 1:
+        return RunDir(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return RunDir(Path("runs") / f"{name}-{_launch_id(world, environ)}")
+
+
+def _launch_id(world: World, environ: Mapping[str, str]) -> str:
+    """What all ranks of this launch share and no other launch has."""
+    rank = world.inside
+    assert rank is not None
+    if rank.local_world_size == rank.world_size:
+        parent = os.getppid()
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{parent}-{started}"
+    if environ.get("SLURM_STEP_ID"):
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    for name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID"):
+        if environ.get(name) and environ[name] != "none":
+            return "".join(c if c.isalnum() else "-" for c in environ[name])
+    raise PlanError("the ranks' launcher gives no name that they could agree on; add --run-dir, the same for all ranks")
+
+
+def dry_run(settled: Settled, run: RunDir) -> str:
+    """Exactly what a real run would send."""
+    return str(_request(settled.plan, run))
+
+
+def _request(plan: Plan, run: RunDir) -> Request:
+    if plan.launcher == "inside":
+        return Request((*plan.argv, str(run)), plan.env)
+    return backend(plan.launcher).request(plan, run)
+
+
+def train(settled: Settled, run: RunDir) -> int:
+    """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
+    if settled.world.inside is not None:
+        return _be_a_rank(settled, run)
+    request = _prepare(settled, run)
+    if sys.stdout.isatty():
+        os.environ[_PROGRESS_VARIABLE] = "1"
+    launcher = backend(settled.plan.launcher)
+    status = launcher.wait(launcher.submit(request))
+    end = explain_end(run, status)
+    print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
+    return end.status
+
+
+def _be_a_rank(settled: Settled, run: RunDir) -> int:
+    """This process is a rank already: rank 0 prepares the folder, then each becomes the worker."""
+    rank = settled.world.inside
+    assert rank is not None
+    mark = run.ready / _launch_id(settled.world, os.environ)
+    if rank.rank == 0:
+        _prepare(settled, run)
+        write_text(mark, "")
+    deadline = time.monotonic() + _JOIN_SECONDS
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"rank 0 did not prepare {run} within {_JOIN_SECONDS} s; is it on a disk that all hosts share?"
+            )
+        time.sleep(0.05)
+    argv = _request(settled.plan, run).argv
+    os.execve(argv[0], argv, {**os.environ, **dict(settled.plan.env)})
+
+
+def _prepare(settled: Settled, run: RunDir) -> Request:
+    """Check what must be there, write the run folder, say what will run."""
+    plan, current = settled.plan, settled.file.recipe
+    doctor.require(current, plan)
+    request = _request(plan, run)
+    _check_folder(run, current)
+    write_text(run.recipe, recipe.to_yaml(current))
+    write_text(run.plan, plan.to_json())
+    if plan.deepspeed is not None:
+        write_json(run.deepspeed, plan.deepspeed)
+    write_json(run.environment, environment())
+    write_text(run.request, f"{request}\n")
+    for old in run.errors.glob("rank_*.json"):
+        old.unlink()
+    for note in settled.world.notes:
+        print(note, flush=True)
+    print(f"{describe(plan)}\nrun folder: {run}", flush=True)
+    return request
+
+
+def _check_folder(run: RunDir, current: Recipe) -> None:
+    """A folder with something else in it is refused; one of an earlier run of this recipe is continued."""
+    if run.path.exists() and not run.recipe.exists() and any(path != run.ready for path in run.path.iterdir()):
+        raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
+    if not run.recipe.exists():
+        return
+    before = recipe.parse_resolved(run.recipe.read_text(encoding="utf-8"))
+    changed = list(differences(before.model_dump(mode="json"), current.model_dump(mode="json")))
+    other = [
+        line for line in changed if line.split(".")[0].split(":")[0] in ("model", "data", "seed", "batch", "optimizer")
+    ]
+    if other and run.complete_checkpoints():
+        raise PlanError(
+            f"--run-dir {run}: holds checkpoints of another training; these differ:\n  " + "\n  ".join(other) + "\n"
+            "Give a new --run-dir, or the recipe that it was trained with"
+        )
+    print("\n".join([f"continuing {run}", *(f"  changed: {line}" for line in changed)]), flush=True)
+
+
+def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """`key.path: old -> new` for every leaf that differs."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys((*before, *after)):
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+    elif before != after:
+        yield f"{path}: {before!r} -> {after!r}"
+
+
+def environment() -> dict[str, Any]:
+    """What this run was made of: ortlaunch, Python, the machine, every installed package's version."""
+    packages = sorted({dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items())
+    return {
+        "ortlaunch": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "packages": dict(packages),
+    }

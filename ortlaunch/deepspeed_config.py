@@ -1,0 +1,41 @@
+"""The only place that writes DeepSpeed's JSON names. Pure.
+
+Everything comes from the recipe and the plan's batch, so that there is one source of truth; the recipe's raw
+`zero.deepspeed` is merged last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ortlaunch.recipe import Recipe
+
+NEVER = 10**9
+
+
+def deepspeed_config(recipe: Recipe, micro_samples: int, accumulation_steps: int, ranks: int) -> dict[str, Any] | None:
+    """The DeepSpeed config of a recipe, or None where it trains without DeepSpeed."""
+    if recipe.zero is None:
+        return None
+    config: dict[str, Any] = {
+        "train_batch_size": micro_samples * accumulation_steps * ranks,
+        "train_micro_batch_size_per_gpu": micro_samples,
+        "gradient_accumulation_steps": accumulation_steps,
+        "zero_optimization": {"stage": recipe.zero.stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": NEVER,
+    }
+    if recipe.train.max_grad_norm is not None:
+        config["gradient_clipping"] = recipe.train.max_grad_norm
+    if recipe.precision != "fp32":
+        config[recipe.precision] = {"enabled": True}
+    return _merged(config, recipe.zero.deepspeed)
+
+
+def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged

@@ -1,0 +1,59 @@
+"""What is installed and what it takes to run a recipe; every answer ends with what to type. Never imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from ortlaunch.errors import MissingDependency
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
+
+
+def require(recipe: Recipe, plan: Plan) -> None:
+    """Everything that the run needs on this host, before anything is started.
+
+    Raises:
+        MissingDependency: all that is missing, a line each.
+    """
+    missing = list(_missing(recipe, plan))
+    if missing:
+        raise MissingDependency("\n".join(missing))
+
+
+def _missing(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    if recipe.zero is not None and not _installed("deepspeed"):
+        yield 'zero: DeepSpeed is not installed: pip install "ortlaunch[deepspeed]", or set zero=null'
+    if recipe.model.lora is not None and not _installed("peft"):
+        yield 'model.lora: peft is not installed: pip install "ortlaunch[lora]"'
+    if "tensorboard" in recipe.log.trackers and not _installed("tensorboard"):
+        yield 'log.trackers: tensorboard is not installed: pip install "ortlaunch[tensorboard]"'
+    if plan.launcher == "mpi" and not _installed("mpi4py"):
+        yield 'launcher mpi: mpi4py is not installed: pip install "ortlaunch[mpi]"'
+    if recipe.engine.name == "ort":
+        yield from _missing_for_ort()
+
+
+def _missing_for_ort() -> Iterator[str]:
+    from ortlaunch import extensions
+
+    try:
+        extensions.ort_package()
+        absent = extensions.missing()
+    except MissingDependency as error:
+        yield f"engine ort: {error}"
+        return
+    if absent:
+        yield f"engine ort: its torch extensions are not built for this torch ({', '.join(absent)}): run `ortlaunch setup` once"
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def set_up() -> int:
+    """Build what engine ort needs and is absent, in a process of its own that may import torch."""
+    return subprocess.run([sys.executable, "-m", "ortlaunch.extensions"], env=os.environ, check=False).returncode

@@ -1,0 +1,299 @@
+"""Host files, ``--host`` lists and ``--include``/``--exclude`` filters, read into one tuple of Host.
+
+Reads the superset of what DeepSpeed, Open MPI, MPICH and Intel MPI read, and refuses what any of them would
+guess about. Order in the file is rank order. Pure except for ``read_hostfile``, which reads one file.
+Imports nothing of ortlaunch but errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch.errors import HostfileError
+
+_EXAMPLE = "'worker-1 slots=8'"
+_KEYS = ("slots", "max_slots")
+_MOST_DIGITS = 4
+_MOST_LISTED = 16
+
+_NAME = re.compile(
+    r"((?:[a-z0-9_][\w.-]*@)?)(?:\[([0-9a-f]*:[0-9a-f:.]+(?:%[\w.-]+)?)\]|([a-z0-9_][\w.-]*))(:[^:]*)?",
+    re.ASCII | re.IGNORECASE,
+)
+_SETTING = re.compile(r"([^\s=]+)(\s*=\s*)(\S*)|(\S+)")
+
+
+class Host(NamedTuple):
+    """One machine: ``name`` as ssh takes it (``user@`` kept, no brackets), and the devices ranks may use."""
+
+    name: str
+    slots: int
+    devices: tuple[int, ...]
+    max_slots: int | None = None
+
+
+class HostList(NamedTuple):
+    """Hosts in rank order, and the dialect they were written in."""
+
+    hosts: tuple[Host, ...]
+    dialect: str
+
+
+class _Setting(NamedTuple):
+    column: int
+    label: str
+    value: str
+    spaced: bool = False
+
+
+_Problems = list[tuple[int, str]]  # column and text
+
+
+def read_hostfile(path: str | os.PathLike[str], default_slots: int | None = None) -> HostList:
+    """Read a host file from disk; HostfileError when it cannot be read, is not UTF-8 or names no host."""
+    source = os.fspath(path)
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise HostfileError(
+            f"{source}: cannot be read: {error.strerror}; give a file with lines such as {_EXAMPLE}"
+        ) from error
+    return parse_hostfile(_decode(data, source), source, default_slots)
+
+
+def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> HostList:
+    """Parse the text of a host file; ``source`` names it in errors.
+
+    A line without slots is an error unless ``default_slots`` says how many such a host has. All problems come
+    in one HostfileError, a line each: ``SOURCE:LINE:COLUMN: what; what would be right``.
+    """
+    hosts, marks = _collect(_lines(text), source, default_slots)
+    if not hosts:
+        raise HostfileError(f"{source}: there is no host in it; write one line per host, such as {_EXAMPLE}")
+    return HostList(hosts, _dialect(marks))
+
+
+def parse_host_list(text: str, source: str = "--host", default_slots: int | None = None) -> HostList:
+    """Parse ``a:4,b:4``, the ``--host`` of Open MPI and the ``-H`` of Horovod."""
+    items = [(1, match.start(), match[0]) for match in re.finditer(r"(?:^|(?<=,))[^,]*", text)]
+    hosts, _ = _collect(items, source, default_slots)
+    return HostList(hosts, "host list")
+
+
+def select(hosts: Sequence[Host], include: str | None = None, exclude: str | None = None) -> tuple[Host, ...]:
+    """Keep or drop hosts and slots by DeepSpeed's grammar, ``worker-2:0,1@worker-3``; the order stays.
+
+    A host is named without its ``user@``, because ``@`` separates hosts here; IPv6 goes in brackets.
+    """
+    if include is not None and exclude is not None:
+        raise HostfileError("--include and --exclude cannot be given together; keep the shorter one")
+    text, option = (include, "--include") if exclude is None else (exclude, "--exclude")
+    if text is None:
+        return tuple(hosts)
+    named = _filter(text, option, {_machine(host.name): host for host in hosts})
+    picked = (_pick(host, named.get(_machine(host.name), ()), drop=exclude is not None) for host in hosts)
+    kept = tuple(host for host in picked if host.slots)
+    if not kept:
+        raise HostfileError(f"{option} {text!r} leaves no slot on any host; leave at least one")
+    return kept
+
+
+def _decode(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        column = error.start - data.rfind(b"\n", 0, error.start)
+        raise HostfileError(
+            f"{source}:{line}:{column}: byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
+        ) from error
+
+
+def _lines(text: str) -> Iterator[tuple[int, int, str]]:
+    """Lines that hold something besides a comment. Not splitlines(): it also splits at form feeds."""
+    for number, line in enumerate(re.split(r"\r\n?|\n", text.lstrip("\ufeff")), 1):
+        content = line.partition("#")[0]
+        if content and not content.isspace():
+            yield number, 0, content
+
+
+def _collect(
+    lines: Iterable[tuple[int, int, str]], source: str, default_slots: int | None
+) -> tuple[tuple[Host, ...], set[str]]:
+    """Hosts and dialect marks of (number, offset, content) lines, or one error with every problem in them."""
+    hosts: list[Host] = []
+    marks: set[str] = set()
+    complaints: list[str] = []
+    seen: dict[str, str] = {}
+    for number, offset, content in lines:
+        problems: _Problems = []
+        host = _read(content, default_slots, marks, problems)
+        if host:
+            hosts.append(host)
+            _refuse_repeated(host, f"{source}:{number}:{offset + _column(content)}", seen, complaints)
+        complaints += [f"{source}:{number}:{offset + column}: {text}" for column, text in problems]
+    if complaints:
+        raise HostfileError("\n".join(complaints))
+    return tuple(hosts), marks
+
+
+def _refuse_repeated(host: Host, place: str, seen: dict[str, str], complaints: list[str]) -> None:
+    # Compared without user and letter case: two names of one machine would put two ranks on one device.
+    name = _machine(host.name).lower()
+    first = seen.setdefault(name, place)
+    if first != place:
+        mend = "Open MPI would add up the slots and DeepSpeed would refuse; write it once with all its slots"
+        complaints.append(f"{place}: host {name!r} is already at {first}; {mend}")
+
+
+def _read(content: str, default_slots: int | None, marks: set[str], problems: _Problems) -> Host | None:
+    """The host on one line, adding the mark of its dialect; None when ``problems`` grew."""
+    column, token = _column(content), (content.split(None, 1) or [""])[0]
+    name, colon = _split(token, column, problems)
+    settings = {} if colon is None else {"slots": _Setting(column, token, colon)}
+    _read_settings(content, column - 1 + len(token), settings, problems)
+    if not problems and default_slots is None and "slots" not in settings:
+        problems.append((column, _no_slots(token)))
+    numbers = {key: _number(setting, problems) for key, setting in settings.items()}
+    slots, most = numbers.get("slots", default_slots or 0), numbers.get("max_slots")
+    if not problems and most is not None and most < slots:
+        low = f"max_slots={most} is below slots={slots}; make it {slots} or more, or leave it out"
+        problems.append((settings["max_slots"].column, low))
+    if problems:
+        return None
+    marks.add(_mark(settings, colon))
+    return Host(name, slots, tuple(range(slots)), most)
+
+
+def _split(token: str, column: int, problems: _Problems) -> tuple[str, str | None]:
+    """``user@[::1]:4`` as the name ``user@::1`` and the text ``4``, which is None without a colon."""
+    match = _NAME.fullmatch(token)
+    if match is None:
+        problems.append((column, _bad_name(token)))
+        return "", None
+    user, ipv6, plain, colon = match.groups()
+    return user + (ipv6 or plain), colon and colon[1:]
+
+
+def _read_settings(content: str, start: int, settings: dict[str, _Setting], problems: _Problems) -> None:
+    """Add the ``key=value`` pairs behind the host name to ``settings``; max-slots is max_slots."""
+    for match in _SETTING.finditer(content, start):
+        key, equals, value, junk = match.groups()
+        column, label, known = match.start() + 1, match[0].rstrip(), (key or "").replace("-", "_")
+        if junk:
+            problems.append((column, f"{label!r} is not understood; write key=value, such as slots=8"))
+        elif known not in _KEYS:
+            problems.append((column, _unknown_key(key, label)))
+        elif known in settings:
+            problems.append((column, f"{label!r} comes after {settings[known].label!r}; write {known} once"))
+        else:
+            settings[known] = _Setting(column, label, value, equals != "=")
+
+
+def _number(setting: _Setting, problems: _Problems) -> int:
+    column, label, value, _ = setting
+    digits = value[1:] if value.startswith("-") else value
+    if not (digits.isascii() and digits.isdigit()):
+        problems.append((column, f"{label!r} does not end in a whole number; write for example slots=8"))
+    elif digits != value or not value.strip("0"):
+        problems.append((column, f"{label!r} is below 1; write 1 or more, or delete the line"))
+    elif len(value) > _MOST_DIGITS:
+        problems.append((column, f"{label!r} has over {_MOST_DIGITS} digits; write the number of devices"))
+    else:
+        return int(value)
+    return 0
+
+
+def _mark(settings: dict[str, _Setting], colon: str | None) -> str:
+    if colon is not None:
+        return "MPICH / Intel MPI"
+    if "max_slots" in settings or any(setting.spaced for setting in settings.values()):
+        return "Open MPI"
+    return "DeepSpeed / Open MPI" if settings else ""
+
+
+def _dialect(marks: set[str]) -> str:
+    """What all lines have in common: one line that only Open MPI reads makes it an Open MPI file."""
+    named = marks - {"", "DeepSpeed / Open MPI"} if "Open MPI" in marks else marks - {""}
+    return " and ".join(sorted(named)) or "names only"
+
+
+def _bad_name(token: str) -> str:
+    if not token:
+        return "there is no host here; write for example worker-1:8,worker-2:8"
+    if "=" in token:
+        return f"there is no host before {token!r}; write for example {_EXAMPLE}"
+    if token.count(":") > 1 and "[" not in token:
+        return f"{token!r} looks like IPv6; write the address in brackets, such as '[::1] slots=8'"
+    return f"{token!r} is not a host; write a name or an address, with user@ before it where ssh needs one"
+
+
+def _no_slots(token: str) -> str:
+    meaning = "Open MPI would count its cores and DeepSpeed would refuse it"
+    return f"host {token!r} has no slots; {meaning}, so write for example '{token} slots=8'"
+
+
+def _unknown_key(key: str, label: str) -> str:
+    hint = _close(key.lower().replace("-", "_"), _KEYS)
+    return f"{key!r} in {label!r} is not a key of a host file; {hint}the keys are {' and '.join(_KEYS)}"
+
+
+def _close(word: str, right: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(right), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def _filter(text: str, option: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...]]:
+    """The devices that a filter names, by machine; every problem of the filter at once."""
+    named: dict[str, tuple[int, ...]] = {}
+    complaints: list[str] = []
+    for match in re.finditer(r"(?:^|(?<=@))[^@]*", text):
+        problem = _want(match[0], hosts, named)
+        if problem:
+            complaints.append(f"{option}:1:{match.start() + _column(match[0])}: {problem}")
+    if complaints:
+        raise HostfileError("\n".join(complaints))
+    return named
+
+
+def _want(item: str, hosts: dict[str, Host], named: dict[str, tuple[int, ...]]) -> str:
+    """Read one ``name`` or ``name:0,1`` into ``named``; the problem with it, or nothing."""
+    bracketed, _, plain = item.strip().rpartition("]")
+    name, colon, slots = plain.partition(":")
+    name = bracketed.lstrip("[") + name.strip()
+    if not name:
+        return "there is no host here; write for example worker-2:0,1@worker-3"
+    if name not in hosts:
+        return f"there is no host {name!r}; {_close(name, hosts)}the hosts are {_listed(list(hosts))}"
+    if name in named:
+        return f"host {name!r} is named twice; write it once, with all its slots: {name}:0,1"
+    devices = {str(device): device for device in hosts[name].devices}
+    wanted = [slot.strip() for slot in slots.split(",")] if colon else list(devices)
+    strange = [slot for slot in wanted if slot not in devices]
+    if strange:
+        return f"host {name!r} has no slot {_listed(strange)}; its slots are {_listed(list(devices))}"
+    named[name] = tuple(devices[slot] for slot in wanted)
+    return ""
+
+
+def _pick(host: Host, named: tuple[int, ...], drop: bool) -> Host:
+    kept = tuple(device for device in host.devices if (device in named) != drop)
+    return host._replace(slots=len(kept), devices=kept)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(map(repr, names[:_MOST_LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _machine(name: str) -> str:
+    return name.rpartition("@")[2]
+
+
+def _column(content: str) -> int:
+    return len(content) - len(content.lstrip()) + 1

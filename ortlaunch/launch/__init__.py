@@ -1,0 +1,67 @@
+"""Plan -> running processes. Each backend builds its Request purely; only `submit`, `state` and `cancel` act.
+
+Backends are named by string and loaded on use, so that an absent one costs nothing. May import plan's types,
+rundir and errors; never the recipe or the worker.
+"""
+
+from __future__ import annotations
+
+import shlex
+from enum import Enum
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol, cast
+
+from ortlaunch.plan import Plan
+from ortlaunch.rundir import RunDir
+
+BACKENDS = {
+    "local": "ortlaunch.launch.local",
+    "torchrun": "ortlaunch.launch.torchrun",
+    "mpi": "ortlaunch.launch.mpi",
+}
+
+
+class Request(NamedTuple):
+    """What will be sent, exactly: files to write, variables to add to the environment, the command."""
+
+    argv: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """What a person would type."""
+        files = "".join(f"cat > {shlex.quote(path)} <<'EOF'\n{text}EOF\n" for path, text in self.files)
+        env = "".join(f"{key}={shlex.quote(value)} " for key, value in self.env)
+        return files + env + shlex.join(self.argv)
+
+
+class JobState(Enum):
+    """Where a job is in its life."""
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+
+class Backend(Protocol):
+    """A module with these functions."""
+
+    def request(self, plan: Plan, run_dir: RunDir) -> Request:
+        """What to send for this plan; pure."""
+
+    def submit(self, request: Request) -> Any:
+        """Send it; returns the job."""
+
+    def state(self, job: Any) -> JobState:
+        """Where the job is."""
+
+    def wait(self, job: Any) -> int:
+        """Wait for its end; the exit status."""
+
+    def cancel(self, job: Any) -> None:
+        """End it and everything it started."""
+
+
+def backend(name: str) -> Backend:
+    """The backend of a launcher's name."""
+    return cast(Backend, import_module(BACKENDS[name]))

@@ -1,0 +1,65 @@
+"""How a run ended: the first failing rank, its status and its last words, read from the run folder."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ortlaunch.rundir import RunDir, read_json
+
+
+class End(NamedTuple):
+    """The command's exit status, and what to print last."""
+
+    status: int
+    text: str
+
+
+def explain_end(run: RunDir, status: int) -> End:
+    """The end of a run whose launcher left with `status`."""
+    records = [read_json(path) for path in sorted(run.errors.glob("rank_*.json"))]
+    first = _first(records)
+    if first is None and status == 0:
+        return End(0, f"done: {run}")
+    lost = _vanished(run, records) if status and (first is None or first["secondary"]) else []
+    if lost:
+        return End(137, _lost_text(run, lost))
+    if first is None:
+        return End(
+            status,
+            f"ortlaunch: the launcher ended with status {status}, and no rank says why; see above, and {run.logs}",
+        )
+    return End(first["exit_status"], _text(run, first))
+
+
+def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The earliest failure that is not the echo of another's."""
+    ordered = sorted(records, key=lambda record: (record["secondary"], record["time"]))
+    return ordered[0] if ordered else None
+
+
+def _vanished(run: RunDir, records: list[dict[str, Any]]) -> list[int]:
+    """Ranks that began and left neither an error nor an end: their guardian was killed."""
+    known = {record["rank"] for record in records}
+    began = {int(path.stem[len("rank_") :]) for path in run.logs.glob("rank_*.err")}
+    return sorted(began - known)
+
+
+def _lost_text(run: RunDir, ranks: list[int]) -> str:
+    hosts = read_json(run.plan)["nodes"]
+    names = [f"rank {rank} on host {_host(hosts, rank)}" for rank in ranks[:8]]
+    return (
+        f"ortlaunch: {', '.join(names)} vanished without a word, as a process killed by SIGKILL does (often the kernel's "
+        f"out-of-memory killer: see dmesg there)\nlogs: {run.logs}"
+    )
+
+
+def _host(nodes: list[dict[str, Any]], rank: int) -> str:
+    name: str = next(node["host"] for node in reversed(nodes) if node["first_rank"] <= rank)
+    return name
+
+
+def _text(run: RunDir, first: dict[str, Any]) -> str:
+    where = f"rank {first['rank']} on host {first['host']} (local rank {first['local_rank']})"
+    how = first["message"] if first["type"] in ("Signal", "Exit") else f"failed with {first['type']}"
+    log = run.log(first["rank"], "err")
+    return f"{first['traceback'].rstrip()}\n\nortlaunch: {where} {how}; exit status {first['exit_status']}; log: {log}"

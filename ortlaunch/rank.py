@@ -1,0 +1,229 @@
+"""Which rank this process is: the full set of ONE launcher's variables, or an error that names them.
+
+Launchers leave variables for what they start, shells keep them for too long, and one launcher starts another.
+So nothing is guessed: a set is complete or refused, and two sets agree or are refused, except where one is
+known to have started the other. Shared by the control side and the worker; imports stdlib and errors only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ortlaunch.errors import RankError
+
+_TORCH, _SLURM = "torchrun", "Slurm"
+_ELASTIC = "TORCHELASTIC_RUN_ID"
+_STEP = "SLURM_STEP_ID"
+
+_MPI = "MPICH / Intel MPI / PALS"
+_HYDRA_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_PALS_LOCAL = ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
+# In the order of Rank's fields. Hydra and PALS share the names of the PMI protocol but not the local ones.
+_OPEN_MPI_NAMES = tuple(f"OMPI_COMM_WORLD_{field}" for field in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MVAPICH_NAMES = tuple(f"MV2_COMM_WORLD_{field}" for field in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_HYDRA_NAMES = ("PMI_RANK", "PMI_SIZE", *_HYDRA_LOCAL)
+_PALS_NAMES = ("PMI_RANK", "PMI_SIZE", *_PALS_LOCAL)
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Where Slurm has two names, the step's comes first: the other one may speak of the whole job.
+_SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_SLURM_LAYOUTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_SLURM_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+
+# Every variable read here: a launcher that starts ranks itself removes them first, then sets its own.
+VARIABLES = frozenset(_OPEN_MPI_NAMES + _MVAPICH_NAMES + _HYDRA_NAMES + _PALS_NAMES + _TORCH_NAMES).union(
+    _SLURM_NAMES, _SLURM_SIZES, _SLURM_LAYOUTS, (_STEP, _ELASTIC)
+)
+
+# Slurm numbers its batch, interactive and extern steps from the top of 32 bits down; none of them is ranks.
+_LAST_REAL_STEP = 0xFFFFFFF0
+
+
+class Rank(NamedTuple):
+    """A process's place: 0 <= rank < world_size, and 0 <= local_rank < local_world_size on its machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environ(cls, env: Mapping[str, str]) -> Rank:
+        """The rank that ``env`` describes; rank 0 of a world of one where no launcher left a variable."""
+        found = detect(env)
+        return found[0] if found else cls(0, 1, 0, 1)
+
+
+class _Set(NamedTuple):
+    """What one launcher left: the names it sets, the first four in the order of Rank, and the values."""
+
+    launcher: str
+    names: tuple[str, ...]
+    values: dict[str, str]
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in self.names if name not in self.values]
+
+    @property
+    def shown(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.values.items())
+
+
+def detect(env: Mapping[str, str]) -> tuple[Rank, str] | None:
+    """The rank and the launcher that started it, or None without any; RankError where ``env`` is not clear.
+
+    The launchers are "torchrun", "Open MPI", "MPICH / Intel MPI / PALS", "MVAPICH" and "Slurm".
+    """
+    chosen = _choose(_found(env), env)
+    return (_rank(chosen), chosen.launcher) if chosen else None
+
+
+def explain(env: Mapping[str, str]) -> str:
+    """One line for each launcher found, with the variables read, and which one is used or why none is."""
+    sets = _found(env)
+    lines = [f"{found.launcher}: {_described(found)}" for found in sets]
+    if "SLURM_PROCID" in env and not any(found.launcher == _SLURM for found in sets):
+        lines.append(f"{_SLURM}: not a step of ranks: {_STEP} is {env.get(_STEP, 'not set')}")
+    try:
+        chosen = detect(env)
+    except RankError as error:
+        return "\n".join([*lines, f"error: {error}"])
+    return "\n".join([*lines, f"used: {chosen[1]}" if chosen else "used: none, so this is rank 0 of 1"])
+
+
+def _described(found: _Set) -> str:
+    if found.missing:
+        return f"incomplete, {', '.join(found.missing)} not set; read {found.shown}"
+    try:
+        rank = _rank(found)
+    except RankError as error:
+        return f"unusable, {error}; read {found.shown}"
+    place = f"rank {rank.rank} of {rank.world_size}, local rank {rank.local_rank} of {rank.local_world_size}"
+    return f"{place}; read {found.shown}"
+
+
+def _found(env: Mapping[str, str]) -> list[_Set]:
+    """What each launcher left, complete or not. torchrun's comes last: wrappers copy another set into it."""
+    pals = any(name in env for name in _PALS_LOCAL)
+    hydra = not pals or any(name in env for name in _HYDRA_LOCAL)
+    sets = (
+        _pick("Open MPI", _OPEN_MPI_NAMES, env),
+        _pick("MVAPICH", _MVAPICH_NAMES, env),
+        _pick(_MPI, _HYDRA_NAMES, env) if hydra else None,
+        _pick(_MPI, _PALS_NAMES, env) if pals else None,
+        _slurm_step(env),
+        _pick(_TORCH, _TORCH_NAMES, env),
+    )
+    return [found for found in sets if found]
+
+
+def _pick(launcher: str, names: tuple[str, ...], env: Mapping[str, str]) -> _Set | None:
+    values = {name: env[name] for name in names if name in env}
+    return _Set(launcher, names, values) if values else None
+
+
+def _slurm_step(env: Mapping[str, str]) -> _Set | None:
+    step = env.get(_STEP)
+    if step is None or (re.fullmatch("[0-9]{10}", step) and int(step) > _LAST_REAL_STEP):
+        return None
+    procid, localid, nodeid = _SLURM_NAMES
+    size, layout = _first_set(_SLURM_SIZES, env), _first_set(_SLURM_LAYOUTS, env)
+    return _pick(_SLURM, (procid, size, localid, layout, nodeid, _STEP), env)
+
+
+def _first_set(names: Sequence[str], env: Mapping[str, str]) -> str:
+    return next((name for name in names if name in env), names[0])
+
+
+def _choose(sets: Sequence[_Set], env: Mapping[str, str]) -> _Set | None:
+    """The set of the launcher that started this process, which is the innermost of those that left one."""
+    complete = [found for found in sets if not found.missing]
+    elastic = [found for found in complete if found.launcher == _TORCH and _ELASTIC in env]
+    nested = elastic or [found for found in complete if found.launcher not in (_TORCH, _SLURM)]
+    # A Slurm step around mpirun or torchrun starts their daemons, so its tasks are not the ranks.
+    level = [found for found in sets if not (nested and found.launcher == _SLURM)]
+    partial = [found for found in level if found.missing and not _echoes(found, complete)]
+    if partial:
+        raise RankError("\n".join(_partial(found, complete, env) for found in partial))
+    rivals = elastic or [found for found in level if not found.missing]
+    for other in rivals[1:]:
+        _refuse_disagreement(rivals[0], other)
+    return rivals[0] if rivals else None
+
+
+def _echoes(partial: _Set, complete: Sequence[_Set]) -> bool:
+    """PMI variables that repeat a complete set: srun too speaks PMI to its ranks, without being Hydra."""
+    if partial.launcher != _MPI:
+        return False
+    said = [(field, _number(name, partial.values[name])) for field, name in _fields(partial)]
+    return any(all(_rank(whole)[field] == number for field, number in said) for whole in complete)
+
+
+def _fields(found: _Set) -> list[tuple[int, str]]:
+    return [(field, name) for field, name in enumerate(found.names[:4]) if name in found.values]
+
+
+def _partial(found: _Set, complete: Sequence[_Set], env: Mapping[str, str]) -> str:
+    names = " ".join(name for name in found.values if not any(name in whole.names for whole in complete))
+    head = f"{found.launcher}: {found.shown} set, but {', '.join(found.missing)} not"
+    if complete:
+        beside = f"beside the complete set of {complete[0].launcher} ({complete[0].shown})"
+        return f"{head}, {beside}: these are left over or copied, so type: unset {names}"
+    if found.launcher == _TORCH and set(found.values) == {"RANK", "WORLD_SIZE"}:
+        nodes = "Kubeflow PyTorchJob and Alibaba PAI set RANK and WORLD_SIZE to count nodes, not ranks"
+        mend = "start torchrun on each node with --nnodes=$WORLD_SIZE --node-rank=$RANK, which sets all four"
+        return f"{head}: {nodes}; {mend}"
+    if found.missing == ["LOCAL_WORLD_SIZE"] and "LOCAL_SIZE" in env:
+        return f"{head}: DeepSpeed's launcher calls it LOCAL_SIZE; type: export LOCAL_WORLD_SIZE=$LOCAL_SIZE"
+    return f"{head}: a launcher sets all of them; if no launcher started this process, type: unset {names}"
+
+
+def _refuse_disagreement(one: _Set, other: _Set) -> None:
+    pairs = zip(one.names, other.names, _rank(one), _rank(other))
+    differ = [f"{a}={one.values[a]} but {b}={other.values[b]}" for a, b, x, y in pairs if x != y]
+    if differ:
+        mend = "unset the variables of the one that did not start this process"
+        raise RankError(f"{one.launcher} and {other.launcher} disagree: {', '.join(differ)}; {mend}")
+
+
+def _rank(found: _Set) -> Rank:
+    """The rank of a complete set; RankError when its values are not numbers or do not fit together."""
+    texts = [found.values[name] for name in found.names]
+    if found.launcher == _SLURM:
+        texts[3] = str(_slurm_local_size(found))
+    rank = Rank(*(_number(name, text) for name, text in zip(found.names[:4], texts)))
+    shown = [f"{name}={found.values[name]}" for name in found.names]
+    if rank.rank >= rank.world_size:
+        raise RankError(f"{shown[0]} is not below {shown[1]}; ranks count from 0, so one of them is stale")
+    if rank.local_rank >= rank.local_world_size:
+        raise RankError(f"{shown[2]} is not below {shown[3]}; ranks count from 0, so one of them is stale")
+    if rank.local_world_size > rank.world_size:
+        raise RankError(f"{shown[3]} is more than {shown[1]}, the ranks of all nodes; one of them is stale")
+    return rank
+
+
+def _slurm_local_size(found: _Set) -> int:
+    """The tasks on this node, out of a layout such as ``2(x3),1``: two tasks on three nodes, then one."""
+    _, size, _, layout, node, step = found.names
+    _number(step, found.values[step])
+    text = found.values[layout]
+    parts = [re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part) for part in text.split(",")]
+    runs = [(int(part[1]), int(part[2] or 1)) for part in parts if part]
+    if len(runs) < len(parts):
+        raise RankError(f"{layout}={text} is not a layout; Slurm writes for example 2(x3),1")
+    if sum(tasks * nodes for tasks, nodes in runs) != _number(size, found.values[size]):
+        raise RankError(f"{layout}={text} does not add up to {size}={found.values[size]}; one is stale")
+    last = -1
+    for tasks, nodes in runs:
+        last += nodes
+        if _number(node, found.values[node]) <= last:
+            return tasks
+    raise RankError(f"{node}={found.values[node]} is not one of the {last + 1} nodes of {layout}={text}")
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,10}", text):
+        raise RankError(f"{name}={text!r} is not a whole number of 0 or more; unset it or start again")
+    return int(text)

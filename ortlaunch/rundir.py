@@ -1,0 +1,86 @@
+"""Every path of a run, and writing that never leaves half a file. Standard library only.
+
+runs/<name>-<timestamp>/
+  recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
+  logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
+  metrics.jsonl engine.json tensorboard/                               written by rank 0
+  checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+class RunDir:
+    """The folder of one run; the only thing that crosses from the control side to the worker."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.yaml"
+        self.plan = self.path / "plan.json"
+        self.deepspeed = self.path / "deepspeed.json"
+        self.environment = self.path / "environment.json"
+        self.request = self.path / "request.sh"
+        self.hostfile = self.path / "hostfile"
+        self.logs = self.path / "logs"
+        self.errors = self.path / "errors"
+        self.ready = self.path / "ready"
+        self.metrics = self.path / "metrics.jsonl"
+        self.engine = self.path / "engine.json"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.export = self.path / "export"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def log(self, rank: int, stream: str) -> Path:
+        """Log of one rank; `stream` is `out` or `err`."""
+        return self.logs / f"rank_{rank:05d}.{stream}"
+
+    def error(self, rank: int) -> Path:
+        """What ended one rank, written by that rank."""
+        return self.errors / f"rank_{rank:05d}.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of the checkpoint after `step` optimizer steps."""
+        return self.checkpoints / f"step_{step:08d}"
+
+    def complete_checkpoints(self) -> list[tuple[int, Path]]:
+        """(step, folder) of every checkpoint that was written to its end, oldest first."""
+        found = [
+            (re.fullmatch(r"step_(\d+)", path.parent.name), path.parent) for path in self.checkpoints.glob("*/COMPLETE")
+        ]
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; readers never see half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON that `write_json` wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,63 @@
+"""The life of one rank: `python -m ortlaunch.worker RUN_FOLDER`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+from ortlaunch.errors import InputError, LaunchError
+from ortlaunch.plan import Plan
+from ortlaunch.rank import Rank
+from ortlaunch.recipe import parse_resolved
+from ortlaunch.rundir import RunDir
+from ortlaunch.worker.shepherd import watch
+
+
+def main() -> int:
+    """Find out which rank this is, and watch over its life."""
+    run = RunDir(sys.argv[1])
+    try:
+        rank = Rank.from_environ(os.environ)
+        if not run.plan.exists():
+            raise LaunchError(f"no {run.plan} on this host; is the run folder on a disk that all hosts share?")
+    except (InputError, LaunchError) as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        return error.exit_status
+    return watch(rank, run, functools.partial(live, run, rank))
+
+
+def live(run: RunDir, rank: Rank) -> None:
+    """Join the world, build, train, leave."""
+    recipe = parse_resolved(run.recipe.read_text(encoding="utf-8"))
+    plan = Plan.from_json(run.plan.read_text(encoding="utf-8"))
+    if recipe.engine.name == "ort":
+        from ortlaunch.worker.ort.compat import import_ortmodule
+
+        import_ortmodule()  # before transformers, which keeps the functions that ORTModule replaces
+
+    from ortlaunch.worker import distributed
+    from ortlaunch.worker.data import Batches, Data
+    from ortlaunch.worker.engine import build_engine
+    from ortlaunch.worker.export import export
+    from ortlaunch.worker.model import build_model
+    from ortlaunch.worker.tell import outcome_lines, plan_lines
+    from ortlaunch.worker.train import to_device, train
+
+    with distributed.group(plan, rank, run) as group:
+        data = Data(recipe)
+        model = build_model(recipe, data)
+        batches = Batches(data.train, plan.batch, recipe.seed)
+        engine = build_engine(
+            recipe, plan, model, group, to_device(batches.micro_batch(0, 0, group.rank), group.device)
+        )
+        if group.rank == 0:
+            print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
+        train(recipe, plan, run, group, engine, batches, data.evaluation)
+        export(run, group, engine.stepper, model.model, data.tokenizer)
+        if group.rank == 0:
+            print(*outcome_lines(engine.truth()), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Checkpoints: written whole, marked COMPLETE last, found newest first."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ortlaunch.recipe import Recipe
+from ortlaunch.rundir import RunDir, write_json, write_text
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.stepping import Stepper
+
+
+def save(run: RunDir, recipe: Recipe, group: Group, stepper: Stepper, step: int, state: dict[str, int]) -> Path:
+    """Write the checkpoint after `step` steps (collective); older ones beyond `checkpoint.keep` go."""
+    folder = run.checkpoint(step)
+    if group.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # one that was left half written
+        folder.mkdir(parents=True)
+    group.barrier()
+    stepper.save(folder, dict(state))
+    group.barrier()
+    if group.rank == 0:
+        _complete(folder, step, group)
+        _prune(run, recipe.checkpoint.keep)
+    return folder
+
+
+def _complete(folder: Path, step: int, group: Group) -> None:
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    write_json(folder / "manifest.json", {"step": step, "ranks": group.size, "files": files})
+    write_text(folder / "COMPLETE", "")
+
+
+def _prune(run: RunDir, keep: int | None) -> None:
+    if keep is not None:
+        for _, folder in run.complete_checkpoints()[:-keep]:
+            (folder / "COMPLETE").unlink()  # first, so that nobody takes it while it goes
+            shutil.rmtree(folder)
+
+
+def newest(run: RunDir) -> tuple[int, Path] | None:
+    """(step, folder) of the newest checkpoint that was written to its end."""
+    found = run.complete_checkpoints()
+    return found[-1] if found else None

@@ -1,0 +1,198 @@
+"""The process group of a run: how ranks find each other, agree on the world, and part.
+
+Owns torch.distributed's start and end, and the one place that writes rank variables into the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ortlaunch.errors import LaunchError, MissingDependency
+from ortlaunch.plan import Plan
+from ortlaunch.rank import Rank, detect
+from ortlaunch.rundir import RunDir, write_text
+
+JOIN_TIMEOUT = timedelta(minutes=30)
+
+
+class Group:
+    """The agreed world as one rank sees it."""
+
+    def __init__(self, rank: Rank, device: torch.device) -> None:
+        self.rank, self.size, self.local, self.device = rank.rank, rank.world_size, rank, device
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.size > 1:
+            dist.barrier()
+
+    def mean(self, value: float) -> float:
+        """Mean over the ranks."""
+        return self.sum(value) / self.size
+
+    def sum(self, value: float) -> float:
+        """Sum over the ranks, in float64."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return float(tensor)
+
+    def gather(self, value: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        if self.size == 1:
+            return [value]
+        texts: list[str] = [""] * self.size
+        dist.all_gather_object(texts, value)
+        return texts
+
+
+@contextlib.contextmanager
+def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Group]:
+    """Join the planned world.
+
+    Raises:
+        LaunchError: the launcher started another world than the plan's; nothing was built yet.
+    """
+    agree(plan, rank)
+    device = _device(plan, rank)
+    found = detect(os.environ)
+    launcher = found[1] if found else ""
+    _join(rank, run, launcher, "nccl" if device.type == "cuda" else "gloo")
+    _export(rank, device)
+    yield Group(rank, device)
+    dist.destroy_process_group()
+    if _uses_mpi(launcher):
+        from mpi4py import MPI
+
+        MPI.Finalize()
+
+
+def agree(plan: Plan, rank: Rank) -> None:
+    """The rank that the launcher made must be the planned one."""
+    if rank.world_size != plan.world_size:
+        raise LaunchError(
+            f"the plan has {plan.world_size} ranks, the launcher started {rank.world_size}; "
+            "nothing was trained, for a smaller world is another training"
+        )
+    planned = plan.ranks[rank.rank]
+    if rank != planned:
+        raise LaunchError(f"rank {rank.rank} should be {planned}, the launcher made it {rank}")
+
+
+def _device(plan: Plan, rank: Rank) -> torch.device:
+    if plan.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            f"the plan trains on cuda, and this torch ({torch.__version__}) sees no GPU on {socket.gethostname()}; "
+            "install a CUDA build of torch, or set launch.device: cpu"
+        )
+    devices = plan.node_of(rank.rank).devices
+    index = devices[rank.local_rank]
+    if index >= torch.cuda.device_count():
+        raise LaunchError(
+            f"rank {rank.rank} is planned on GPU {index} of {socket.gethostname()}, which has {torch.cuda.device_count()}"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _uses_mpi(launcher: str) -> bool:
+    return "MPI" in launcher or launcher == "MVAPICH"
+
+
+def _join(rank: Rank, run: RunDir, launcher: str, backend: str) -> None:
+    """Start torch.distributed by the means that the launcher gives."""
+    if rank.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    if launcher != "torchrun":
+        where = _through_mpi(rank) if _uses_mpi(launcher) else _through_folder(rank, run)
+        os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = where.rpartition(":")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    dist.init_process_group(
+        backend, init_method="env://", rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT
+    )
+
+
+def _through_mpi(rank: Rank) -> str:
+    """Rank 0's address and free port, told through MPI."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise MissingDependency(
+            f'ranks under mpirun meet through mpi4py ({error}): pip install "ortlaunch[mpi]"'
+        ) from None
+    world = MPI.COMM_WORLD
+    if world.size != rank.world_size:
+        raise LaunchError(
+            f"mpirun says {rank.world_size} ranks, mpi4py's MPI says {world.size}: they belong to different MPI "
+            f"installations ({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your mpirun"
+        )
+    hosts = world.allgather(socket.gethostname())
+    offer = _offer(hosts) if world.rank == 0 else None
+    where: str = world.bcast(offer, root=0)
+    return where
+
+
+def _through_folder(rank: Rank, run: RunDir) -> str:
+    """Rank 0's address and free port, told through the run folder (Slurm steps without MPI)."""
+    path = run.ready / f"rendezvous-{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+    if rank.rank == 0:
+        local = rank.local_world_size == rank.world_size
+        write_text(path, _offer([socket.gethostname()] if local else [socket.gethostname(), ""]))
+    deadline = time.monotonic() + 300
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise LaunchError(f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?")
+        time.sleep(0.05)
+    return path.read_text(encoding="utf-8")
+
+
+def _offer(hosts: list[str]) -> str:
+    """`address:port` of this process for ranks on `hosts`."""
+    address = "127.0.0.1" if len(set(hosts)) == 1 else routable_address([host for host in hosts if host])
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        return f"{address}:{listener.getsockname()[1]}"
+
+
+def routable_address(hosts: list[str]) -> str:
+    """This host's address as the other hosts reach it: the source address of a route to one of them."""
+    here = socket.gethostname()
+    for host in (name for name in hosts if name != here):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # no packet is sent: the kernel only picks the route
+            address: str = probe.getsockname()[0]
+            if not address.startswith("127."):
+                return address
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(here)
+        if not address.startswith("127."):
+            return address
+    raise LaunchError(
+        f"{here} knows no address of its own that other hosts can reach ({', '.join(sorted(set(hosts)))}); "
+        "give its name a routable address in DNS or /etc/hosts"
+    )
+
+
+def _export(rank: Rank, device: torch.device) -> None:
+    """DeepSpeed and transformers read the rank here; nobody else writes these."""
+    os.environ.update(
+        RANK=str(rank.rank),
+        WORLD_SIZE=str(rank.world_size),
+        LOCAL_RANK=str(rank.local_rank),
+        LOCAL_WORLD_SIZE=str(rank.local_world_size),
+    )
+    os.environ["DS_ACCELERATOR"] = device.type  # else DeepSpeed guesses, and warns
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")

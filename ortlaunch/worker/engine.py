@@ -1,0 +1,212 @@
+"""eager | inductor | ort: what runs the model, composed in the one right order, and the truth about it.
+
+Order: ORTModule (or torch.compile) -> optimizer -> DeepSpeed or DistributedDataParallel -> FP16_Optimizer.
+With worker/ort/, the only place that names ORTModule, FusedAdam and FP16_Optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from ortlaunch.errors import EngineError, MissingDependency
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.metrics import flops_per_token
+from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.optimizer import Chosen, build_optimizer
+from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "onnxruntime-training",
+    "onnxruntime-training-cpu",
+    "onnx",
+    "mpi4py",
+    "numpy",
+)
+_ADVICE = (
+    "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or engine.allow_fallback=true to "
+    "train what ONNX Runtime cannot run in eager PyTorch"
+)
+
+
+@dataclass
+class Engine:
+    """A stepper, and what engine.json says of it."""
+
+    stepper: Stepper
+    eval_module: Any
+    report: dict[str, Any]
+    flops_per_token: float | None
+    witness: Any = None
+    notes: tuple[str, ...] = field(default=())
+
+    def truth(self) -> dict[str, Any]:
+        """engine.json, with the passes that ONNX Runtime has executed so far."""
+        if self.witness is None:
+            return self.report
+        counts = {
+            "forward_passes": self.witness.forward_passes,
+            "backward_passes": self.witness.backward_passes,
+            "evaluation_passes": self.witness.inference_passes,
+            "fallbacks": self.witness.fallbacks,
+            "fallback_reasons": self.witness.fallback_reasons,
+        }
+        return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts}}
+
+
+def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sample: Batch) -> Engine:
+    """Put the model on its device and its engine.
+
+    Args:
+        sample: one micro batch; engine ort runs it once, forward and backward, to know before step 1 that it can.
+
+    Raises:
+        EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback.
+    """
+    torch.set_num_threads(threads(group))
+    flops = flops_per_token(model.model, recipe.data.sequence_length)  # now: ZeRO 3 will leave pieces of weights
+    model.to(group.device)
+    if recipe.precision == "fp16" and recipe.engine.name == "ort" and plan.deepspeed:
+        model.half()  # DeepSpeed would do it later, under an exported graph
+    used, module, witness, fallback = recipe.engine.name, model, None, ""
+    if used == "ort":
+        module, witness, fallback = _ort(recipe, model, group, sample)
+        used = "eager" if fallback else "ort"
+    if used == "inductor":
+        model.compile(dynamic=False)
+    chosen = build_optimizer(recipe.optimizer, module, used, group.device)
+    stepper = _stepper(recipe, plan, module, chosen, group)
+    report = _report(recipe, plan, used, fallback, chosen, group, model)
+    report["fp16_optimizer"] = _fp16_optimizer(used, stepper, group)
+    return Engine(stepper, module, report, flops, witness, chosen.notes)
+
+
+def threads(group: Group) -> int:
+    """Cores of this host for each of its ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // group.local.local_world_size)
+
+
+def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Group) -> Stepper:
+    if plan.deepspeed is not None:
+        return DeepSpeedStepper(module, chosen.optimizer, group, plan.deepspeed)
+    steps, norm = plan.batch.accumulation_steps, recipe.train.max_grad_norm
+    return TorchStepper(module, chosen.optimizer, group, recipe.precision, steps, norm)
+
+
+def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tuple[Any, Any, str]:
+    """(module, witness, why it fell back or ""): all ranks decide the same."""
+    from ortlaunch.worker.ort.witness import Witness
+    from ortlaunch.worker.ort.wrap import wrap
+
+    witness = Witness()
+    witness.install()
+    reason, wrapped = "", None
+    try:
+        settings = recipe.engine
+        wrapped = wrap(
+            model, threads=threads(group), opset=settings.opset, memory_optimization=settings.memory_optimization
+        )
+        _probe(recipe, wrapped, model, group, sample)
+    except MissingDependency:
+        raise
+    except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
+        reason = f"{type(error).__name__}: {error}".strip()
+    reason = next((text for text in group.gather(reason) if text), "")
+    if reason and not recipe.engine.allow_fallback:
+        raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_hint(model)}{_ADVICE}")
+    witness.reset()
+    return (model, witness, reason) if reason else (wrapped, witness, "")
+
+
+def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: Group, sample: Batch) -> None:
+    """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    dtype = torch.float16 if recipe.precision == "fp16" and recipe.zero is None else None
+    with torch.random.fork_rng(), torch.autocast(group.device.type, dtype, enabled=dtype is not None):
+        wrapped(**sample).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
+
+
+def _brief(reason: str) -> str:
+    """The telling part of an exporter's page of text."""
+    lines = [line for line in reason.splitlines() if line.strip()]
+    return " ".join(lines[:3])[:600]
+
+
+def _hint(model: LossModule) -> str:
+    """Modules that are known not to work, where the model has them."""
+    known = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
+    found = sorted({type(module).__name__ for module in model.modules() if isinstance(module, known)})
+    if not found:
+        return ""
+    return f"The model has {', '.join(found)}, which ORTModule cannot export; scaled_dot_product_attention by hand works.\n"
+
+
+def _report(
+    recipe: Recipe, plan: Plan, used: str, fallback: str, chosen: Chosen, group: Group, model: LossModule
+) -> dict[str, Any]:
+    asked = recipe.optimizer.name
+    return {
+        "engine": {"asked": recipe.engine.name, "used": used, "fallback_reason": _brief(fallback) or None},
+        "device": group.device.type,
+        "precision": recipe.precision,
+        "ranks": group.size,
+        "threads_per_rank": threads(group),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "sharding": f"DeepSpeed ZeRO {recipe.zero.stage}"
+        if recipe.zero
+        else "DistributedDataParallel"
+        if group.size > 1
+        else "none",
+        "optimizer": {"asked": asked, "used": chosen.used, "why": chosen.why or None},
+        "attention": _attention(model),
+        "onnxruntime": _onnxruntime() if recipe.engine.name == "ort" else {},
+        "versions": versions(),
+    }
+
+
+def _attention(model: LossModule) -> str | None:
+    return getattr(getattr(model.model, "config", None), "_attn_implementation", None)
+
+
+def _onnxruntime() -> dict[str, Any]:
+    from ortlaunch.worker.ort import compat
+
+    return {"repairs": list(compat.applied())}
+
+
+def _fp16_optimizer(used: str, stepper: Stepper, group: Group) -> dict[str, Any]:
+    """Whether ONNX Runtime's FP16_Optimizer is in force, and why not."""
+    if used != "ort":
+        return {"applied": False, "why": f"it is part of engine ort, and engine {used} runs"}
+    if not isinstance(stepper, DeepSpeedStepper):
+        return {"applied": False, "why": "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"}
+    from ortlaunch.worker.ort.fp16_optimizer import apply_fp16_optimizer
+
+    return apply_fp16_optimizer(stepper.engine.optimizer, group.device.type)._asdict()
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide what runs, with torch's build."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**found, "torch": torch.__version__}

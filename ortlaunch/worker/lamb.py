@@ -1,0 +1,68 @@
+"""LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020), as NVIDIA's FusedLAMB trains BERT.
+
+AdamW's update, scaled for each tensor by |weights| / |update|. Gradient clipping is the loop's, not done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB with bias correction and decoupled weight decay.
+
+    Tensors without weight decay keep a trust ratio of 1, as in FusedLAMB (use_nvlamb=False). It must see whole
+    tensors: on flattened partitions every ratio is wrong.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's is looser
+        """One update of every parameter that has a gradient."""
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(group, parameters)
+        return loss
+
+    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        first, second = group["betas"]
+        group["step"] = group.get("step", 0) + 1
+        means, squares = self._moments(parameters)
+        gradients = [p.grad.to(mean.dtype) for p, mean in zip(parameters, means) if p.grad is not None]
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
+        roots = torch._foreach_sqrt(torch._foreach_div(squares, 1 - second ** group["step"]))
+        torch._foreach_add_(roots, group["eps"])
+        updates = torch._foreach_div(torch._foreach_div(means, 1 - first ** group["step"]), roots)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+            torch._foreach_mul_(updates, self._trust_ratios(parameters, updates))
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+
+    def _moments(self, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return [self.state[p]["exp_avg"] for p in parameters], [self.state[p]["exp_avg_sq"] for p in parameters]
+
+    @staticmethod
+    def _trust_ratios(
+        parameters: list[torch.Tensor], updates: tuple[torch.Tensor, ...] | list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        weights, steps = torch._foreach_norm(parameters), torch._foreach_norm(updates)
+        return [torch.where((w > 0) & (s > 0), w / s, torch.ones_like(w)) for w, s in zip(weights, steps)]

@@ -1,0 +1,124 @@
+"""What a run writes while it trains: metrics.jsonl, TensorBoard, and a line for a person. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+
+from ortlaunch.errors import MissingDependency
+from ortlaunch.recipe import Recipe
+from ortlaunch.rundir import RunDir, write_text
+
+PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # set by the command where its output is a terminal
+
+
+class Metrics:
+    """Writes one object a logged step: step, loss, learning_rate, samples, tokens_per_second, mfu, elapsed_seconds."""
+
+    def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
+        self.max_steps, self.first_step = recipe.train.max_steps, first_step
+        self.redraw = bool(os.environ.get(PROGRESS_VARIABLE))
+        _cut_after(run, first_step)
+        self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
+        self.board = _tensorboard(run) if "tensorboard" in recipe.log.trackers else None
+        self.started = time.perf_counter()
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Record the values of a step (from 1) and show them."""
+        elapsed = time.perf_counter() - self.started
+        record = {"step": step, **values, "elapsed_seconds": round(elapsed, 3)}
+        self.file.write(json.dumps(record) + "\n")
+        if self.board is not None:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.board.add_scalar(name, value, step)
+        self._show(step, values, elapsed)
+
+    def _show(self, step: int, values: dict[str, Any], elapsed: float) -> None:
+        left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
+        line = f"step {step}/{self.max_steps}  " + "  ".join(_shown(values)) + f"  ETA {duration(left)}"
+        if self.redraw:
+            print(f"\r\x1b[K{line}", end="" if step < self.max_steps else "\n", flush=True)
+        else:
+            print(line, flush=True)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def _shown(values: dict[str, Any]) -> list[str]:
+    forms = {
+        "loss": "loss {:.4f}", "evaluation_loss": "evaluation loss {:.4f}", "learning_rate": "lr {:.3g}",
+        "gradient_norm": "norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s", "samples_per_second": "{:,.1f} samples/s",
+        "mfu": "MFU {:.1%}",
+    }  # fmt: skip
+    return [form.format(values[name]) for name, form in forms.items() if values.get(name) is not None]
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03`, `2:03`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cut_after(run: RunDir, step: int) -> None:
+    """A resumed run takes up its own record where the checkpoint left it."""
+    if run.metrics.exists():
+        lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        write_text(
+            run.metrics, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step)
+        )
+
+
+def _tensorboard(run: RunDir) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MissingDependency(
+            'log.trackers: tensorboard is not installed: pip install "ortlaunch[tensorboard]"'
+        ) from None
+    return SummaryWriter(str(run.tensorboard))
+
+
+def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:
+    """Floating point operations of forward and backward a token, after Chowdhery et al., "PaLM" (2022), appendix B.
+
+    6 for each weight that multiplies (4 where it is frozen), and 12 x layers x hidden x length for attention. None
+    for models without a transformers config.
+    """
+    config = getattr(model, "config", None)
+    if config is None or sequence_length is None or not hasattr(config, "num_hidden_layers"):
+        return None
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    tied = {id(head.weight)} if head is not None else set()
+    looked_up = {id(table) for table in tables} - tied
+    weights = sum((6 if p.requires_grad else 4) * p.numel() for p in model.parameters() if id(p) not in looked_up)
+    return float(weights + 12 * config.num_hidden_layers * config.hidden_size * sequence_length)
+
+
+def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of a large matrix product here and now, operations a second: what MFU is measured against."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(5):
+        _wait(device)
+        start = time.perf_counter()
+        a @ a
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

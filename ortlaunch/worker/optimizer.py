@@ -1,0 +1,66 @@
+"""The optimizer of a run, and what stands in where the one asked for does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ortlaunch.recipe.models import Optimizer
+
+
+class Chosen(NamedTuple):
+    """An optimizer, what it really is, why it is not what was asked for (or ""), and notes for the user."""
+
+    optimizer: torch.optim.Optimizer
+    used: str
+    why: str
+    notes: tuple[str, ...]
+
+
+def build_optimizer(recipe: Optimizer, model: nn.Module, engine: str, device: torch.device) -> Chosen:
+    """The recipe's optimizer over the model's trained parameters, in decay and no-decay groups."""
+    groups, notes = parameter_groups(recipe, model.named_parameters())
+    rate: dict[str, Any] = {"lr": recipe.learning_rate}
+    adam: dict[str, Any] = {**rate, "betas": recipe.betas, "eps": recipe.epsilon}
+    if recipe.name == "lamb":
+        from ortlaunch.worker.lamb import Lamb
+
+        return Chosen(Lamb(groups, **adam), "ortlaunch.worker.lamb.Lamb", "", notes)
+    if recipe.name == "sgd":
+        return Chosen(torch.optim.SGD(groups, momentum=recipe.momentum, **rate), "torch.optim.SGD", "", notes)
+    if recipe.name == "adamw":
+        return Chosen(torch.optim.AdamW(groups, **adam), "torch.optim.AdamW", "", notes)
+    why = _why_not_ort(engine, device)
+    if why:
+        return Chosen(torch.optim.AdamW(groups, fused=True, **adam), "torch.optim.AdamW(fused=True)", why, notes)
+    from ortlaunch.worker.ort.fused_adam import fused_adam
+
+    return Chosen(fused_adam(groups, **adam), "onnxruntime.training.optim.FusedAdam", "", notes)
+
+
+def _why_not_ort(engine: str, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "ONNX Runtime's FusedAdam runs on CUDA only"
+    if engine != "ort":
+        return f"ONNX Runtime is not loaded with engine {engine}"
+    return ""
+
+
+def parameter_groups(
+    recipe: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Trained parameters with and without weight decay; a word of `no_decay` that matches nothing is noted."""
+    trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    spared = {name for name, _ in trained for word in recipe.no_decay if word in name}
+    groups = [
+        {"params": [p for name, p in trained if name not in spared], "weight_decay": recipe.weight_decay},
+        {"params": [p for name, p in trained if name in spared], "weight_decay": 0.0},
+    ]
+    idle = [word for word in recipe.no_decay if not any(word in name for name, _ in trained)]
+    # The default names what several families call their norms; only the user's own words are worth a note.
+    own = recipe.no_decay != Optimizer.model_fields["no_decay"].default and recipe.weight_decay > 0
+    notes = (f"optimizer.no_decay: no parameter's name contains {', '.join(idle)}",) if idle and own else ()
+    return [group for group in groups if group["params"]], notes

@@ -1,0 +1,274 @@
+"""Makes `onnxruntime.training.ortmodule` 1.19.2 importable and right on the installed torch.
+
+Owns every repair that importing ORTModule takes, each one applied only where it is needed. Nothing is edited on disk,
+and torch as the user's code sees it stays as it is. Must not import the rest of the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from ortlaunch.errors import MissingDependency
+from ortlaunch.worker.ort import extensions
+
+_ORTMODULE = "onnxruntime.training.ortmodule"
+_applied: list[str] = []
+
+
+@functools.cache
+def import_ortmodule() -> ModuleType:
+    """The module `onnxruntime.training.ortmodule`, repaired; the first call imports it, later calls return it.
+
+    Call it before transformers or deepspeed are imported when gradient checkpointing is in use: ORT replaces
+    `torch.utils.checkpoint.checkpoint`, and they keep the name they saw at import.
+    Raises MissingDependency, saying what to type.
+    """
+    _require_extensions()
+    for repair in _BEFORE_IMPORT:
+        _apply(repair)
+    ortmodule = _import()
+    for repair in _AFTER_IMPORT:
+        _apply(repair)
+    return ortmodule
+
+
+def applied() -> tuple[str, ...]:
+    """Names of the repairs in force, in the order they were applied; empty before `import_ortmodule`."""
+    return tuple(_applied)
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set environment variables for the length of a with-block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# --------------------------------------------------------------------------------- repairs before the import
+
+
+def forget_failed_import() -> bool:
+    """Torch 2.9 and later, where onnxruntime was imported before these repairs.
+
+    `import onnxruntime` tries ORTModule and swallows its ImportError; the half-imported submodules that stay behind
+    would hold on to a dead package.
+    """
+    stale = [name for name in sys.modules if name.startswith(_ORTMODULE)]
+    if not stale or hasattr(sys.modules.get(_ORTMODULE), "ORTModule"):
+        return False
+    for name in stale:
+        del sys.modules[name]
+    return True
+
+
+def alias_moved_exporter_modules() -> bool:
+    """Torch 2.9 and later moved the private modules of the TorchScript exporter that ORT 1.19 imports."""
+    moved = [name for name in _MOVED if importlib.util.find_spec(name) is None]
+    for name in moved:
+        module = importlib.import_module(_MOVED[name])
+        parent, _, leaf = name.rpartition(".")
+        sys.modules[name] = module
+        setattr(importlib.import_module(parent), leaf, module)
+    return bool(moved)
+
+
+_MOVED = {
+    "torch.onnx._internal.jit_utils": "torch.onnx._internal.torchscript_exporter.jit_utils",
+    "torch.onnx._globals": "torch.onnx._internal.torchscript_exporter._globals",
+    "torch.onnx._type_utils": "torch.onnx._internal.torchscript_exporter._type_utils",
+}
+
+
+# ---------------------------------------------------------------------------------- repairs after the import
+
+
+def load_cached_extensions() -> bool:
+    """Every torch: ORT looks for its C++ extensions inside site-packages only; ours lie in the cache."""
+    ortmodule: Any = importlib.import_module(_ORTMODULE)
+    package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
+    package.__path__.insert(0, str(extensions.cache_dir()))
+    for name in extensions.wanted():
+        _load(f"{package.__name__}.{name}")
+    if "extensions were not detected" in str(ortmodule._FALLBACK_INIT_EXCEPTION):
+        ortmodule._FALLBACK_INIT_EXCEPTION = None
+    return True
+
+
+def stand_in_for_interop() -> bool:
+    """Torch 2.7 and later: torch_interop_utils neither loads nor compiles, so custom autograd functions are off.
+
+    The stand-in has the names ORT uses and no others: one that answered every attribute would be taken by
+    transformers' lazy imports for anything.
+    """
+    if "torch_interop_utils" in extensions.wanted():
+        return False
+    package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
+    stand_in: Any = ModuleType(f"{package.__name__}.torch_interop_utils")
+    stand_in.get_custom_function_forward_runner = _no_custom_autograd
+    stand_in.get_custom_function_backward_runner = _no_custom_autograd
+    stand_in.clear_all_grad_fns = lambda: None
+    sys.modules[stand_in.__name__] = package.torch_interop_utils = stand_in  # type: ignore[attr-defined]
+    with environment(ORTMODULE_ENABLE_CUSTOM_AUTOGRAD="0"):
+        importlib.import_module(f"{_ORTMODULE}._custom_autograd_function")
+    return True
+
+
+def export_with_torchscript() -> bool:
+    """Torch 2.9 and later: `torch.onnx.export` defaults to the dynamo exporter, whose graphs ORT cannot read."""
+    import torch
+
+    if inspect.signature(torch.onnx.export).parameters["dynamo"].default is not True:
+        return False
+    _wrap_ort_export(lambda export: functools.partial(export, dynamo=False))
+    return True
+
+
+def refuse_custom_backward() -> bool:
+    """Torch 2.7 and later: without torch_interop_utils ORT lets the exporter inline custom autograd functions.
+
+    ORT would then differentiate their forward and never call their backward: silently wrong gradients. Not inlined,
+    they end the export with an error.
+    """
+    if "torch_interop_utils" in extensions.wanted():
+        return False
+    _wrap_ort_export(_without_inlining)
+    return True
+
+
+def quiet_ort_export() -> bool:
+    """Every torch: the exporter's tracing and deprecation warnings, which a user cannot act on."""
+    import torch
+
+    def quiet(export: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(export)
+        def export_quietly(*args: Any, **kwargs: Any) -> Any:
+            with warnings.catch_warnings():
+                for category in (torch.jit.TracerWarning, DeprecationWarning, FutureWarning):
+                    warnings.simplefilter("ignore", category)
+                warnings.filterwarnings("ignore", module=r"torch\.onnx")
+                return export(*args, **kwargs)
+
+        return export_quietly
+
+    _wrap_ort_export(quiet)
+    return True
+
+
+def skip_nvtx_without_cuda() -> bool:
+    """CPU-only torch builds whose `torch.cuda.nvtx` raises; ORT marks ranges in every forward."""
+    import torch
+
+    if torch.cuda.is_available() or _nvtx_works():
+        return False
+    # ORT asks hasattr(torch.cuda.nvtx, "range_push") first, so an nvtx without names is one it skips.
+    helpers: Any = importlib.import_module("onnxruntime.training.utils.torch_profile_utils")
+    helpers.torch = _Seen(torch, cuda=_Seen(torch.cuda, nvtx=types.SimpleNamespace()))
+    return True
+
+
+_BEFORE_IMPORT: tuple[Callable[[], bool], ...] = (forget_failed_import, alias_moved_exporter_modules)
+_AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
+    load_cached_extensions,
+    stand_in_for_interop,
+    export_with_torchscript,
+    refuse_custom_backward,
+    quiet_ort_export,
+    skip_nvtx_without_cuda,
+)
+
+
+# ------------------------------------------------------------------------------------------------ their parts
+
+
+class _Seen:
+    """A module as one module of ORT's sees it: the same names, some of them replaced."""
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _wrap_ort_export(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap `torch.onnx.export` as ORT's only caller of it sees it; everybody else's stays as it is."""
+    caller: Any = importlib.import_module(f"{_ORTMODULE}._graph_transition_manager")
+    onnx = caller.torch.onnx
+    caller.torch = _Seen(caller.torch, onnx=_Seen(onnx, export=wrapper(onnx.export)))
+
+
+def _without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(export)
+    def export_without_inlining(*args: Any, **kwargs: Any) -> Any:
+        return export(*args, **{**kwargs, "autograd_inlining": False})
+
+    return export_without_inlining
+
+
+def _apply(repair: Callable[[], bool]) -> None:
+    if repair():
+        _applied.append(repair.__name__)
+
+
+def _import() -> ModuleType:
+    try:
+        return importlib.import_module(_ORTMODULE)
+    except ImportError as error:
+        extra = extensions.EXTRA_OF[extensions.ort_package()]
+        raise MissingDependency(
+            f'ONNX Runtime Training does not import: {error}. Type: pip install "ortlaunch[{extra}]"'
+        ) from error
+
+
+def _load(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        folder = extensions.cache_dir()
+        raise MissingDependency(
+            f"the built extension does not load: {error}. Type: rm -r {str(folder)!r} && ortlaunch setup"
+        ) from error
+
+
+def _require_extensions() -> None:
+    missing = extensions.missing()
+    if missing:
+        raise MissingDependency(
+            f"ORT's torch extensions are not built for this stack ({', '.join(missing)} not in "
+            f"{extensions.cache_dir()}). Type: ortlaunch setup"
+        )
+
+
+def _no_custom_autograd() -> None:
+    raise RuntimeError("custom autograd functions inside ORT's graph need torch 2.6 or older")
+
+
+def _nvtx_works() -> bool:
+    import torch
+
+    try:
+        torch.cuda.nvtx.range_push("ortlaunch")
+        torch.cuda.nvtx.range_pop()
+    except RuntimeError:
+        return False
+    return True

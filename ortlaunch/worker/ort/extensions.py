@@ -1,0 +1,306 @@
+"""Builds ORT's torch C++ extensions once per stack of versions, and finds them again.
+
+Owns the extensions' folder in the cache and the question which ORT wheel is installed. Imports the standard library,
+ortlaunch.cache and ortlaunch.errors only (torch runs in the compiler's own process), so that the control side may ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ortlaunch.cache import cache_root
+from ortlaunch.errors import MissingDependency, OrtlaunchError
+
+ORT_VERSION = "1.19.2"
+EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}
+_OTHER_WHEELS = ("onnxruntime", "onnxruntime-gpu")
+_NEWEST_PYTHON = (3, 11)
+_NEWEST_INTEROP_TORCH = (2, 6)
+
+# torch/torch.h is all of torch's C++ front end; what the executor uses of it compiles in a third of the time.
+_INCLUDE = "#include <torch/torch.h>"
+_SLIM_INCLUDES = """\
+#include <torch/version.h>
+#include <torch/csrc/jit/runtime/operator.h>
+#include <ATen/ScalarOps.h>
+#include <pybind11/pybind11.h>"""
+
+
+def ort_package() -> str:
+    """The one installed onnxruntime-training wheel, by name; reads package metadata only.
+
+    Raises MissingDependency, saying what to type, where there is none, the wrong version, or more than one wheel
+    that provides the module `onnxruntime`.
+    """
+    training = {name: version for name in EXTRA_OF if (version := _version(name))}
+    others = {name: version for name in _OTHER_WHEELS if (version := _version(name))}
+    if not training:
+        raise MissingDependency(_install_hint())
+    name, version = next(iter(training.items()))
+    if len(training) + len(others) > 1:
+        raise MissingDependency(_clash_hint({**training, **others}, EXTRA_OF[name]))
+    if version != ORT_VERSION:
+        raise MissingDependency(
+            f"the ort engine's repairs are written for {name} {ORT_VERSION}, and {version} is installed. "
+            f'Type: pip install "ortlaunch[{EXTRA_OF[name]}]"'
+        )
+    return name
+
+
+def cache_dir() -> Path:
+    """The folder of the extensions built for this Python, torch, ORT and machine; it need not exist."""
+    return cache_root() / "extensions" / _key()
+
+
+def wanted() -> list[str]:
+    """Names of the extensions that ORT needs on this stack, the fastest to build first."""
+    names = ["aten_op_executor"]
+    if _release(_torch_version()) <= _NEWEST_INTEROP_TORCH:
+        names.append("torch_interop_utils")
+    if _cuda_versions() is not None:
+        names += ["torch_gpu_allocator", "fused_ops"]
+    return names
+
+
+def missing() -> list[str]:
+    """Names of the wanted extensions that are not in the cache."""
+    folder = cache_dir()
+    return [name for name in wanted() if not (folder / f"{name}.so").is_file()]
+
+
+def is_built() -> bool:
+    """True when the cache holds every wanted extension."""
+    return not missing()
+
+
+def build() -> list[str]:
+    """Build what is missing into the cache and return its names; two builders of one cache take turns.
+
+    Raises MissingDependency where a tool is absent, the cache cannot be written or the compiler fails.
+    """
+    import filelock
+
+    if is_built():
+        return []
+    _require_tools()
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder / ".lock"):
+            names = missing()
+            _compile(names, folder)
+    except OSError as error:
+        raise MissingDependency(
+            f"cannot write the cache folder {folder}: {error}. Set ORTLAUNCH_CACHE to a folder you can write"
+        ) from error
+    return names
+
+
+def main() -> int:
+    """What `ortlaunch setup` runs in a process of its own; the exit status."""
+    try:
+        _say_and_build()
+    except OrtlaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def _say_and_build() -> None:
+    names, folder, start = missing(), cache_dir(), time.monotonic()
+    if not names:
+        print(f"{', '.join(wanted())}: already built in {folder}")
+        return
+    print(f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} {ORT_VERSION} ...", flush=True)
+    build()
+    print(f"built in {time.monotonic() - start:.0f} s: {folder}")
+
+
+# ---------------------------------------------------------------------------------------- what is installed
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_version() -> str:
+    version = _version("torch")
+    if version is None:
+        raise MissingDependency("torch is not installed. Type: pip install torch")
+    return version
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
+
+
+def _install_hint() -> str:
+    if sys.version_info[:2] > _NEWEST_PYTHON:
+        return (
+            f"onnxruntime-training ends at Python 3.11 and this is Python {sys.version_info[0]}.{sys.version_info[1]}. "
+            "Use Python 3.9-3.11 for the ort engine, or another engine (engine.name: eager or inductor)"
+        )
+    return (
+        "the ort engine needs ONNX Runtime Training. "
+        'Type: pip install "ortlaunch[ort-cpu]" (with CUDA 12: "ortlaunch[ort-cuda]")'
+    )
+
+
+def _clash_hint(found: dict[str, str], extra: str) -> str:
+    listed = " and ".join(f"{name} {version}" for name, version in found.items())
+    return (
+        f"{listed} are installed together, and each overwrites the other's files: keep one. "
+        f'Type: pip uninstall -y {" ".join(found)} && pip install "ortlaunch[{extra}]"'
+    )
+
+
+def _package(name: str) -> Path:
+    """Folder of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(name)
+    folders = spec.submodule_search_locations if spec else None
+    if not folders:
+        raise MissingDependency(
+            f"the package {name} is listed as installed, and its folder is not there: install it again"
+        )
+    return Path(folders[0])
+
+
+def _constant(file: Path, name: str) -> str | None:
+    """A string constant at the top of a package's file, read without importing the package."""
+    found = re.search(rf"^{name}\b[^=]*=\s*['\"]([^'\"]+)['\"]", file.read_text(), re.MULTILINE)
+    return found[1] if found else None
+
+
+def _cuda_versions() -> tuple[str, str] | None:
+    """(torch's, ORT's) CUDA versions where both are CUDA builds, else None."""
+    if ort_package() != "onnxruntime-training":
+        return None
+    torch_cuda = _constant(_package("torch") / "version.py", "cuda")
+    ort_cuda = _constant(_package("onnxruntime") / "capi" / "build_and_package_info.py", "cuda_version")
+    return (torch_cuda, ort_cuda) if torch_cuda and ort_cuda else None
+
+
+def _key() -> str:
+    parts = (
+        sys.implementation.cache_tag or "python",
+        f"torch-{_torch_version()}",
+        f"{ort_package()}-{ORT_VERSION}",
+        sysconfig.get_platform(),
+    )
+    return "_".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------ the build
+
+
+def _search_path() -> str:
+    # ninja of a virtual environment that was never activated lies beside its python, not on PATH.
+    here = (sysconfig.get_path("scripts"), os.path.dirname(sys.executable))
+    return os.pathsep.join((*here, os.environ.get("PATH", os.defpath)))
+
+
+def _require_tools() -> None:
+    lacking = list(_lacking_tools())
+    if lacking:
+        raise MissingDependency(
+            "building ORT's torch extensions needs: " + "; ".join(lacking) + ". Then type: ortlaunch setup"
+        )
+
+
+def _lacking_tools() -> Iterator[str]:
+    compiler = shlex.split(os.environ.get("CXX") or "c++")[0]
+    if shutil.which(compiler, path=_search_path()) is None:
+        yield f"a C++ compiler ({compiler} was not found; apt-get install g++, or set CXX)"
+    if shutil.which("ninja", path=_search_path()) is None:
+        yield "ninja (pip install ninja)"
+    if importlib.util.find_spec("setuptools") is None:
+        yield "setuptools (pip install setuptools)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        yield "Python's C headers (apt-get install python3-dev)"
+    if _cuda_versions() and not (os.environ.get("CUDA_HOME") or shutil.which("nvcc", path=_search_path())):
+        yield f"CUDA's compiler (nvcc {(_cuda_versions() or ('',))[0]} was not found; set CUDA_HOME)"
+
+
+def _compile(names: list[str], folder: Path) -> None:
+    """Compile all of them side by side in a temporary folder, then publish each into `folder`."""
+    with tempfile.TemporaryDirectory(prefix="ortlaunch-") as temporary:
+        works = {name: _copy_sources(name, Path(temporary)) for name in names}
+        started = {name: _start(work) for name, work in works.items()}
+        failed = [name for name, process in started.items() if process.wait() != 0]
+        if failed:
+            raise MissingDependency(_failure(failed[0], works[failed[0]]))
+        for name, work in works.items():
+            _publish(next(work.glob(f"build/lib*/{name}*.so")), folder / f"{name}.so")
+
+
+def _copy_sources(name: str, temporary: Path) -> Path:
+    work = temporary / name
+    source = next(_package("onnxruntime").glob(f"training/ortmodule/torch_cpp_extensions/*/{name}"))
+    shutil.copytree(source, work, ignore=shutil.ignore_patterns("__pycache__"))
+    if name == "aten_op_executor":
+        code = work / "aten_op_executor.cc"
+        code.write_text(code.read_text().replace(_INCLUDE, _SLIM_INCLUDES))
+    return work
+
+
+def _start(work: Path) -> subprocess.Popen[bytes]:
+    with open(work / "build.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "setup.py", "build"],
+            cwd=work,
+            env={**os.environ, **_build_environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _build_environment() -> dict[str, str]:
+    values = {"PATH": _search_path(), "MAX_JOBS": os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)}
+    for flags in ("CFLAGS", "CXXFLAGS"):
+        # The executor only forwards calls: -O1 costs it nothing. The others' own -O3 comes later and wins.
+        values[flags] = f"{os.environ.get(flags, '')} -O1 -g0".strip()
+    cuda = _cuda_versions()
+    if cuda is not None:
+        # What torch_cpp_extensions/install.py sets for their setup.py.
+        values["ONNXRUNTIME_CUDA_VERSION"] = cuda[1]
+        values["ONNXRUNTIME_ROCM_VERSION"] = ""
+        values["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] = "-lineinfo,-O3,--use_fast_math,--threads,0"
+    return values
+
+
+def _publish(built: Path, destination: Path) -> None:
+    # A reader must never see half a file, and the temporary folder may be on another file system.
+    arriving = destination.with_name(f".{destination.name}.{os.getpid()}")
+    try:
+        shutil.copyfile(built, arriving)
+        os.replace(arriving, destination)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            arriving.unlink()
+
+
+def _failure(name: str, work: Path, lines: int = 30) -> str:
+    tail = (work / "build.log").read_text(errors="replace").splitlines()[-lines:]
+    return f"building {name} for torch {_torch_version()} failed. The last lines:\n" + "\n".join(tail)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""ONNX Runtime's FP16_Optimizer on a DeepSpeed optimizer, and whether it took effect: it may do nothing, silently."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+_REPLACED = ("has_overflow_serial", "get_grad_norm_direct", "has_overflow_partitioned_grads_serial")
+
+
+class Applied(NamedTuple):
+    """Whether FP16_Optimizer is in force, and why not."""
+
+    applied: bool
+    why: str
+
+
+def apply_fp16_optimizer(optimizer: Any, device: str) -> Applied:
+    """Let FP16_Optimizer replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer."""
+    import deepspeed
+
+    if device != "cuda":
+        return Applied(False, "it is for CUDA")
+    from onnxruntime.training.optim.fp16_optimizer import FP16_Optimizer
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        FP16_Optimizer(optimizer)
+    if all(name in vars(optimizer) for name in _REPLACED):
+        return Applied(True, "")
+    kind = type(optimizer).__name__
+    reason = str(said[0].message).splitlines()[0] if said else f"it does not know {kind}"
+    return Applied(
+        False,
+        f"ONNX Runtime 1.19.2 knows ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1, this is {kind} of {deepspeed.__version__}: {reason}",
+    )

@@ -1,0 +1,123 @@
+"""Wraps a module in ORTModule with settings that hold for this one module.
+
+Owns the settings' way into ORT and the repairs of ORTModule's behaviour that a wrapped module relies on.
+Must not know recipes, DeepSpeed or the training loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ortlaunch.worker.ort.compat import environment, import_ortmodule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_THREADS = "_ortlaunch_threads"
+
+
+def wrap(
+    module: nn.Module,
+    *,
+    threads: int,
+    opset: int | None,
+    memory_optimization: int,
+    log_level: str = "ERROR",
+    allow_fallback: bool = False,
+) -> Any:
+    """`module` as an ORTModule; the graph is exported and built in its first forward.
+
+    threads: CPU threads of each of its two sessions (training, evaluation); 0 lets ORT take every core.
+    opset: ONNX opset to export to; None is ORT's own, 17.
+    memory_optimization: 0 keeps activations, 1 recomputes per layer, 2 also where results change slightly.
+    log_level: VERBOSE, DEVINFO, INFO, WARNING, ERROR or FATAL; WARNING prints ORT's table of features.
+    allow_fallback: let ORT run what it cannot as plain PyTorch; otherwise that raises in the first forward.
+    """
+    ortmodule = import_ortmodule()
+    _repair_classes()
+    options = ortmodule.DebugOptions(log_level=ortmodule.LogLevel[log_level])
+    with environment(**_settings(opset, memory_optimization, allow_fallback)):
+        wrapped = ortmodule.ORTModule(module, options)
+    for training in (True, False):
+        setattr(wrapped._torch_module._execution_manager(training), _THREADS, threads)
+    # This logger of ORT's is under no option; it says what it guessed about shapes.
+    logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
+    return wrapped
+
+
+def _settings(opset: int | None, memory_optimization: int, allow_fallback: bool) -> dict[str, str]:
+    """ORT reads these while it is constructed, and has no other way in."""
+    values = {"ORTMODULE_MEMORY_OPT_LEVEL": str(memory_optimization)}
+    if opset is not None:
+        values["ORTMODULE_ONNX_OPSET_VERSION"] = str(opset)
+    if not allow_fallback:
+        values["ORTMODULE_FALLBACK_POLICY"] = "FALLBACK_DISABLE"
+    return values
+
+
+@functools.cache
+def _repair_classes() -> None:
+    # On the classes, with the settings on the instances: what is set on an instance would be lost by, or shared
+    # with, its deep copies and pickles.
+    from onnxruntime.training.ortmodule import _graph_execution_manager, _graph_transition_manager, _training_manager
+
+    transition = _graph_transition_manager.GraphTransitionManager
+    _wrap(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _with_threads)
+    _wrap(transition, "get_post_processed_model", _with_memory_level)
+    if _NAMES_EVERY_PARAMETER in inspect.getsource(_graph_transition_manager):
+        transition._export_model = staticmethod(_without_frozen(transition._export_model))
+        _wrap(_training_manager.TrainingManager, "forward", _rebuilding_when_unfrozen)
+
+
+def _with_threads(original: Callable[..., Any], manager: Any) -> Any:
+    """ORT's sessions take every physical core, whatever the number of ranks on the machine."""
+    session_options, providers, provider_options = original(manager)
+    session_options.intra_op_num_threads = getattr(manager, _THREADS, 0)
+    return session_options, providers, provider_options
+
+
+def _with_memory_level(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
+    """ORT's stand-in for torch.utils.checkpoint reads the level from the environment again, during the export."""
+    with environment(ORTMODULE_MEMORY_OPT_LEVEL=str(int(manager._runtime_options.memory_optimization_level))):
+        return original(manager, *args)
+
+
+# The line of _export_model that asks for a gradient of every parameter, frozen or not.
+_NAMES_EVERY_PARAMETER = "if input.name in parameter_names or input.name in model_info_for_export"
+
+
+def _without_frozen(export_model: Callable[..., Any]) -> Callable[..., Any]:
+    """ORT 1.19.2 computes a gradient for every frozen parameter in every step, and throws it away."""
+
+    @functools.wraps(export_model)
+    def export(*, flattened_module: nn.Module, **kwargs: Any) -> Any:
+        model, schema, names, differentiable = export_model(flattened_module=flattened_module, **kwargs)
+        frozen = {name for name, parameter in flattened_module.named_parameters() if not parameter.requires_grad}
+        return model, schema, names, [name for name in differentiable if name not in frozen]
+
+    return export
+
+
+def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """A parameter unfrozen later has no gradient in a graph built while it was frozen: build another."""
+    frozen = getattr(manager, "_ortlaunch_frozen", None)
+    if frozen is None or any(parameter.requires_grad for parameter in frozen):
+        manager._graph_transition_manager._exported_model_info = None
+        manager._execution_agent = None
+        parameters = manager._flattened_module.parameters()
+        manager._ortlaunch_frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    return original(manager, *args, **kwargs)
+
+
+def _wrap(owner: Any, method: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, method, wrapped)

@@ -1,0 +1,189 @@
+"""One optimizer step, with and without DeepSpeed, behind one small interface.
+
+`backward` takes a micro batch's loss, `apply` changes the weights; saving and loading the state that belongs to them
+is here too, because only a stepper knows what it shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.worker.distributed import Group
+
+_STATE_FILE = "state.pt"
+Batch = dict[str, torch.Tensor]
+
+
+class Stepped(NamedTuple):
+    """What an optimizer step did: the gradient norm before clipping (None: not computed), and whether fp16 skipped it."""
+
+    gradient_norm: float | None
+    skipped: bool
+
+
+class Stepper(Protocol):
+    """What the loop needs of an engine."""
+
+    module: Any
+
+    def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
+        """Forward and backward of one micro batch; returns the loss, detached. `last` of the accumulation."""
+
+    def apply(self, learning_rate: float) -> Stepped:
+        """Clip, step, clear gradients."""
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        """Write weights, optimizer and `state` (collective)."""
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read what `save` wrote (collective); returns `state`."""
+
+    def whole_weights(self) -> contextlib.AbstractContextManager[object]:
+        """While open, the model's parameters are whole on rank 0 (collective)."""
+
+
+class TorchStepper:
+    """Plain PyTorch: gradients averaged by DistributedDataParallel, precision by autocast and a gradient scaler."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: Group,
+        precision: str,
+        accumulation: int,
+        max_norm: float | None,
+    ) -> None:
+        self.model, self.optimizer, self.group = model, optimizer, group
+        self.accumulation, self.max_norm = accumulation, max_norm
+        ids = [group.device.index] if group.device.type == "cuda" else None
+        self.module: Any = model
+        if group.size > 1:
+            self.module = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        self.dtype = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+        self.scaler = torch.amp.GradScaler(group.device.type, enabled=precision == "fp16")
+
+    @contextlib.contextmanager
+    def _pass(self, last: bool) -> Iterator[None]:
+        """Autocast, and no averaging of gradients before the last micro batch."""
+        quiet = self.module.no_sync() if self.group.size > 1 and not last else contextlib.nullcontext()
+        with quiet, torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None):
+            yield
+
+    def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
+        with self._pass(last):
+            loss: torch.Tensor = self.module(**batch)
+            # Inside, because DistributedDataParallel decides in the backward pass whether to average.
+            self.scaler.scale(loss / self.accumulation).backward()
+        return loss.detach()
+
+    def apply(self, learning_rate: float) -> Stepped:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.scaler.unscale_(self.optimizer)
+        norm = None
+        if self.max_norm is not None:
+            norm = float(nn.utils.clip_grad_norm_(self._trained(), self.max_norm))
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Stepped(norm, skipped=self.scaler.get_scale() < before)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        if self.group.rank == 0:
+            optimizer, scaler = self.optimizer.state_dict(), self.scaler.state_dict()
+            torch.save(
+                {"model": _trained_state(self.model), "optimizer": optimizer, "scaler": scaler, "state": state},
+                folder / _STATE_FILE,
+            )
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        saved = torch.load(folder / _STATE_FILE, map_location="cpu", weights_only=True)
+        found = self.model.load_state_dict(saved["model"], strict=False)
+        lost = set(found.missing_keys) & set(_trained_state(self.model))
+        if lost or found.unexpected_keys:
+            raise CheckpointError(
+                f"{folder} is of another model: it lacks {sorted(lost)}, and has {found.unexpected_keys}"
+            )
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scaler.load_state_dict(saved["scaler"])
+        state: dict[str, Any] = saved["state"]
+        return state
+
+    def whole_weights(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
+class DeepSpeedStepper:
+    """DeepSpeed's engine around the model; ZeRO shards what the stage says."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, config: dict[str, Any]
+    ) -> None:
+        import deepspeed
+
+        _only_what_training_needs(deepspeed)
+        self.model, self.group = model, group
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        self.module: Any = self.engine
+        self.clips = "gradient_clipping" in config
+
+    def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
+        self.engine.set_gradient_accumulation_boundary(last)
+        loss: torch.Tensor = self.engine(**batch)
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()  # counts the micro step; weights change at the boundary
+        return loss.detach()
+
+    def apply(self, learning_rate: float) -> Stepped:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        skipped = self.engine.skipped_steps
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm() if self.clips else None
+        return Stepped(None if norm is None else float(norm), skipped=self.engine.skipped_steps > skipped)
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        self.engine.save_checkpoint(
+            str(folder.parent), tag=folder.name, client_state={"ortlaunch": state}, save_latest=False
+        )
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        _, client = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        state: dict[str, Any] = client["ortlaunch"]
+        return state
+
+    def whole_weights(self) -> contextlib.AbstractContextManager[object]:
+        import deepspeed
+
+        sharded: contextlib.AbstractContextManager[object] = deepspeed.zero.GatheredParameters(
+            list(self.model.parameters()), enabled=self.engine.zero_optimization_stage() == 3
+        )
+        return sharded
+
+
+def _only_what_training_needs(deepspeed: Any) -> None:
+    # On CPU DeepSpeed would compile, for half a minute, an all-reduce that only its inference uses.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
+
+
+def _trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights that training changes, and buffers; frozen weights come from where they came from."""
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    return {name: value for name, value in model.state_dict().items() if name not in frozen}

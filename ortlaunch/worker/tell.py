@@ -1,0 +1,35 @@
+"""engine.json in a few lines for a person: before step 1 what will run, at the end what ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def plan_lines(truth: dict[str, Any]) -> list[str]:
+    """What will run, with everything that stands in for something else."""
+    engine, optimizer, fp16 = truth["engine"], truth["optimizer"], truth["fp16_optimizer"]
+    lines = [
+        f"engine {engine['used']} on {truth['device']}, {truth['precision']}, {truth['trained_parameters']:,} trained of "
+        f"{truth['parameters']:,} parameters, {truth['ranks']} ranks x {truth['threads_per_rank']} threads, "
+        f"sharding: {truth['sharding']}"
+    ]
+    if engine["used"] != engine["asked"]:
+        lines.append(
+            f"FALLBACK: engine {engine['asked']} was asked, {engine['used']} runs: {engine['fallback_reason']}"
+        )
+    if optimizer["why"]:
+        lines.append(f"optimizer: {optimizer['asked']} was asked, {optimizer['used']} runs: {optimizer['why']}")
+    if engine["used"] == "ort" and not fp16["applied"]:
+        lines.append(f"FP16_Optimizer: not applied: {fp16['why']}")
+    return lines
+
+
+def outcome_lines(truth: dict[str, Any]) -> list[str]:
+    """What ran."""
+    engine, ort = truth["engine"], truth["onnxruntime"]
+    if engine["asked"] != "ort":
+        return [f"ran on engine {engine['used']}"]
+    passes = f"{ort['forward_passes']} forward and {ort['backward_passes']} backward passes by ONNX Runtime"
+    return [
+        f"ran on engine {engine['used']}: {passes} on rank 0, {ort['fallbacks']} fallbacks; optimizer {truth['optimizer']['used']}"
+    ]

@@ -1,0 +1,151 @@
+"""The training loop, top to bottom: batches -> passes -> step -> log -> evaluate -> save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.rundir import RunDir, write_json
+from ortlaunch.worker import checkpoint
+from ortlaunch.worker.data import Batches, Samples, collate
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.engine import Engine
+from ortlaunch.worker.metrics import Metrics, measured_peak_flops
+from ortlaunch.worker.schedule import factor
+
+
+@dataclass
+class TrainState:
+    """All that a run needs beside weights and optimizer to go on."""
+
+    step: int = 0
+    skipped: int = 0
+
+
+def train(
+    recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, batches: Batches, evaluation: Samples | None
+) -> TrainState:
+    """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
+    state = _resume(run, group, engine)
+    metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
+    meter = Meter(recipe, plan, group, engine)
+    while state.step < recipe.train.max_steps:
+        losses, stepped, rate = train_step(recipe, plan, group, engine, batches, state)
+        state.step += 1
+        meter.add(losses)
+        last = state.step == recipe.train.max_steps
+
+        if state.step % recipe.log.every_steps == 0 or last:
+            values = meter.read()
+            values.update(learning_rate=rate, gradient_norm=stepped.gradient_norm, skipped_steps=state.skipped)
+            if metrics:
+                metrics.write(state.step, {"loss": values.pop("loss"), **values})
+                write_json(run.engine, engine.truth())
+
+        if evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
+            loss = evaluate(recipe, plan, group, engine, evaluation)
+            if metrics:
+                metrics.write(state.step, {"evaluation_loss": loss})
+            meter.restart()
+
+        if last or _due(state.step, recipe.checkpoint.every_steps):
+            checkpoint.save(run, recipe, group, engine.stepper, state.step, asdict(state))
+            meter.restart()
+    if metrics:
+        metrics.close()
+        write_json(run.engine, engine.truth())
+    return state
+
+
+def train_step(
+    recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, state: TrainState
+) -> tuple[torch.Tensor, Any, float]:
+    """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
+    # Dropout, too, is a function of seed, step and rank: a resumed run goes on with the same masks.
+    torch.manual_seed((recipe.seed + 1) * 1_000_003 + state.step * group.size + group.rank)
+    rate = recipe.optimizer.learning_rate * factor(recipe.schedule, state.step, recipe.train.max_steps)
+    passes = plan.batch.accumulation_steps
+    total = torch.zeros((), device=group.device)
+    for accumulation in range(passes):
+        batch = to_device(batches.micro_batch(state.step, accumulation, group.rank), group.device)
+        total += engine.stepper.micro_step(batch, last=accumulation == passes - 1)
+    stepped = engine.stepper.apply(rate)
+    state.skipped += int(stepped.skipped)
+    return total / passes, stepped, rate
+
+
+def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The batch on the device."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+@torch.no_grad()
+def evaluate(recipe: Recipe, plan: Plan, group: Group, engine: Engine, samples: Samples) -> float:
+    """Mean loss over the evaluation corpus; ranks take turns, micro batch by micro batch."""
+    micro = plan.batch.micro_samples
+    module, total, seen = engine.eval_module, 0.0, 0
+    module.eval()
+    for first in range(group.rank * micro, len(samples), group.size * micro):
+        chosen = [samples.sample(i, epoch=0) for i in range(first, min(first + micro, len(samples)))]
+        loss = module(**to_device(collate(chosen), group.device))
+        total, seen = total + float(loss) * len(chosen), seen + len(chosen)
+    module.train()
+    return group.sum(total) / group.sum(seen)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _resume(run: RunDir, group: Group, engine: Engine) -> TrainState:
+    found = checkpoint.newest(run)
+    if found is None:
+        return TrainState()
+    step, folder = found
+    state = TrainState(**engine.stepper.load(folder))
+    if group.rank == 0:
+        print(f"resumed after step {step} from {folder}", flush=True)
+    return state
+
+
+class Meter:
+    """Loss and speed between two log lines; what is not training (evaluation, saving) does not count as time."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, group: Group, engine: Engine) -> None:
+        self.group, self.batch = group, plan.batch
+        self.flops_per_token = engine.flops_per_token
+        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
+        self.peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else 0.0
+        self.loss = torch.zeros((), device=group.device)
+        self.steps, self.started, self.samples = 0, time.perf_counter(), 0
+        self.seconds = 0.0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """One step with this rank's mean loss."""
+        self.loss += loss
+        self.steps += 1
+
+    def restart(self) -> None:
+        """Leave out the time since the last reading or step."""
+        self.started = time.perf_counter()
+        self.loss.zero_()
+        self.steps = 0
+
+    def read(self) -> dict[str, Any]:
+        """Values since the last reading (collective)."""
+        loss = self.group.mean(float(self.loss) / self.steps)
+        seconds = (time.perf_counter() - self.started) / self.steps
+        tokens = self.batch.tokens_per_step
+        values: dict[str, Any] = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
+        if tokens:
+            values["tokens_per_second"] = tokens / seconds
+            if self.flops_per_token:
+                values["mfu"] = self.flops_per_token * tokens / seconds / (self.peak * self.group.size)
+        self.restart()
+        return values
