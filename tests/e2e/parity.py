@@ -1,0 +1,126 @@
+"""Loss curves of ortlaunch against plain PyTorch: the reference loop, the cases, and the largest difference.
+
+The reference shares with ortlaunch the batches and nothing else: model, optimizer, schedule, clipping and the loop
+are written here by hand, in one process, with transformers and torch alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("bert-large/tiny", "llama2-7b/tiny")
+STEPS = 20
+LAUNCHES = {"one process": (), "torchrun": ("--launcher=torchrun", "--nproc-per-node=2"), "mpirun": ("--launcher=mpi", "--nproc-per-node=2")}
+NO_DROPOUT = ("model.config.hidden_dropout_prob=0.0", "model.config.attention_probs_dropout_prob=0.0")
+
+
+class Case(NamedTuple):
+    """One way to train a recipe."""
+
+    recipe: str
+    engine: str
+    launch: str
+    zero: int | None
+
+    def __str__(self) -> str:
+        zero = "no DeepSpeed" if self.zero is None else f"ZeRO {self.zero}"
+        return f"{self.recipe.split('/')[0]}, {self.engine}, {self.launch}, {zero}"
+
+
+def cases(engines: tuple[str, ...] = ("eager", "inductor", "ort")) -> Iterator[Case]:
+    """Every recipe, engine, launch and sharding that must give the same curve; eager also with ZeRO 3."""
+    for recipe, engine, launch in itertools.product(RECIPES, engines, LAUNCHES):
+        for zero in (None, 1, 2, *((3,) if engine == "eager" else ())):
+            yield Case(recipe, engine, launch, zero)
+
+
+def overrides(recipe: str) -> list[str]:
+    """Settings of all runs of a recipe: short, every step logged, no dropout."""
+    short = [f"train.max_steps={STEPS}", "log.every_steps=1", "batch.global_size=16", "batch.micro_size=4"]
+    return [*short, *(NO_DROPOUT if recipe.startswith("bert") else ())]
+
+
+def train(case: Case, run_dir: Path, *more: str, timeout: float = 400) -> list[float]:
+    """Losses of `ortlaunch train` by step; the run folder stays for a closer look."""
+    zero = "null" if case.zero is None else f"{{stage: {case.zero}}}"
+    command = [
+        sys.executable, "-m", "ortlaunch.cli", "train", str(ROOT / "recipes" / f"{case.recipe}.yaml"), *overrides(case.recipe),
+        f"engine={{name: {case.engine}}}", f"zero={zero}", *more, *LAUNCHES[case.launch], f"--run-dir={run_dir}",
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert result.returncode == 0, f"{case}:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def reference(recipe_name: str) -> list[float]:
+    """Losses of the plain PyTorch loop by step, in this process."""
+    import torch
+    import transformers
+
+    from ortlaunch.plan import BatchPlan
+    from ortlaunch.recipe import load
+    from ortlaunch.worker.data import Batches, Data
+
+    recipe = load(ROOT / "recipes" / f"{recipe_name}.yaml", overrides(recipe_name)).recipe
+    data = Data(recipe)
+    total, micro = recipe.batch.global_size, recipe.batch.micro_size
+    batches = Batches(data.train, BatchPlan(total, micro, total // micro, 1, None), recipe.seed)
+
+    fields = dict(recipe.model.config)
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **{"vocab_size": -(-len(data.tokenizer) // 8) * 8, **fields})
+    config.pad_token_id = data.tokenizer.pad_token_id
+    torch.manual_seed(recipe.seed)
+    auto = {"pretraining": transformers.AutoModelForPreTraining, "causal-lm": transformers.AutoModelForCausalLM}
+    model = auto[recipe.model.task].from_config(config, attn_implementation="eager").train()
+
+    o = recipe.optimizer
+    decayed = [p for n, p in model.named_parameters() if not any(word in n for word in o.no_decay)]
+    spared = [p for n, p in model.named_parameters() if any(word in n for word in o.no_decay)]
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=o.betas, eps=o.epsilon)
+
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = o.learning_rate * _factor(recipe, step)
+        passes = []
+        for i in range(total // micro):
+            loss = model(**batches.micro_batch(step, i, 0)).loss
+            (loss / (total // micro)).backward()
+            passes.append(loss.item())
+        if recipe.train.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.train.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(passes) / len(passes))
+    return losses
+
+
+def _factor(recipe, step: int) -> float:
+    """The tiny recipes' schedules, written out again."""
+    schedule = recipe.schedule
+    warmup = schedule.warmup_steps if schedule.warmup_steps is not None else round((schedule.warmup_ratio or 0) * STEPS)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / (STEPS - warmup)
+    return {
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "polynomial": (1 - step / STEPS) ** schedule.power,
+    }[schedule.name]
+
+
+def largest_difference(losses: list[float], expected: list[float]) -> float:
+    """Largest relative difference of two curves of the same length."""
+    assert len(losses) == len(expected), f"{len(losses)} steps, not {len(expected)}"
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected))

@@ -1,0 +1,40 @@
+"""Every engine, launch and sharding gives the loss curve of plain PyTorch; the whole table is benchmarks/parity.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.parity import STEPS, Case, cases, largest_difference, reference, train
+
+QUICK = {
+    Case("bert-large/tiny", "eager", "torchrun", 2),
+    Case("bert-large/tiny", "ort", "one process", None),
+    Case("bert-large/tiny", "ort", "mpirun", 1),
+    Case("llama2-7b/tiny", "eager", "mpirun", 3),
+    Case("llama2-7b/tiny", "ort", "torchrun", 2),
+    Case("llama2-7b/tiny", "inductor", "one process", None),
+}
+CASES = [pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow) for case in cases()]
+_references: dict[str, list[float]] = {}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_curve_is_plain_pytorchs(case: Case, tmp_path):
+    """Twenty steps stay within 1e-3 of the reference, and engine ort ran every pass itself."""
+    if case.recipe not in _references:
+        _references[case.recipe] = reference(case.recipe)
+    losses = train(case, tmp_path / "run")
+    assert largest_difference(losses, _references[case.recipe]) < 1e-3
+    if case.engine == "ort":
+        _ran_on_onnx_runtime(case, json.loads((tmp_path / "run" / "engine.json").read_text()))
+
+
+def _ran_on_onnx_runtime(case: Case, truth: dict) -> None:
+    ranks = 1 if case.launch == "one process" else 2
+    passes = STEPS * 4 // ranks  # 16 samples in micro batches of 4
+    ort = truth["onnxruntime"]
+    assert truth["engine"]["used"] == "ort"
+    assert (ort["forward_passes"], ort["backward_passes"], ort["fallbacks"]) == (passes, passes, 0)
