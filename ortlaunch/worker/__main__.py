@@ -31,6 +31,8 @@ def live(run: RunDir, rank: Rank) -> None:
     """Join the world, build, train, leave."""
     recipe = parse_resolved(run.recipe.read_text(encoding="utf-8"))
     plan = Plan.from_json(run.plan.read_text(encoding="utf-8"))
+    sys.path.insert(0, os.path.abspath(plan.modules))
+    os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     if recipe.engine.name == "ort":
         from ortlaunch.worker.ort.compat import import_ortmodule
 

@@ -67,7 +67,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Group]:
     found = detect(os.environ)
     launcher = found[1] if found else ""
     _join(rank, run, launcher, "nccl" if device.type == "cuda" else "gloo")
-    _export(rank, device)
+    _export(rank)
     yield Group(rank, device)
     dist.destroy_process_group()
     if _uses_mpi(launcher):
@@ -185,7 +185,7 @@ def routable_address(hosts: list[str]) -> str:
     )
 
 
-def _export(rank: Rank, device: torch.device) -> None:
+def _export(rank: Rank) -> None:
     """DeepSpeed and transformers read the rank here; nobody else writes these."""
     os.environ.update(
         RANK=str(rank.rank),
@@ -193,6 +193,5 @@ def _export(rank: Rank, device: torch.device) -> None:
         LOCAL_RANK=str(rank.local_rank),
         LOCAL_WORLD_SIZE=str(rank.local_world_size),
     )
-    os.environ["DS_ACCELERATOR"] = device.type  # else DeepSpeed guesses, and warns
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")

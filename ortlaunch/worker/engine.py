@@ -7,6 +7,7 @@ With worker/ort/, the only place that names ORTModule, FusedAdam and FP16_Optimi
 from __future__ import annotations
 
 import os
+import traceback
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -120,12 +121,18 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
     except MissingDependency:
         raise
     except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
-        reason = f"{type(error).__name__}: {error}".strip()
+        reason = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} {_where(error)}"
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_hint(model)}{_ADVICE}")
     witness.reset()
     return (model, witness, reason) if reason else (wrapped, witness, "")
+
+
+def _where(error: Exception) -> str:
+    """The line that raised, for exceptions that say nothing themselves."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"in {os.path.basename(frame.filename)}, {frame.name}: {frame.line}"
 
 
 def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: Group, sample: Batch) -> None:

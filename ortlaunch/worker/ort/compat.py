@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from ortlaunch import extensions
 from ortlaunch.errors import MissingDependency
-from ortlaunch.worker.ort import extensions
 
 _ORTMODULE = "onnxruntime.training.ortmodule"
 _applied: list[str] = []
@@ -30,8 +30,8 @@ _applied: list[str] = []
 def import_ortmodule() -> ModuleType:
     """The module `onnxruntime.training.ortmodule`, repaired; the first call imports it, later calls return it.
 
-    Call it before transformers or deepspeed are imported when gradient checkpointing is in use: ORT replaces
-    `torch.utils.checkpoint.checkpoint`, and they keep the name they saw at import.
+    Call it before transformers is imported: ORT replaces `torch.utils.checkpoint.checkpoint` when it is imported, and
+    transformers keeps the one it saw (on torch 2.6 and older its gradient checkpointing then ends the export).
     Raises MissingDependency, saying what to type.
     """
     _require_extensions()
@@ -46,6 +46,11 @@ def import_ortmodule() -> ModuleType:
 def applied() -> tuple[str, ...]:
     """Names of the repairs in force, in the order they were applied; empty before `import_ortmodule`."""
     return tuple(_applied)
+
+
+def record(*names: str) -> None:
+    """Add repairs that were made elsewhere to `applied`."""
+    _applied.extend(name for name in names if name not in _applied)
 
 
 @contextlib.contextmanager
@@ -64,20 +69,6 @@ def environment(**values: str) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------- repairs before the import
-
-
-def forget_failed_import() -> bool:
-    """Torch 2.9 and later, where onnxruntime was imported before these repairs.
-
-    `import onnxruntime` tries ORTModule and swallows its ImportError; the half-imported submodules that stay behind
-    would hold on to a dead package.
-    """
-    stale = [name for name in sys.modules if name.startswith(_ORTMODULE)]
-    if not stale or hasattr(sys.modules.get(_ORTMODULE), "ORTModule"):
-        return False
-    for name in stale:
-        del sys.modules[name]
-    return True
 
 
 def alias_moved_exporter_modules() -> bool:
@@ -155,8 +146,15 @@ def refuse_custom_backward() -> bool:
 
 
 def quiet_ort_export() -> bool:
-    """Every torch: the exporter's tracing and deprecation warnings, which a user cannot act on."""
+    """Every torch: warnings of the export that a user cannot act on.
+
+    They are the exporter's about tracing and deprecation, and ORT's that its ZeRO 3 hooks do not know DeepSpeed 0.16.
+    """
     import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="DeepSpeed import error")
+        importlib.import_module("onnxruntime.training.utils.hooks")
 
     def quiet(export: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(export)
@@ -185,7 +183,7 @@ def skip_nvtx_without_cuda() -> bool:
     return True
 
 
-_BEFORE_IMPORT: tuple[Callable[[], bool], ...] = (forget_failed_import, alias_moved_exporter_modules)
+_BEFORE_IMPORT: tuple[Callable[[], bool], ...] = (alias_moved_exporter_modules,)
 _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     load_cached_extensions,
     stand_in_for_interop,
@@ -226,8 +224,8 @@ def _without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(repair: Callable[[], bool]) -> None:
-    if repair():
-        _applied.append(repair.__name__)
+    if repair.__name__ not in _applied and repair():
+        record(repair.__name__)
 
 
 def _import() -> ModuleType:

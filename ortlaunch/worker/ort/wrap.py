@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.worker.ort.compat import environment, import_ortmodule
+from ortlaunch.worker.ort.compat import environment, import_ortmodule, record
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +33,7 @@ def wrap(
 
     threads: CPU threads of each of its two sessions (training, evaluation); 0 lets ORT take every core.
     opset: ONNX opset to export to; None is ORT's own, 17.
-    memory_optimization: 0 keeps activations, 1 recomputes per layer, 2 also where results change slightly.
+    memory_optimization: 0 keeps activations, 1 recomputes them layer by layer, 2 also where only a part is saved.
     log_level: VERBOSE, DEVINFO, INFO, WARNING, ERROR or FATAL; WARNING prints ORT's table of features.
     allow_fallback: let ORT run what it cannot as plain PyTorch; otherwise that raises in the first forward.
     """
@@ -61,16 +61,17 @@ def _settings(opset: int | None, memory_optimization: int, allow_fallback: bool)
 
 @functools.cache
 def _repair_classes() -> None:
-    # On the classes, with the settings on the instances: what is set on an instance would be lost by, or shared
-    # with, its deep copies and pickles.
+    # On the classes, with the settings on the instances: ORT pickles its managers, and a function of one would not be.
     from onnxruntime.training.ortmodule import _graph_execution_manager, _graph_transition_manager, _training_manager
 
     transition = _graph_transition_manager.GraphTransitionManager
     _wrap(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _with_threads)
     _wrap(transition, "get_post_processed_model", _with_memory_level)
+    record("limit_session_threads", "keep_memory_level_for_export")
     if _NAMES_EVERY_PARAMETER in inspect.getsource(_graph_transition_manager):
         transition._export_model = staticmethod(_without_frozen(transition._export_model))
         _wrap(_training_manager.TrainingManager, "forward", _rebuilding_when_unfrozen)
+        record("skip_frozen_gradients")
 
 
 def _with_threads(original: Callable[..., Any], manager: Any) -> Any:

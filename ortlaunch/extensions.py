@@ -198,13 +198,9 @@ def _cuda_versions() -> tuple[str, str] | None:
 
 
 def _key() -> str:
-    parts = (
-        sys.implementation.cache_tag or "python",
-        f"torch-{_torch_version()}",
-        f"{ort_package()}-{ORT_VERSION}",
-        sysconfig.get_platform(),
-    )
-    return "_".join(parts)
+    ort = f"{ort_package()}-{ORT_VERSION}"  # first: that it has no wheel for this Python matters more than torch
+    python = sys.implementation.cache_tag or "python"
+    return "_".join((python, f"torch-{_torch_version()}", ort, sysconfig.get_platform()))
 
 
 # ------------------------------------------------------------------------------------------------ the build
@@ -274,9 +270,9 @@ def _start(work: Path) -> subprocess.Popen[bytes]:
 
 def _build_environment() -> dict[str, str]:
     values = {"PATH": _search_path(), "MAX_JOBS": os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)}
-    for flags in ("CFLAGS", "CXXFLAGS"):
-        # The executor only forwards calls: -O1 costs it nothing. The others' own -O3 comes later and wins.
-        values[flags] = f"{os.environ.get(flags, '')} -O1 -g0".strip()
+    # Newer setuptools take CFLAGS instead of Python's own flags, older ones add them: say all of them.
+    # The executor only forwards calls, so that -O1 costs it nothing. The others' own -O3 comes later and wins.
+    values["CFLAGS"] = f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"
     cuda = _cuda_versions()
     if cuda is not None:
         # What torch_cpp_extensions/install.py sets for their setup.py.
@@ -297,9 +293,12 @@ def _publish(built: Path, destination: Path) -> None:
             arriving.unlink()
 
 
-def _failure(name: str, work: Path, lines: int = 30) -> str:
-    tail = (work / "build.log").read_text(errors="replace").splitlines()[-lines:]
-    return f"building {name} for torch {_torch_version()} failed. The last lines:\n" + "\n".join(tail)
+def _failure(name: str, work: Path) -> str:
+    """The compiler's last lines and what became of them, without setuptools' own traceback in between."""
+    log = (work / "build.log").read_text(errors="replace")
+    compiler, _, traceback = log.partition("Traceback (most recent call last):")
+    lines = compiler.splitlines()[-30:] + traceback.strip().splitlines()[-1:]
+    return f"building {name} for torch {_torch_version()} failed. The last lines:\n" + "\n".join(lines)
 
 
 if __name__ == "__main__":
