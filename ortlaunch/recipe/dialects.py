@@ -1,38 +1,168 @@
-"""What other tools call things, and what the user most likely meant.
+"""What other tools call things: tables of foreign keys and words -> ours; and which word is closest to another.
 
-A table of foreign keys -> our key (or a sentence), and did-you-mean over both. Pure; no recipe, no YAML.
+Knows nothing of the recipe's models.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Optional
+from collections.abc import Iterable
+from typing import NamedTuple
 
 
 class Foreign(NamedTuple):
-    """A key of another tool: whose it is, and our key or what to do instead."""
+    """A key of another tool: whose it is, and our key or what to do instead.
 
-    tools: str
+    `ours` begins with our dotted key where there is one; `none: why` says that nothing is needed.
+    """
+
+    tool: str
     ours: str
 
 
-_HF, _LF, _AX, _TT, _DS, _FO = (
-    "Hugging Face",
-    "LLaMA-Factory",
-    "Axolotl",
-    "torchtune",
-    "DeepSpeed",
-    "llm-foundry",
-)
+_EPOCHS = "train.max_steps (steps, not epochs)"
+_PACKED = "none: causal-lm samples are always packed"
+_RESUME = "the command line option --run-dir with the folder of the run to continue"
+_CHECKPOINTING = "engine.memory_optimization (engine ort)"
+_RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
+_STREAMS = "none: data is read once and cached"
+_QUANTIZED = "precision (there is no quantized training)"
 
 _TABLE: dict[str, dict[str, str]] = {
-    _HF: {
+    "Megatron": {
+        "global_batch_size": "batch.global_size",
+        "train_iters": "train.max_steps",
+        "seq_length": "data.sequence_length",
+        "lr_decay_style": "schedule.name",
+        "lr_warmup_fraction": "schedule.warmup_ratio",
+        "clip_grad": "train.max_grad_norm",
+        "save": "checkpoint.every_steps",
+        "tensor_model_parallel_size": "zero.stage (there is no tensor parallelism)",
+    },
+    "NVIDIA's BERT": {
+        "max_predictions_per_seq": "data.masked_lm.max_predictions",
+        "warmup_proportion": "schedule.warmup_ratio",
+        "num_steps_per_checkpoint": "checkpoint.every_steps",
+        "input_dir": "data.train.path",
+        "bert_model": "model.config",
+        "config_file": "model.config",
+        "init_checkpoint": "model.pretrained",
+        "vocab_file": "data.tokenizer",
+        "phase2": "extends: phase1.yaml in a second recipe",
+    },
+    "llm-foundry": {
+        "global_train_batch_size": "batch.global_size",
+        "device_train_microbatch_size": "batch.micro_size",
+        "device_eval_batch_size": "batch.micro_size (evaluation uses it too)",
+        "max_duration": "train.max_steps (a number of steps)",
+        "max_seq_len": "data.sequence_length",
+        "global_seed": "seed",
+        "train_loader": "data.train",
+        "eval_loader": "data.evaluation",
+        "save_interval": "checkpoint.every_steps",
+        "save_num_checkpoints_to_keep": "checkpoint.keep",
+        "save_folder": "the command line option --run-dir",
+        "load_path": "model.pretrained, or --run-dir to continue a run",
+        "eval_interval": "train.evaluate_every_steps",
+        "t_warmup": "schedule.warmup_steps",
+        "fsdp_config": "zero.stage (DeepSpeed shards instead of FSDP)",
+        "loggers": "log.trackers",
+        "algorithms": "train.max_grad_norm (for gradient_clipping; other algorithms have no place here)",
+        "callbacks": "none: speed and memory are always recorded",
+        "optimizers": "optimizer",
+    },
+    "torchtune": {
+        "batch_size": "batch.micro_size (samples of one pass) or batch.global_size (samples of a step)",
+        "epochs": _EPOCHS,
+        "_component_": "none: components are chosen by name, as in optimizer.name",
+        "max_steps_per_epoch": "train.max_steps",
+        "checkpointer": "checkpoint, and model.pretrained for what to start from",
+        "dtype": "precision",
+        "loss": "none: the model's task sets the loss",
+        "metric_logger": "log.trackers",
+        "log_every_n_steps": "log.every_steps",
+        "clip_grad_norm": "train.max_grad_norm",
+        "compile": "engine.name: inductor",
+        "num_warmup_steps": "schedule.warmup_steps",
+        "enable_activation_checkpointing": _CHECKPOINTING,
+        "lora_attn_modules": "model.lora.target_modules",
+        "shuffle": "none: samples are always shuffled, by seed",
+    },
+    "DeepSpeed": {
+        "train_batch_size": "batch.global_size",
+        "train_micro_batch_size_per_gpu": "batch.micro_size",
+        "gradient_clipping": "train.max_grad_norm",
+        "zero_optimization": _RAW_ZERO,
+        "steps_per_print": "log.every_steps",
+        "scheduler": "schedule",
+        "scheduler.params": "schedule",
+        "zero_stage": "zero.stage",
+        "num_gpus": "launch.processes_per_node",
+        "num_nodes": "launch.nodes",
+        "hostfile": "the command line option --hostfile",
+        "optimizer.type": "optimizer.name",
+        "optimizer.params": "none: settings stand directly in `optimizer`",
+        "schedule.type": "schedule.name",
+        "schedule.params": "none: settings stand directly in `schedule`",
+        "schedule.warmup_num_steps": "schedule.warmup_steps",
+        "schedule.total_num_steps": "train.max_steps",
+        "schedule.warmup_max_lr": "optimizer.learning_rate",
+    },
+    "Axolotl": {
+        "base_model": "model.pretrained",
+        "datasets": "data.train",
+        "test_datasets": "data.evaluation",
+        "micro_batch_size": "batch.micro_size",
+        "num_epochs": _EPOCHS,
+        "sequence_len": "data.sequence_length",
+        "sample_packing": _PACKED,
+        "pad_to_sequence_len": _PACKED,
+        "lr_scheduler": "schedule.name",
+        "adapter": "model.lora",
+        "lora_r": "model.lora.r",
+        "lora_dropout": "model.lora.dropout",
+        "lora_target_modules": "model.lora.target_modules",
+        "lora_target_linear": "model.lora.target_modules",
+        "load_in_8bit": _QUANTIZED,
+        "load_in_4bit": _QUANTIZED,
+        "flash_attention": "model.attention",
+        "xformers_attention": "model.attention",
+        "val_set_size": "data.evaluation (a corpus of its own)",
+        "evals_per_epoch": "train.evaluate_every_steps",
+        "saves_per_epoch": "checkpoint.every_steps",
+        "wandb_project": "log.trackers",
+        "dataset_prepared_path": "none: prepared data is cached by itself",
+        "auto_resume_from_checkpoints": _RESUME,
+    },
+    "LLaMA-Factory": {
+        "model_name_or_path": "model.pretrained",
+        "tokenizer_name": "data.tokenizer",
+        "dataset": "data.train",
+        "dataset_dir": "data.train.path",
+        "eval_dataset": "data.evaluation",
+        "cutoff_len": "data.sequence_length",
+        "packing": _PACKED,
+        "neat_packing": _PACKED,
+        "stage": "model.task (for ZeRO's stage: zero.stage)",
+        "finetuning_type": "model.lora (leave it out to train all weights)",
+        "lora_rank": "model.lora.r",
+        "lora_alpha": "model.lora.alpha",
+        "lora_target": "model.lora.target_modules",
+        "flash_attn": "model.attention",
+        "val_size": "data.evaluation (a corpus of its own)",
+        "streaming": _STREAMS,
+        "overwrite_cache": _STREAMS,
+        "template": "none: text is taken as it is",
+        "plot_loss": "log.trackers",
+        "quantization_bit": _QUANTIZED,
+    },
+    "Hugging Face": {
         "output_dir": "the command line option --run-dir",
         "per_device_train_batch_size": "batch.micro_size",
         "per_device_eval_batch_size": "batch.micro_size (evaluation uses it too)",
         "gradient_accumulation_steps": "batch.accumulation_steps",
-        "num_train_epochs": "train.max_steps (steps, not epochs)",
+        "num_train_epochs": _EPOCHS,
+        "lr": "optimizer.learning_rate",
         "lr_scheduler_type": "schedule.name",
         "lr_scheduler_kwargs": "schedule.power",
         "adam_beta1": "optimizer.betas (a pair)",
@@ -41,145 +171,144 @@ _TABLE: dict[str, dict[str, str]] = {
         "optim": "optimizer.name",
         "fp16": "precision: fp16",
         "bf16": "precision: bf16",
+        "tf32": "none: PyTorch's own setting holds",
         "logging_steps": "log.every_steps",
-        "logging_dir": "nothing: TensorBoard files lie in the run folder",
+        "logging_dir": "none: TensorBoard files lie in the run folder",
         "save_steps": "checkpoint.every_steps",
         "save_strategy": "checkpoint.every_steps",
         "save_total_limit": "checkpoint.keep",
-        "resume_from_checkpoint": "the command line option --run-dir of the run to continue",
+        "resume_from_checkpoint": _RESUME,
         "data_seed": "seed",
-        "deepspeed": "zero.stage, and zero.deepspeed for raw settings",
+        "deepspeed": _RAW_ZERO,
+        "fsdp": "zero.stage (DeepSpeed shards instead of FSDP)",
         "report_to": "log.trackers",
         "run_name": "name",
-        "gradient_checkpointing": "engine.memory_optimization (engine ort)",
+        "gradient_checkpointing": _CHECKPOINTING,
         "eval_strategy": "train.evaluate_every_steps",
         "evaluation_strategy": "train.evaluate_every_steps",
         "eval_steps": "train.evaluate_every_steps",
         "attn_implementation": "model.attention",
         "torch_dtype": "precision",
-        "model_type": "model.config.model_type",
         "torch_compile": "engine.name: inductor",
-        "do_train": "nothing: `ortlaunch train` always trains",
+        "do_train": "none: `ortlaunch train` always trains",
+        "do_eval": "data.evaluation",
+        "train_file": "data.train.path",
+        "validation_file": "data.evaluation.path",
+        "dataset_name": "data.train.name (with format: hub)",
+        "dataset_config_name": "data.train.subset (with format: hub)",
         "max_seq_length": "data.sequence_length",
+        "max_length": "data.sequence_length",
+        "block_size": "data.sequence_length",
         "mlm_probability": "data.masked_lm.probability",
-        "overwrite_output_dir": "nothing: a run folder is never overwritten",
+        "overwrite_output_dir": "none: a run folder is never overwritten",
         "ddp_backend": "launch.device (cuda uses NCCL, cpu gloo)",
-    },
-    _LF: {
-        "model_name_or_path": "model.pretrained",
-        "tokenizer_name": "data.tokenizer",
-        "dataset": "data.train",
-        "eval_dataset": "data.evaluation",
-        "cutoff_len": "data.sequence_length",
-        "packing": "nothing: causal-lm samples are always packed",
-        "stage": "model.task",
-        "finetuning_type": "model.lora (or leave it out to train all weights)",
-        "lora_rank": "model.lora.r",
-        "lora_alpha": "model.lora.alpha",
-        "lora_target": "model.lora.target_modules",
-    },
-    _AX: {
-        "base_model": "model.pretrained",
-        "datasets": "data.train",
-        "micro_batch_size": "batch.micro_size",
-        "num_epochs": "train.max_steps (steps, not epochs)",
-        "sequence_len": "data.sequence_length",
-        "sample_packing": "nothing: causal-lm samples are always packed",
-        "lr_scheduler": "schedule.name",
-        "adapter": "model.lora",
-        "lora_r": "model.lora.r",
-        "lora_dropout": "model.lora.dropout",
-        "lora_target_modules": "model.lora.target_modules",
-        "flash_attention": "model.attention",
-        "wandb_project": "log.trackers",
-    },
-    _TT: {
-        "batch_size": "batch.micro_size (samples of one pass) or batch.global_size (samples of a step)",
-        "epochs": "train.max_steps (steps, not epochs)",
-        "_component_": "nothing: components are chosen by name, as optimizer.name",
-        "max_steps_per_epoch": "train.max_steps",
-        "checkpointer": "checkpoint",
-        "dtype": "precision",
-        "loss": "nothing: the model's task sets the loss",
-        "lr": "optimizer.learning_rate",
-        "metric_logger": "log.trackers",
-        "log_every_n_steps": "log.every_steps",
-        "clip_grad_norm": "train.max_grad_norm",
-        "compile": "engine.name: inductor",
-    },
-    _DS: {
-        "train_batch_size": "batch.global_size",
-        "train_micro_batch_size_per_gpu": "batch.micro_size",
-        "gradient_clipping": "train.max_grad_norm",
-        "zero_optimization": "zero.stage, and zero.deepspeed for raw settings",
-        "steps_per_print": "log.every_steps",
-        "scheduler": "schedule",
-        "zero_stage": "zero.stage",
-        "offload_optimizer": "zero.deepspeed.zero_optimization.offload_optimizer",
-        "overlap_comm": "zero.deepspeed.zero_optimization.overlap_comm",
-        "num_gpus": "launch.processes_per_node",
-        "num_nodes": "launch.nodes",
-        "hostfile": "the command line option --hostfile",
-    },
-    _FO: {
-        "global_train_batch_size": "batch.global_size",
-        "device_train_microbatch_size": "batch.micro_size",
-        "max_duration": "train.max_steps",
-        "max_seq_len": "data.sequence_length",
-        "train_loader": "data.train",
-        "save_interval": "checkpoint.every_steps",
-        "save_num_checkpoints_to_keep": "checkpoint.keep",
-        "eval_interval": "train.evaluate_every_steps",
-        "t_warmup": "schedule.warmup_steps",
+        "dataloader_num_workers": "none: samples are made in the training process",
+        "group_by_length": _PACKED,
+        "use_cpu": "launch.device: cpu",
+        "mixed_precision": "precision",
+        "num_processes": "launch.processes_per_node",
+        "num_machines": "launch.nodes",
+        "model.lora.rank": "model.lora.r",
+        "model.lora.lora_rank": "model.lora.r",
     },
     "torchrun": {
         "nproc_per_node": "launch.processes_per_node",
         "nnodes": "launch.nodes",
     },
+    "PyTorch": {
+        "optimizer.eps": "optimizer.epsilon",
+        "optimizer.beta1": "optimizer.betas (a pair)",
+        "optimizer.beta2": "optimizer.betas (a pair)",
+        "optimizer.lr_scheduler": "schedule.name",
+        "warmup": "schedule.warmup_steps",
+        "steps": "train.max_steps",
+        "gpus": "launch.processes_per_node",
+        "world_size": "launch.nodes and launch.processes_per_node",
+        "backend": "engine.name",
+    },
+    "Hydra": {
+        "defaults": "extends",
+        "_base_": "extends",
+        "include": "extends",
+        "inherits": "extends",
+        "inherit": "extends",
+    },
 }
 
+# A dotted key is foreign in that section only.
 FOREIGN: dict[str, Foreign] = {key: Foreign(tool, ours) for tool, keys in _TABLE.items() for key, ours in keys.items()}
 
+# Words of other tools for our words; only where they are not alike already.
+WORDS: dict[str, str] = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "half": "fp16",
+    "float16": "fp16",
+    "16_mixed": "fp16",
+    "amp_fp16": "fp16",
+    "amp_bf16": "bf16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "full": "fp32",
+    "no": "fp32",
+    "mlm": "masked-lm",
+    "fill_mask": "masked-lm",
+    "clm": "causal-lm",
+    "text_generation": "causal-lm",
+    "sft": "causal-lm",
+    "pt": "causal-lm",
+    "nsp": "pretraining",
+    "text_classification": "sequence-classification",
+    "seq_cls": "sequence-classification",
+    "adam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "fused_adam",
+    "adamw_ort_fused": "fused_adam",
+    "fused_lamb": "lamb",
+    "poly": "polynomial",
+    "cosine_with_warmup": "cosine",
+    "cosine_with_restarts": "cosine",
+    "constant_with_warmup": "constant",
+    "warmuplr": "constant",
+    "warmupdecaylr": "linear",
+    "deepspeed": "torchrun",
+    "accelerate": "torchrun",
+    "mpirun": "mpi",
+    "openmpi": "mpi",
+    "mpich": "mpi",
+    "onnxruntime": "ort",
+    "onnx": "ort",
+    "ortmodule": "ort",
+    "torch.compile": "inductor",
+    "compile": "inductor",
+    "pytorch": "eager",
+    "torch": "eager",
+    "flash_attention_2": "sdpa",
+    "flash": "sdpa",
+    "json": "jsonl",
+    "txt": "text",
+    "huggingface": "hub",
+    "hf": "hub",
+    "byte_level": "bpe",
+    "tb": "tensorboard",
+}
 
-def _normal(word: str) -> str:
+
+def normal(word: str) -> str:
+    """Case, dashes and blanks do not count."""
     return word.lower().replace("-", "_").replace(" ", "_")
 
 
-def closest(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like `word`, or None; case and dashes do not count."""
-    by_normal = {_normal(candidate): candidate for candidate in candidates}
-    found = difflib.get_close_matches(_normal(word), by_normal, n=1, cutoff=cutoff)
-    return by_normal[found[0]] if found else None
+def likeness(word: str, candidate: str) -> float:
+    """From 0, nothing in common, to 1."""
+    return difflib.SequenceMatcher(None, normal(word), normal(candidate)).ratio()
 
 
-def advise(key: str, here: Iterable[str], section: str, elsewhere: Mapping[str, str]) -> str:
-    """What to say of an unknown key.
-
-    Args:
-        key: as the user wrote it.
-        here: names that are valid in this section.
-        section: dotted path of the section, "" at the top.
-        elsewhere: name -> full dotted path, of fields of other sections.
-    """
-    here = tuple(here)
-    foreign = FOREIGN.get(_normal(key))
-    if foreign:
-        return f"{foreign.tools} says {_normal(key)}; here it is {foreign.ours}"
-    if _normal(key) in elsewhere:
-        return f"it belongs at {elsewhere[_normal(key)]}"
-    return _nearest(key, here, section, elsewhere) or "valid here: " + ", ".join(sorted(here))
-
-
-def _nearest(key: str, here: tuple[str, ...], section: str, elsewhere: Mapping[str, str]) -> str | None:
-    def score(candidate: str) -> float:
-        return difflib.SequenceMatcher(None, _normal(key), _normal(candidate)).ratio()
-
-    prefix = f"{section}." if section else ""
-    options: list[tuple[float, str]] = [(score(name) + 0.1, f"did you mean {prefix}{name}?") for name in here]
-    options += [(score(name), f"did you mean {path}?") for name, path in elsewhere.items()]
-    options += [
-        (score(name) - 0.05, f"did you mean {entry.tools}'s {name}? Here it is {entry.ours}")
-        for name, entry in FOREIGN.items()
-    ]
-    best, text = max(options)
-    return text if best >= 0.65 else None
+def closest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `word` most likely stands for, by other tools' use or by likeness; or None."""
+    candidates = tuple(candidates)
+    translated = WORDS.get(normal(word))
+    if translated in candidates:
+        return translated
+    best = max(candidates, key=lambda candidate: likeness(word, candidate), default="")
+    return best if likeness(word, best) >= 0.6 else None

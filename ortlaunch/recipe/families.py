@@ -6,7 +6,7 @@ transformers. Other model types are checked by the worker, against transformers 
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 # Fields that every transformers config takes.
 COMMON = {
@@ -16,6 +16,13 @@ COMMON = {
     "is_decoder", "add_cross_attention", "is_encoder_decoder", "cross_attention_hidden_size", "name_or_path",
 }  # fmt: skip
 
+COMMON_DEFAULTS: dict[str, Any] = {
+    "num_labels": 2,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
 BERT: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -53,7 +60,13 @@ LLAMA: dict[str, Any] = {
     "head_dim": None,
 }
 FAMILIES = {"bert": BERT, "llama": LLAMA}
+CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
 ATTENTION_DROPOUT = {"bert": "attention_probs_dropout_prob", "llama": "attention_dropout"}
+# Linear layers that can get a low-rank adapter.
+LINEAR_LAYERS = {
+    "bert": ("query", "key", "value", "dense"),
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
 
 
 def known_fields(model_type: object) -> set[str] | None:
@@ -71,4 +84,5 @@ def complete(config: dict[str, Any] | None) -> dict[str, Any] | None:
 def attention_dropout(config: dict[str, Any] | None) -> float | None:
     """Dropout of the attention weights, or None where only transformers knows."""
     full = complete(config)
-    return None if full is None else float(full[ATTENTION_DROPOUT[full["model_type"]]] or 0.0)
+    value = full[ATTENTION_DROPOUT[full["model_type"]]] if full else None
+    return float(value) if isinstance(value, (int, float)) else None

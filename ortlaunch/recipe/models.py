@@ -1,6 +1,7 @@
 """The recipe's fields: one frozen model a section, named after the module that consumes it.
 
-The docstring under each field is the manual; `ortlaunch schema` is made from it.
+The docstring under each field is the manual; error messages and `ortlaunch schema` read it when they need it
+(`fields.manual`), not pydantic at every start.
 Imports pydantic only, so that `--help`, `validate` and `plan` stay fast.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Optional, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 # Branches of "a word or a mapping", as they appear in pydantic's locations.
 WORD, MAPPING = "<word>", "<mapping>"
@@ -27,17 +28,28 @@ def _kind(value: object) -> str:
     return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
 
 
-Words = Annotated[tuple[str, ...], BeforeValidator(_tuple_of)]
-OneOrMore = Annotated[tuple[str, ...], BeforeValidator(_tuple_of_one_or_more), Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Words = Annotated[tuple[Text, ...], BeforeValidator(_tuple_of)]
+OneOrMore = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(_tuple_of_one_or_more),
+    Field(min_length=1),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+]
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Section(BaseModel):
     """What every section shares: frozen, strict types, unknown keys are errors."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
 
@@ -48,9 +60,9 @@ class Lora(Section):
     """Rank of the update matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32
     """Scale: the update is multiplied by alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Decay = 0.0
     """Dropout before the adapters."""
-    target_modules: Annotated[OneOrMore, Field(validate_default=False)] = ("q_proj", "v_proj")
+    target_modules: OneOrMore = ("q_proj", "v_proj")
     """Names of the linear layers that get an adapter."""
 
 
@@ -59,11 +71,11 @@ class Model(Section):
 
     task: Literal["pretraining", "masked-lm", "causal-lm", "sequence-classification", "custom"]
     """`pretraining` is BERT's: masked words and next sentence. `custom` takes `factory`."""
-    pretrained: Optional[str] = None
+    pretrained: Optional[Text] = None
     """Local folder or hub id of a transformers model to start from; null: random weights from `config`."""
     config: Optional[dict[str, Any]] = None
     """Fields of the transformers config, `model_type` first (with `pretrained`: fields to change)."""
-    factory: Optional[str] = None
+    factory: Optional[Text] = None
     """`package.module:function` that returns the model when task is custom; its forward takes a batch's
     keys and returns the loss (or an object, mapping or tuple that holds it). The module may lie beside
     the recipe."""
@@ -84,17 +96,17 @@ class Corpus(Section):
     your own `factory`."""
     path: Optional[OneOrMore] = None
     """Files, `*` and `**` allowed, for text, jsonl and parquet. Relative to where you run."""
-    name: Optional[str] = None
+    name: Optional[Text] = None
     """Data set on the hub, for format hub."""
-    subset: Optional[str] = None
+    subset: Optional[Text] = None
     """Configuration of the hub data set, as `wikitext-2-raw-v1`."""
-    split: str = "train"
+    split: Text = "train"
     """Split of the hub data set."""
-    text_column: str = "text"
+    text_column: Text = "text"
     """Column that holds the text."""
-    label_column: str = "label"
+    label_column: Text = "label"
     """Column that holds the class, for sequence-classification: an integer from 0."""
-    factory: Optional[str] = None
+    factory: Optional[Text] = None
     """`package.module:function` for format custom: returns an object with `__len__` and `__getitem__`; each
     item is a mapping from the names that the model's forward takes to tensors (or numbers)."""
     arguments: dict[str, Any] = {}
@@ -127,7 +139,7 @@ Source = Annotated[
     Discriminator(_kind),
 ]
 TokenizerChoice = Annotated[
-    Union[Annotated[str, Tag(WORD)], Annotated[TokenizerTraining, Tag(MAPPING)]],
+    Union[Annotated[Text, Tag(WORD)], Annotated[TokenizerTraining, Tag(MAPPING)]],
     Discriminator(_kind),
 ]
 
@@ -166,11 +178,11 @@ class Optimizer(Section):
     large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be wrong."""
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
-    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_tuple_of)] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_tuple_of)] = (0.9, 0.999)
     """Decay of the first and second moment (adam and lamb)."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator (adam and lamb)."""
-    momentum: Fraction = 0.0
+    momentum: Decay = 0.0
     """Momentum (sgd)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay (adam, lamb); L2 for sgd."""
@@ -200,7 +212,8 @@ class Engine(Section):
     allow_fallback: bool = False
     """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; printed and recorded. False:
     the run ends before step 1 with the reason."""
-    memory_optimization: Literal[0, 1, 2] = 0
+    # Not a Literal, which would take true for 1 and 2.0 for 2.
+    memory_optimization: Annotated[int, Field(ge=0, le=2)] = 0
     """ort: recompute activations in the backward pass: 1 layer by layer, 2 also where it costs a little
     accuracy of the plan. Saves memory, costs about a forward pass."""
     opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
@@ -210,7 +223,8 @@ class Engine(Section):
 class Zero(Section):
     """DeepSpeed ZeRO. null in its place: no DeepSpeed, DistributedDataParallel."""
 
-    stage: Literal[0, 1, 2, 3] = 1
+    # Not a Literal, which would take true for 1 and 2.0 for 2.
+    stage: Annotated[int, Field(ge=0, le=3)] = 1
     """Shard over the ranks: 1 optimizer state, 2 also gradients, 3 also weights (not with engine ort)."""
     deepspeed: dict[str, Any] = {}
     """Raw DeepSpeed settings, merged last; keys that the recipe owns are refused."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
-from ortlaunch.recipe.dialects import closest
-from ortlaunch.recipe.families import attention_dropout, complete, known_fields
-from ortlaunch.recipe.models import Corpus, Recipe, TokenizerTraining
+from pydantic import BaseModel
 
-Problem = tuple[tuple[str, ...], str]  # dotted paths, the first one is where it is reported
+from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
+from ortlaunch.recipe.families import attention_dropout
+from ortlaunch.recipe.model_rules import function, model_rules
+from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
+from ortlaunch.recipe.place import Problem
 
-_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _FORMAT_FIELDS = {
     "text": ("path",),
     "jsonl": ("path", "text_column", "label_column"),
@@ -27,73 +27,17 @@ _OPTIMIZER_FIELDS = {
     "lamb": ("betas", "epsilon"),
     "sgd": ("momentum",),
 }
-# DeepSpeed settings that the recipe owns: two sources of truth would disagree one day.
-DEEPSPEED_OWNED = {
-    "train_batch_size": "batch.global_size",
-    "train_micro_batch_size_per_gpu": "batch.micro_size",
-    "gradient_accumulation_steps": "batch.accumulation_steps",
-    "gradient_clipping": "train.max_grad_norm",
-    "optimizer": "optimizer",
-    "scheduler": "schedule",
-    "steps_per_print": "log.every_steps",
-    "zero_optimization.stage": "zero.stage",
-    "fp16.enabled": "precision",
-    "bf16.enabled": "precision",
-    "bfloat16": "precision",
-    "tensorboard": "log.trackers",
-}
-# DeepSpeed ignores an unknown top-level key without a word.
-_DEEPSPEED_KEYS = [
-    "activation_checkpointing",
-    "aio",
-    "amp",
-    "autotuning",
-    "bf16",
-    "checkpoint",
-    "comms_logger",
-    "communication_data_type",
-    "compile",
-    "compression_training",
-    "curriculum_learning",
-    "data_efficiency",
-    "data_types",
-    "dataloader_drop_last",
-    "disable_allgather",
-    "dump_state",
-    "elasticity",
-    "eigenvalue",
-    "flops_profiler",
-    "fp16",
-    "fp32_allreduce",
-    "grad_accum_dtype",
-    "gradient_predivide_factor",
-    "hybrid_engine",
-    "load_universal_checkpoint",
-    "memory_breakdown",
-    "nebula",
-    "pipeline",
-    "pld",
-    "prescale_gradients",
-    "progressive_layer_drop",
-    "seq_parallel_communication_data_type",
-    "sparse_attention",
-    "sparse_gradients",
-    "tensor_parallel",
-    "timers",
-    "torch_autocast",
-    "use_data_before_expert_parallelism",
-    "use_node_local_storage",
-    "wall_clock_breakdown",
-    "weight_quantization",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "zero_optimization",
-]
+_DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
+# What the launcher itself tells every rank.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$", re.IGNORECASE)
 
 
 def broken(recipe: Recipe) -> Iterator[Problem]:
     """Every rule that the recipe breaks."""
-    for rule in (_model, _config, _corpora, _data, _batch, _optimizer, _schedule, _engine, _zero, _train, _launch):
+    rules = (model_rules, _corpora, _data, _batch, _optimizer, _schedule, _engine, deepspeed_rules, _train, _launch)
+    for rule in rules:
         yield from rule(recipe)
     if recipe.launch.device != "auto":
         yield from device_rules(recipe, recipe.launch.device)
@@ -114,114 +58,70 @@ def device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
         )
 
 
-def _model(recipe: Recipe) -> Iterator[Problem]:
-    model = recipe.model
-    if model.task == "custom":
-        if not model.factory:
-            yield ("model.factory", "model.task"), 'is missing: task custom takes `factory: "package.module:function"`'
-        for name in ("pretrained", "config", "lora"):
-            if getattr(model, name) is not None:
-                yield (f"model.{name}", "model.task"), "does nothing with task custom: the factory builds the model"
-    else:
-        if model.factory or model.arguments:
-            name = "factory" if model.factory else "arguments"
-            yield (f"model.{name}", "model.task"), f"is for task custom, and task is {model.task}"
-        if not model.pretrained and not model.config:
-            yield (
-                ("model", "model.pretrained", "model.config"),
-                "has neither `pretrained` (a folder or hub id) nor `config` (for random weights); give one",
-            )
-    yield from _function("model.factory", model.factory)
-
-
-def _function(path: str, value: Any) -> Iterator[Problem]:
-    if value and not _FUNCTION.fullmatch(value):
-        yield (path,), f'got {value}; write it as "package.module:function"'
-
-
-def _config(recipe: Recipe) -> Iterator[Problem]:
-    config = recipe.model.config
-    if config is None:
-        return
-    if "model_type" not in config and not recipe.model.pretrained:
-        yield ("model.config",), "lacks model_type (as bert or llama), which says what the other fields mean"
-    known = known_fields(config.get("model_type"))
-    for key in config if known else ():
-        if key not in (known or ()):
-            guess = closest(key, known or ())
-            advice = (
-                f"did you mean {guess}?" if guess else f"transformers' {config['model_type']} config has no such field"
-            )
-            yield (f"model.config.{key}",), f"unknown key; {advice}"
-    yield from _shape(recipe)
-
-
-def _shape(recipe: Recipe) -> Iterator[Problem]:
-    full = complete(recipe.model.config)
-    if full is None or recipe.model.pretrained:
-        return
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    wrong = [
-        name for name in sizes if not isinstance(full[name], int) or isinstance(full[name], bool) or full[name] < 1
-    ]
-    for name in wrong:
-        yield (f"model.config.{name}",), f"got {full[name]!r}; it must be a whole number from 1"
-    if wrong:
-        return
-    if full.get("head_dim") is None and full["hidden_size"] % full["num_attention_heads"]:
-        yield (
-            ("model.config.num_attention_heads", "model.config.hidden_size"),
-            f"hidden_size ({full['hidden_size']}) is not a multiple of num_attention_heads ({full['num_attention_heads']})",
-        )
-    length, positions = recipe.data.sequence_length, full["max_position_embeddings"]
-    if length and isinstance(positions, int) and length > positions:
-        yield (
-            ("data.sequence_length", "model.config.max_position_embeddings"),
-            f"got {length}, and the model has max_position_embeddings: {positions}; make one fit the other",
-        )
-    tokenizer = recipe.data.tokenizer
-    if isinstance(tokenizer, TokenizerTraining) and "vocab_size" in (recipe.model.config or {}):
-        if tokenizer.vocab_size > full["vocab_size"]:
-            yield (
-                ("data.tokenizer.vocab_size", "model.config.vocab_size"),
-                f"got {tokenizer.vocab_size}, more than the model's vocab_size: {full['vocab_size']}",
-            )
+def _chosen(section: BaseModel) -> set[str]:
+    """Fields with another value than their default: a resolved recipe writes all of them."""
+    defaults = type(section).model_fields
+    return {name for name in section.model_fields_set if getattr(section, name) != defaults[name].default}
 
 
 def _corpora(recipe: Recipe) -> Iterator[Problem]:
     for name in ("train", "evaluation"):
         corpus = getattr(recipe.data, name)
-        if not isinstance(corpus, Corpus):
-            continue
-        needed = _FORMAT_NEEDS[corpus.format]
-        if getattr(corpus, needed) is None:
-            yield (f"data.{name}.{needed}", f"data.{name}"), f"is missing: format {corpus.format} takes `{needed}`"
-        for key in sorted(corpus.model_fields_set - {"format"} - set(_FORMAT_FIELDS[corpus.format])):
-            takes = ", ".join(_FORMAT_FIELDS[corpus.format])
-            yield (f"data.{name}.{key}",), f"does nothing with format {corpus.format}, which takes {takes}"
-        yield from _function(f"data.{name}.factory", corpus.factory)
+        if isinstance(corpus, Corpus):
+            yield from _corpus(f"data.{name}", corpus)
+
+
+def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
+    kind = f"{path}.format"
+    needed, takes = _FORMAT_NEEDS[corpus.format], _FORMAT_FIELDS[corpus.format]
+    if getattr(corpus, needed) is None:
+        yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} takes {needed}"
+    for key in sorted(_chosen(corpus) - {"format"} - set(takes)):
+        yield (f"{path}.{key}", kind), _DOES_NOTHING.format(f"format {corpus.format}", ", ".join(takes))
+    yield from function(f"{path}.factory", corpus.factory)
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:
     data, task = recipe.data, recipe.model.task
-    own = isinstance(data.train, Corpus) and data.train.format == "custom"
-    if (
-        data.evaluation is not None
-        and (isinstance(data.evaluation, Corpus) and data.evaluation.format == "custom") != own
-    ):
-        yield ("data.evaluation", "data.train"), "is of another kind than data.train: both custom, or neither"
+    own = _is_custom(data.train)
+    if data.evaluation is not None and _is_custom(data.evaluation) != own:
+        paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
+        yield paths, "is of another kind than data.train: both custom, or neither"
     for key in ("tokenizer", "sequence_length"):
         if own and getattr(data, key) is not None:
-            yield (f"data.{key}", "data.train"), "does nothing with custom data: its factory makes the tensors"
+            yield (f"data.{key}", "data.train.format"), "does nothing with custom data: its factory makes the tensors"
         if not own and getattr(data, key) is None:
-            yield (f"data.{key}", "data"), "is missing: text needs a tokenizer and a sequence_length"
+            yield (f"data.{key}", "data.train.format"), "is missing: text needs a tokenizer and a sequence_length"
     if data.masked_lm is not None and (own or task not in ("masked-lm", "pretraining")):
-        yield ("data.masked_lm", "model.task"), "is for the tasks masked-lm and pretraining on text"
-    if task == "sequence-classification" and not own and getattr(data.train, "format", "text") == "text":
-        yield (
-            ("data.train", "model.task"),
-            "has no labels; sequence-classification takes format jsonl, parquet, hub or custom",
-        )
+        paths = ("data.masked_lm", "model.task", "data.train.format")
+        yield paths, f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}"
+    for name in ("train", "evaluation"):
+        source = getattr(data, name)
+        labels = isinstance(source, Corpus) and source.format != "text"
+        if task == "sequence-classification" and source and not labels:
+            yield (
+                (f"data.{name}", "model.task", f"data.{name}.format"),
+                "has no labels; sequence-classification takes format jsonl, parquet, hub or custom",
+            )
+    yield from _words(data, task)
+
+
+def _is_custom(source: object) -> bool:
+    return isinstance(source, Corpus) and source.format == "custom"
+
+
+def _words(data: Data, task: str) -> Iterator[Problem]:
+    """The tokenizer, and the words that are masked."""
+    tokenizer, length = data.tokenizer, data.sequence_length
+    if tokenizer in ("wordpiece", "bpe"):
+        yield ("data.tokenizer",), f"got {tokenizer}; to train one write {{train: {tokenizer}, vocab_size: 30522}}"
+    if isinstance(tokenizer, TokenizerTraining) and tokenizer.train == "bpe" and task in ("masked-lm", "pretraining"):
+        paths = ("data.tokenizer.train", "model.task")
+        yield paths, f"got bpe, which has no [MASK] word, for task {task}; use wordpiece"
+    most = data.masked_lm.max_predictions if data.masked_lm else None
+    if most and length and most >= length:
+        paths = ("data.masked_lm.max_predictions", "data.sequence_length")
+        yield paths, f"got {most}, and a sequence has {length} tokens; BERT takes 20 of 128, 80 of 512"
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
@@ -229,7 +129,7 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     total, micro, steps = batch.global_size, batch.micro_size, batch.accumulation_steps
     if [total, micro, steps].count(None) > 1:
         yield (
-            ("batch",),
+            ("batch", "batch.global_size", "batch.micro_size", "batch.accumulation_steps"),
             "give two of global_size, micro_size and accumulation_steps: "
             "global_size = micro_size x accumulation_steps x ranks",
         )
@@ -274,17 +174,16 @@ def _near_multiples(total: int, unit: int) -> str:
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     optimizer, zero = recipe.optimizer, recipe.zero
-    for key in sorted({"betas", "epsilon", "momentum"} & optimizer.model_fields_set):
-        if key not in _OPTIMIZER_FIELDS[optimizer.name]:
-            takes = " and ".join(_OPTIMIZER_FIELDS[optimizer.name])
-            yield (f"optimizer.{key}", "optimizer.name"), f"does nothing with {optimizer.name}, which takes {takes}"
+    takes = _OPTIMIZER_FIELDS[optimizer.name]
+    for key in sorted({"betas", "epsilon", "momentum"} & _chosen(optimizer) - set(takes)):
+        yield (f"optimizer.{key}", "optimizer.name"), _DOES_NOTHING.format(optimizer.name, " and ".join(takes))
     if optimizer.name != "lamb" or zero is None:
         return
     if zero.stage > 0:
         yield (
             ("optimizer.name", "zero.stage"),
-            f"got lamb with ZeRO {zero.stage}: LAMB scales each tensor by its own norm, and ZeRO cuts tensors into flat "
-            "pieces, so every scale would be wrong; use fused_adam, or zero.stage: 0",
+            f"got lamb with ZeRO {zero.stage}: LAMB scales each tensor by its own norm, and ZeRO cuts tensors into "
+            "flat pieces, so every scale would be wrong; use fused_adam, or zero.stage: 0",
         )
     elif recipe.precision == "bf16":
         yield (
@@ -303,17 +202,18 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
             f"got {schedule.warmup_steps}, more than train.max_steps ({recipe.train.max_steps}): "
             "the learning rate would never reach its peak",
         )
-    if "power" in schedule.model_fields_set and schedule.name != "polynomial":
-        yield ("schedule.power", "schedule.name"), f"does nothing with {schedule.name}; it is polynomial's exponent"
+    if "power" in _chosen(schedule) and schedule.name != "polynomial":
+        yield ("schedule.power", "schedule.name"), f"does nothing with {schedule.name}: it is polynomial's exponent"
 
 
 def _engine(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     if engine.name != "ort":
-        for key in sorted({"allow_fallback", "memory_optimization", "opset"} & engine.model_fields_set):
-            yield (f"engine.{key}", "engine.name"), f"does nothing with engine {engine.name}; it is ort's"
+        for key in sorted(_chosen(engine) - {"name"}):
+            message = f"does nothing with engine {engine.name}: it is for ort; leave it out, or write null"
+            yield (f"engine.{key}", "engine.name"), message
         return
-    if recipe.precision == "bf16":
+    if recipe.precision == "bf16" and recipe.launch.device != "cpu":
         yield (
             ("precision", "engine.name"),
             "got bf16 with engine ort: ONNX Runtime 1.19.2 trains in fp32 and, on CUDA, fp16 (no bf16 Gemm on CPU, "
@@ -329,23 +229,9 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.attention == "sdpa" and dropout:
         yield (
             ("model.attention", "engine.name", "model.config"),
-            f"got sdpa with attention dropout {dropout:g} on engine ort, which cannot build the gradient of sdpa's dropout; "
-            "use eager or auto, or set the dropout to 0",
+            f"got sdpa with attention dropout {dropout:g} on engine ort, which cannot build the gradient of sdpa's "
+            "dropout; use eager or auto, or set the dropout to 0",
         )
-
-
-def _zero(recipe: Recipe) -> Iterator[Problem]:
-    settings: dict[str, Any] = recipe.zero.deepspeed if recipe.zero else {}
-    for dotted, ours in DEEPSPEED_OWNED.items():
-        first, _, second = dotted.partition(".")
-        value = settings.get(first)
-        if value is not None and (not second or (isinstance(value, dict) and second in value)):
-            yield (f"zero.deepspeed.{dotted}",), f"is set by the recipe: change {ours} instead"
-    for key in settings:
-        if key not in _DEEPSPEED_KEYS and key not in DEEPSPEED_OWNED:
-            guess = closest(key, _DEEPSPEED_KEYS)
-            advice = f"did you mean {guess}?" if guess else "DeepSpeed would ignore it"
-            yield (f"zero.deepspeed.{key}",), f"unknown DeepSpeed key; {advice}"
 
 
 def _train(recipe: Recipe) -> Iterator[Problem]:
@@ -362,7 +248,7 @@ def _launch(recipe: Recipe) -> Iterator[Problem]:
     if launch.launcher == "local" and per_node * nodes > 1:
         yield (
             ("launch.launcher", "launch.processes_per_node", "launch.nodes"),
-            f"got local, which is one process, for {nodes} nodes x {per_node} processes; use torchrun, mpi or auto",
+            f"got local, which is one process, for {nodes * per_node} processes; use torchrun, mpi or auto",
         )
     if launch.launcher == "torchrun" and nodes > 1:
         yield (
@@ -370,3 +256,19 @@ def _launch(recipe: Recipe) -> Iterator[Problem]:
             f"got torchrun, which starts the ranks of one host, for {nodes} nodes; use mpi, or run "
             "`torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each of them with launcher auto",
         )
+    for name in launch.env:
+        if not _VARIABLE.fullmatch(name):
+            yield (f"launch.env.{name}",), "is no name of a variable: letters, digits and `_`"
+        elif name in _RANK_VARIABLES:
+            yield (f"launch.env.{name}",), "is set by the launcher for each rank; leave it out"
+        elif _SECRET.search(name):
+            yield (
+                (f"launch.env.{name}",),
+                "looks like a secret, and the run folder keeps the recipe; export it in your shell and name it in "
+                "launch.forward",
+            )
+        elif name in launch.forward:
+            yield ("launch.forward", f"launch.env.{name}"), f"got {name}, which launch.env sets; keep one"
+    for name in launch.forward:
+        if not _VARIABLE.fullmatch(name):
+            yield ("launch.forward",), f"got {name}; give the name of a variable only, without its value"

@@ -1,0 +1,109 @@
+"""DeepSpeed's JSON names, for raw settings under `zero.deepspeed`: which exist, and which the recipe owns. Pure.
+
+Taken from DeepSpeed 0.19.8. DeepSpeed ignores an unknown top-level key without a word, and refuses
+an unknown nested one only after every rank has started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ortlaunch.recipe.dialects import closest
+from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.place import Problem
+
+# Two sources of truth would disagree one day.
+DEEPSPEED_OWNED = {
+    "train_batch_size": "batch.global_size",
+    "train_micro_batch_size_per_gpu": "batch.micro_size",
+    "gradient_accumulation_steps": "batch.accumulation_steps",
+    "gradient_clipping": "train.max_grad_norm",
+    "optimizer": "optimizer",
+    "scheduler": "schedule",
+    "steps_per_print": "log.every_steps",
+    "zero_optimization.stage": "zero.stage",
+    "fp16.enabled": "precision",
+    "bf16.enabled": "precision",
+    "bfloat16": "precision",
+    "tensorboard": "log.trackers",
+}
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+TOP = _words("""
+    activation_checkpointing aio amp autotuning bf16 checkpoint comms_logger communication_data_type compile
+    compression_training curriculum_learning data_efficiency data_types dataloader_drop_last disable_allgather
+    dump_state elasticity eigenvalue flops_profiler fp16 fp32_allreduce grad_accum_dtype gradient_predivide_factor
+    hybrid_engine load_universal_checkpoint memory_breakdown nebula pipeline pld prescale_gradients
+    progressive_layer_drop seq_parallel_communication_data_type sparse_attention sparse_gradients tensor_parallel
+    timers torch_autocast use_data_before_expert_parallelism use_node_local_storage wall_clock_breakdown
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+""")
+
+NESTED = {
+    "fp16": _words("""
+        auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power
+        loss_scale loss_scale_window min_loss_scale
+    """),
+    "bf16": _words("""
+        bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update
+    """),
+    "zero_optimization": _words("""
+        allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients
+        cpu_offload cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks
+        gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
+        log_trace_cache_warnings max_live_parameters max_reuse_distance memory_efficient_linear
+        model_persistence_threshold module_granularity_threshold offload_optimizer offload_param overlap_comm
+        override_module_apply param_persistence_threshold parameter_alignment pipeline_loading_checkpoint
+        prefetch_bucket_size reduce_bucket_size reduce_scatter round_robin_gradients
+        save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential
+        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+        stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+        stage3_module_granularity_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size
+        stage3_use_all_reduce_for_fetch_params sub_group_size use_all_reduce_for_fetch_params
+        use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
+        zero_quantized_nontrainable_weights zero_quantized_weights
+    """),
+    "zero_optimization.offload_optimizer": _words("""
+        buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio
+        super_offload
+    """),
+    "zero_optimization.offload_param": _words("""
+        buffer_count buffer_size device max_in_cpu nvme_path pin_memory
+    """),
+}
+
+# Names that mean nothing else than the DeepSpeed setting, -> where it stands in DeepSpeed's JSON.
+SETTINGS = {
+    **{name: name for name in TOP if "_" in name},
+    **{name: f"zero_optimization.{name}" for name in NESTED["zero_optimization"] if "_" in name},
+    **{name: f"fp16.{name}" for name in NESTED["fp16"] if "_" in name},
+}
+
+
+def deepspeed_rules(recipe: Recipe) -> Iterator[Problem]:
+    """What is wrong with the raw settings."""
+    if recipe.zero:
+        yield from _settings(recipe.zero.deepspeed, "")
+
+
+def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:
+    known = NESTED.get(section) if section else [*TOP, *DEEPSPEED_OWNED]
+    for key, value in settings.items():
+        name = f"{section}.{key}" if section else key
+        path = (f"zero.deepspeed.{name}",)
+        if name in DEEPSPEED_OWNED:
+            yield path, f"is set by the recipe: change {DEEPSPEED_OWNED[name]} instead"
+        elif known is not None and key not in known:
+            guess = closest(key, known)
+            yield path, "unknown DeepSpeed key" + (f"; did you mean {guess}?" if guess else "")
+        elif value == "auto":
+            yield path, "got auto, which only Hugging Face's Trainer fills in; leave it out for DeepSpeed's default"
+        elif isinstance(value, dict):
+            yield from _settings(value, name)
+        elif name in NESTED and value is not None:
+            yield path, f"got {str(value).lower()}; it must be a mapping, as in DeepSpeed's JSON"

@@ -1,0 +1,121 @@
+"""Questions to the recipe's models: which fields a section has, what a field is, which words it takes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from ortlaunch.recipe import models
+from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.place import KeyPath, dotted
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Models inside Optional, Union and Annotated."""
+    if typing.get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from models_in(argument)
+
+
+def section_at(path: KeyPath) -> type[BaseModel] | None:
+    """The model of the section at `path`; None for a plain field or an unknown path."""
+    model: type[BaseModel] | None = Recipe
+    for key in path:
+        info = model.model_fields.get(str(key)) if model else None
+        model = next(models_in(info.annotation), None) if info else None
+    return model
+
+
+def names_in(section: KeyPath) -> tuple[str, ...]:
+    """Keys that may be written in the section."""
+    model = section_at(section)
+    names = tuple(model.model_fields) if model else ()
+    return names if section else (*names, "extends")
+
+
+def below(section: KeyPath, name: str) -> KeyPath | None:
+    """Where one of the section's own sections has a field of that name."""
+    model = section_at(section)
+    for child, info in model.model_fields.items() if model else ():
+        if any(name in inner.model_fields for inner in models_in(info.annotation)):
+            return (*section, child, name)
+    return None
+
+
+def _info(path: KeyPath) -> Any:
+    names = tuple(key for key in path if isinstance(key, str))
+    model = section_at(names[:-1]) if names else None
+    return model.model_fields.get(names[-1]) if model else None
+
+
+def is_required(path: KeyPath) -> bool:
+    """Whether the key must be given."""
+    info = _info(path)
+    return bool(info and info.is_required())
+
+
+def takes_null(path: KeyPath) -> bool:
+    """Whether null is one of the field's values."""
+    info = _info(path)
+    return bool(info and type(None) in typing.get_args(info.annotation))
+
+
+def choices(path: KeyPath) -> tuple[str, ...]:
+    """The words of a Literal field."""
+
+    def inside(annotation: Any) -> Iterator[str]:
+        if typing.get_origin(annotation) is Literal:
+            yield from map(str, typing.get_args(annotation))
+        else:
+            for argument in typing.get_args(annotation):
+                yield from inside(argument)
+
+    info = _info(path)
+    return tuple(inside(info.annotation)) if info else ()
+
+
+@functools.cache
+def manual() -> dict[tuple[str, str], str]:
+    """(section's class, field) -> the docstring under the field, on one line."""
+    found = {}
+    for section in ast.walk(ast.parse(inspect.getsource(models))):
+        if not isinstance(section, ast.ClassDef):
+            continue
+        for above, text in zip(section.body, section.body[1:]):
+            if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(text, ast.Expr):
+                found[section.name, above.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def description(path: KeyPath) -> str:
+    """First sentence of the field's or the section's docstring, or ""."""
+    if not path or isinstance(path[-1], int):
+        return ""
+    parent, model = section_at(path[:-1]), section_at(path)
+    text = manual().get((parent.__name__, path[-1])) if parent else None
+    return " ".join((text or (model.__doc__ if model else None) or "").split()).split(". ")[0].rstrip(".")
+
+
+@functools.cache
+def everywhere() -> dict[str, str]:
+    """Name -> dotted path, of every field whose name alone says what it is."""
+    found: dict[str, list[str]] = {}
+    for path in _paths(Recipe, ()):
+        found.setdefault(str(path[-1]), []).append(dotted(path))
+    vague = ("r", "dropout", "split", "subset", "keep")
+    return {name: paths[0] for name, paths in found.items() if len(paths) == 1 and name not in vague}
+
+
+def _paths(model: type[BaseModel], prefix: KeyPath) -> Iterator[KeyPath]:
+    for name, info in model.model_fields.items():
+        yield (*prefix, name)
+        if name != "evaluation":  # holds the same corpus fields as `train`
+            for child in models_in(info.annotation):
+                yield from _paths(child, (*prefix, name))

@@ -1,0 +1,154 @@
+"""What to say of a value that a field does not take: what was written, what would be right, and the usual cause."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from ortlaunch.recipe.dialects import closest
+from ortlaunch.recipe.fields import choices, description, is_required, takes_null
+from ortlaunch.recipe.place import KeyPath
+from ortlaunch.recipe.tree import Tree
+
+_KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a word",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "tuple_type": "a list",
+}
+_BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+_CORPUS = "{format: text, path: [corpus/*.txt]}"
+EXAMPLES: dict[KeyPath, str] = {
+    ("model",): "{task: masked-lm, pretrained: bert-base-uncased}",
+    ("model", "config"): "{model_type: bert, hidden_size: 768}",
+    ("model", "lora"): "{r: 8, alpha: 32, target_modules: [q_proj, v_proj]}",
+    ("data",): "{train: python-docs, tokenizer: bert-base-uncased, sequence_length: 128}",
+    ("data", "train"): _CORPUS,
+    ("data", "evaluation"): _CORPUS,
+    ("data", "tokenizer"): "{train: wordpiece, vocab_size: 30522}",
+    ("data", "masked_lm"): "{probability: 0.15}",
+    ("batch",): "{global_size: 256, micro_size: 32}",
+    ("optimizer",): "{name: adamw, learning_rate: 1e-4}",
+    ("optimizer", "betas"): "[0.9, 0.999]",
+    ("schedule",): "{name: cosine, warmup_ratio: 0.1}",
+    ("engine",): "{name: ort}",
+    ("zero",): "{stage: 2}",
+    ("train",): "{max_steps: 1000}",
+    ("checkpoint",): "{every_steps: 500}",
+    ("launch",): "{launcher: torchrun, processes_per_node: 8}",
+    ("launch", "env"): "{NCCL_DEBUG: WARN}",
+    ("log",): "{every_steps: 10}",
+    ("log", "trackers"): "[tensorboard]",
+}
+
+
+def missing(path: KeyPath) -> str:
+    """For a key that must be given."""
+    example = f", for example {path[-1]}: {EXAMPLES[path]}" if path in EXAMPLES else ""
+    words = choices(path)
+    about = f"one of {', '.join(words)}" if words and not example else description(path)
+    return "is missing" + (f": {about}" if about else "") + example
+
+
+def wrong(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
+    """For a value of the wrong kind, or out of bounds."""
+    raw = (written.raw if written else None) or str(details["input"])
+    return f"got {_got(details, written)}; {_wanted(path, details, raw)}{_cause(path, details, written)}"
+
+
+def _got(details: ErrorDetails, written: Tree | None) -> str:
+    if written is None or written.kind != "scalar":
+        return _short(repr(written.plain() if written else details["input"]))
+    if written.scalar is None:
+        return "null" if written.raw else "nothing"
+    if isinstance(written.scalar, bool) and (written.raw or "").lower() not in ("true", "false"):
+        return f"{written.raw}, which YAML reads as {str(written.scalar).lower()}"
+    return _short(f'"{written.raw}"' if written.quoted else str(written.raw))
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    if path in (("data", "train"), ("data", "evaluation")):
+        return f"it must be python-docs or a mapping, as {_CORPUS}{_guess(closest(raw, choices(path)))}"
+    if path == ("data", "tokenizer"):
+        return f"it must be a folder, a hub id, or a mapping, as {EXAMPLES[path]}"
+    if kind == "literal_error":
+        words = choices(path)
+        guess = closest(raw, words) if len(words) > 1 else None
+        return "it must be " + " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) + _guess(guess)
+    if kind in _BOUNDS:
+        return f"it must be {_BOUNDS[kind]} {next(iter(context.values()))}"
+    if kind in _KINDS:
+        about = f", as {EXAMPLES[path]}" if path in EXAMPLES else f": {description(path)}" if description(path) else ""
+        return f"it must be {_KINDS[kind]}{about}"
+    if kind in ("missing", "too_short", "too_long", "string_too_short"):
+        return f"write it as {EXAMPLES[path]}" if path in EXAMPLES else "it must not be empty"
+    if kind == "string_pattern_mismatch":
+        return "use letters, digits, `.`, `_` and `-`, and begin with a letter or a digit"
+    message: str = details["msg"]
+    return message[0].lower() + message[1:]
+
+
+def _guess(guess: str | None) -> str:
+    return f"; did you mean {guess}?" if guess else ""
+
+
+def _cause(path: KeyPath, details: ErrorDetails, written: Tree | None) -> str:
+    """The usual slip behind such a value, as a sentence of its own, or ""."""
+    kind, value = details["type"], written.scalar if written else None
+    raw = (written.raw if written else None) or ""
+    if written is None or written.kind != "scalar":
+        return ""
+    if _KINDS.get(kind) == "a mapping" and re.match(r"\w+:\S", raw):
+        return ". Put a space after the colon"
+    if takes_null(path) and (value is False or raw.lower() in ("none", "nil", "null")):
+        return ". Write null if nothing is meant"
+    if raw == "auto" and not is_required(path):
+        return ". Leave the key out instead"
+    if kind == "string_type" and isinstance(value, bool) and raw.lower() not in ("true", "false"):
+        return f'. Write "{raw}" in quotes if the word is meant'
+    if kind == "tuple_type" and raw.startswith("("):
+        return ". Write a list in [ ]"
+    if kind == "string_type" and path not in EXAMPLES and isinstance(value, (bool, int, float)):
+        return f'. Write "{raw}" in quotes'
+    if kind == "tuple_type" and isinstance(value, str) and path not in EXAMPLES:
+        return f". Write [{raw}]"
+    return _number(details, value, written.quoted)
+
+
+def _number(details: ErrorDetails, value: Any, quoted: bool) -> str:
+    wants = _KINDS.get(details["type"], "")
+    if "number" not in wants and wants != "true or false":
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return f". Write {value:.0f}"
+    if not isinstance(value, str):
+        return ""
+    if quoted and (_is_number(value) or value.lower() in ("true", "false")):
+        return ". In quotes it is a word: leave the quotes out"
+    if re.fullmatch(r"[-+]?0[0-9]+", value):
+        return f". Write {int(value)}, without the leading zero"
+    if re.fullmatch(r"[0-9]{1,3}([, ][0-9]{3})+", value):
+        return f". Write {re.sub('[, ]', '', value)}"
+    scaled = re.fullmatch(r"([0-9.]+) ?([kKmMbBgG%])", value)
+    return ". Write the number out" if scaled else ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,172 @@
+"""Rules over `model` and what it asks of `data`: (paths involved, message) for each one that is broken. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ortlaunch.recipe.dialects import closest
+from ortlaunch.recipe.families import COMMON_DEFAULTS, FAMILIES, LINEAR_LAYERS, complete, known_fields
+from ortlaunch.recipe.models import Model, Recipe, TokenizerTraining
+from ortlaunch.recipe.place import Problem
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+# Fields that count something there must be at least one of.
+_COUNTS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "max_position_embeddings", "type_vocab_size", "head_dim", "num_labels",
+)  # fmt: skip
+_CONFIG = "model.config"
+
+
+def model_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Every rule about the model that the recipe breaks."""
+    yield from _builder(recipe.model)
+    yield from function("model.factory", recipe.model.factory)
+    if recipe.model.config is not None:
+        config = list(_config(recipe.model.config, bool(recipe.model.pretrained)))
+        yield from config
+        if not config:  # a misspelt or mistyped field would be judged by the family's default
+            yield from _task(recipe.model)
+            yield from _shape(recipe)
+            yield from _lora(recipe.model)
+
+
+def function(path: str, value: str | None) -> Iterator[Problem]:
+    """A function must be named as `package.module:function`."""
+    if value and not _FUNCTION.fullmatch(value):
+        yield (path,), f'got {value}; write it as "package.module:function"'
+
+
+def _builder(model: Model) -> Iterator[Problem]:
+    """What builds the model: a factory, or transformers."""
+    if model.task == "custom":
+        if not model.factory:
+            yield ("model.factory", "model.task"), 'is missing: task custom takes factory: "package.module:function"'
+        for name in ("pretrained", "config", "lora"):
+            if getattr(model, name) is not None:
+                yield (f"model.{name}", "model.task"), "does nothing with task custom: the factory builds the model"
+        if model.attention != "auto":
+            yield ("model.attention", "model.task"), "does nothing with task custom: the factory builds the model"
+        return
+    if model.factory or model.arguments:
+        name = "factory" if model.factory else "arguments"
+        yield (f"model.{name}", "model.task"), f"is for task custom, and task is {model.task}"
+    if not model.pretrained and not model.config:
+        yield (
+            ("model", "model.pretrained", "model.config"),
+            "has neither `pretrained` (a folder or hub id) nor `config` (for random weights); give one",
+        )
+
+
+def _config(config: dict[str, Any], pretrained: bool) -> Iterator[Problem]:
+    """Names and kinds of the config's fields, where the family is known."""
+    kind = config.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        yield (f"{_CONFIG}.model_type",), f"got {kind!r}; it must be a word, as bert or llama"
+    elif kind is None and config and not pretrained:
+        yield (_CONFIG, f"{_CONFIG}.model_type"), "lacks model_type (as bert or llama), which says what the rest means"
+    elif kind not in FAMILIES and isinstance(kind, str):
+        family = next((name for name in FAMILIES if name == kind.lower()), None)
+        if family:
+            yield (f"{_CONFIG}.model_type",), f"got {kind}; transformers writes {family}"
+    for key, value in config.items():
+        yield from _field(key, value, str(kind))
+
+
+def _field(key: str, value: object, family: str) -> Iterator[Problem]:
+    known = known_fields(family)
+    if known is None:
+        return
+    if key not in known:
+        guess = closest(key, known)
+        advice = f"did you mean {guess}?" if guess else f"transformers' {family} config has no such field"
+        yield (f"{_CONFIG}.{key}",), f"unknown key; {advice}"
+        return
+    wanted = _wanted(key, value, {**COMMON_DEFAULTS, **FAMILIES[family]}.get(key))
+    if wanted:
+        yield (f"{_CONFIG}.{key}",), f"got {_shown(value)}; it must be {wanted}"
+
+
+def _wanted(key: str, value: Any, default: object) -> str | None:
+    """What the field takes, judged by its default and its name, where `value` is something else."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if default is None and value is None:
+        return None
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int) or key in _COUNTS:
+        least = 1 if key in _COUNTS else 0
+        return None if number and isinstance(value, int) and value >= least else f"a whole number from {least}"
+    if "dropout" in key:
+        return None if number and 0 <= value < 1 else "a number from 0, below 1"
+    if isinstance(default, float):
+        return None if number else "a number"
+    return "a word" if isinstance(default, str) and not isinstance(value, str) else None
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _task(model: Model) -> Iterator[Problem]:
+    config = model.config or {}
+    family = config.get("model_type")
+    paths = ("model.task", f"{_CONFIG}.model_type")
+    if family == "llama" and model.task in ("pretraining", "masked-lm"):
+        yield paths, f"got {model.task} with llama, which predicts the next token; use causal-lm"
+    if family == "bert" and model.task == "causal-lm" and not config.get("is_decoder"):
+        yield paths, "got causal-lm with bert, which sees the words it should predict; use masked-lm or pretraining"
+
+
+def _shape(recipe: Recipe) -> Iterator[Problem]:
+    full = complete(recipe.model.config)
+    if full is None or recipe.model.pretrained:
+        return
+    hidden, heads, groups = full["hidden_size"], full["num_attention_heads"], full.get("num_key_value_heads")
+    if full.get("head_dim") is None and hidden % heads:
+        yield (
+            (f"{_CONFIG}.num_attention_heads", f"{_CONFIG}.hidden_size"),
+            f"got {heads}, and hidden_size ({hidden}) is not a multiple of it",
+        )
+    if groups is not None and heads % groups:
+        yield (
+            (f"{_CONFIG}.num_key_value_heads", f"{_CONFIG}.num_attention_heads"),
+            f"got {groups}, and num_attention_heads ({heads}) is not a multiple of it",
+        )
+    yield from _fit(recipe, full)
+
+
+def _fit(recipe: Recipe, full: dict[str, Any]) -> Iterator[Problem]:
+    """The data's length and vocabulary against the model's."""
+    length, positions = recipe.data.sequence_length, full["max_position_embeddings"]
+    if length and length > positions:
+        yield (
+            ("data.sequence_length", f"{_CONFIG}.max_position_embeddings"),
+            f"got {length}, and the model has max_position_embeddings: {positions}; make one fit the other",
+        )
+    tokenizer = recipe.data.tokenizer
+    if not isinstance(tokenizer, TokenizerTraining) or "vocab_size" not in (recipe.model.config or {}):
+        return
+    if tokenizer.vocab_size > full["vocab_size"]:
+        yield (
+            ("data.tokenizer.vocab_size", f"{_CONFIG}.vocab_size"),
+            f"got {tokenizer.vocab_size}, more than the model's vocab_size: {full['vocab_size']}",
+        )
+
+
+def _lora(model: Model) -> Iterator[Problem]:
+    layers = LINEAR_LAYERS.get(str((model.config or {}).get("model_type")))
+    if model.lora is None or layers is None:
+        return
+    absent = [name for name in model.lora.target_modules if name.split(".")[-1] not in (*layers, "all-linear")]
+    if absent:
+        guess = closest(absent[0], layers)
+        yield (
+            ("model.lora.target_modules", f"{_CONFIG}.model_type"),
+            f"got {', '.join(absent)}, and the model's linear layers are {', '.join(layers)}"
+            + (f"; did you mean {guess}?" if guess else ""),
+        )

@@ -1,0 +1,76 @@
+"""Unknown keys: each is reported with advice, and its value put where it was meant, so that it is checked as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from pydantic import BaseModel
+
+from ortlaunch.recipe.advice import Advice, advise
+from ortlaunch.recipe.fields import is_required, models_in, section_at, takes_null
+from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.place import KeyPath, Line, dotted
+from ortlaunch.recipe.tree import Tree
+
+_MOST = 100  # a file with more unknown keys is no recipe
+
+
+class Named(NamedTuple):
+    """A tree of known keys only, what was wrong, and the keys that unknown ones spoke of."""
+
+    tree: Tree
+    problems: list[Line]
+    doubtful: list[KeyPath]
+
+
+def settle(tree: Tree) -> Named:
+    """Take unknown keys out of the tree, or put them under the name that was meant."""
+    problems: list[Line] = []
+    doubtful: list[KeyPath] = []
+    path = next(_unknown(tree), None)
+    while path is not None and len(problems) < _MOST:
+        advice = advise(str(path[-1]), path[:-1])
+        problems.append(Line(tree.where(path), f"{dotted(path)}: unknown key; {advice.text}"))
+        tree = _moved(tree, path, advice)
+        if advice.target and not (advice.sure and tree.find(advice.target)):
+            doubtful.append(advice.target)
+        path = next(_unknown(tree), None)
+    if path is not None:
+        more = sum(1 for _ in _unknown(tree))
+        problems.append(Line(tree.where(path), f"{dotted(path)}: unknown key, like {more - 1} more; is this a recipe?"))
+        tree = replace(tree, children={})
+        doubtful.append(("extends",))  # whatever is missing now was not looked at
+    return Named(_without_empty(tree), problems, doubtful)
+
+
+def _unknown(tree: Tree, model: type[BaseModel] = Recipe, path: KeyPath = ()) -> Iterator[KeyPath]:
+    for key, child in tree.children.items():
+        info = model.model_fields.get(str(key))
+        if info is None:
+            yield (*path, key)
+        elif child.kind == "mapping":
+            for section in models_in(info.annotation):
+                yield from _unknown(child, section, (*path, key))
+
+
+def _moved(tree: Tree, path: KeyPath, advice: Advice) -> Tree:
+    value, rest, target = tree.find(path), tree.without(path), advice.target
+    if value is None or target is None or not advice.sure or rest.find(target) is not None:
+        return rest
+    on_the_way = (rest.find(target[:end]) for end in range(1, len(target)))
+    free = all(section is None or section.kind == "mapping" for section in on_the_way)
+    return rest.put(target, value) if free and target != ("extends",) else rest
+
+
+def _without_empty(tree: Tree, path: KeyPath = ()) -> Tree:
+    """null where a key has a default and null is none of its values: the key was left empty, or unset."""
+    for key, child in tree.children.items():
+        below = (*path, key)
+        if child.kind == "scalar" and child.scalar is None:
+            if section_at(path) and not takes_null(below) and not is_required(below):
+                tree = tree.without((key,))
+        elif section_at(below) and child.kind == "mapping":
+            tree = tree.put((key,), _without_empty(child, below))
+    return tree

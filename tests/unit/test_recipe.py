@@ -1,0 +1,309 @@
+"""Loading, extending, overriding and writing recipes; and that our tables of other people's names are true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch.errors import RecipeError
+from ortlaunch.recipe import load, parse_resolved, to_yaml, yaml_text
+from ortlaunch.recipe.deepspeed_keys import NESTED
+from ortlaunch.recipe.dialects import FOREIGN
+from ortlaunch.recipe.families import BERT, COMMON, COMMON_DEFAULTS, LINEAR_LAYERS, LLAMA
+from ortlaunch.recipe.fields import names_in, section_at
+from ortlaunch.recipe.messages import EXAMPLES
+from ortlaunch.recipe.models import Corpus, Recipe, TokenizerTraining
+from ortlaunch.recipe.place import KeyPath, dotted
+from ortlaunch.recipe.rules import device_rules
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+BASE = """
+name: base
+model: {task: masked-lm, config: {model_type: bert, hidden_size: 128, num_attention_heads: 2}}
+data:
+  train: {format: text, path: [one.txt, two.txt]}
+  tokenizer: bert-base-uncased
+  sequence_length: 64
+batch: {global_size: 32, micro_size: 16}
+optimizer: {name: sgd, momentum: 0.9, learning_rate: 1e-3}
+train: {max_steps: 100}
+launch: {env: {NCCL_DEBUG: WARN}}
+"""
+
+
+def recipe(folder: Path, text: str = BASE, *overrides: str) -> Recipe:
+    """The recipe of a text."""
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load(path, overrides).recipe
+
+
+def top(folder: Path, text: str, *overrides: str) -> Recipe:
+    """The recipe of a text that extends BASE."""
+    (folder / "base.yaml").write_text(BASE, encoding="utf-8")
+    return recipe(folder, "extends: base.yaml\n" + text, *overrides)
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    """The one problem of BASE with overrides."""
+    with pytest.raises(RecipeError) as caught:
+        recipe(folder, BASE, *overrides)
+    assert len(caught.value.problems) == 1
+    return caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [("1e-5", 1e-5), ("1E-5", 1e-5), ("1.5e3", 1500.0), (".5", 0.5), ("+.5e-3", 5e-4), ("2", 2.0), ("1_000.5", 1000.5)],
+)
+def test_every_way_to_write_a_number_is_a_number(written: str, value: float, tmp_path: Path) -> None:
+    """YAML 1.1 would read 1e-5 and 1.5e3 as words."""
+    for style in (f"learning_rate: {written}", f"{{learning_rate: {written}}}"):
+        section = style if style.startswith("{") else "\n  " + style
+        found = recipe(tmp_path, BASE.replace("{name: sgd, momentum: 0.9, learning_rate: 1e-3}", section))
+        assert found.optimizer.learning_rate == value
+
+
+def test_the_slow_parser_reads_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyYAML without libyaml gives the same recipes."""
+    fast = [load(path).recipe for path in sorted(RECIPES.rglob("*.yaml"))]
+    monkeypatch.setattr(yaml_text, "_FAST_LOADER", yaml.SafeLoader)
+    assert [load(path).recipe for path in sorted(RECIPES.rglob("*.yaml"))] == fast
+
+
+def test_phase_2_extends_phase_1() -> None:
+    """What phase 2 does not say is phase 1's."""
+    first = load(RECIPES / "bert-large/phase1.yaml").recipe
+    second = load(RECIPES / "bert-large/phase2.yaml").recipe
+    assert second.model.config == first.model.config
+    assert second.data.masked_lm is not None
+    assert (second.data.masked_lm.probability, second.data.masked_lm.max_predictions) == (0.15, 80)
+    assert (second.data.sequence_length, second.batch.global_size) == (512, 32768)
+    assert second.optimizer.learning_rate == 4e-3
+    assert second.optimizer.no_decay == first.optimizer.no_decay
+    assert second.schedule.power == first.schedule.power
+
+
+def test_mappings_merge_and_lists_are_replaced(tmp_path: Path) -> None:
+    """`extends` merges key by key, at every depth."""
+    found = top(tmp_path, "data: {train: {path: [three.txt]}}\nlaunch: {env: {OMP_NUM_THREADS: '4'}}\n")
+    assert isinstance(found.data.train, Corpus)
+    assert found.data.train.path == ("three.txt",)
+    assert found.launch.env == {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "4"}
+
+
+def test_a_corpus_of_another_format_replaces_the_whole(tmp_path: Path) -> None:
+    """The base's files are no part of a data set on the hub."""
+    found = top(tmp_path, "data: {train: {format: hub, name: wikitext}}\n")
+    assert found.data.train == Corpus(format="hub", name="wikitext")
+
+
+def test_extends_reaches_over_several_files_and_folders(tmp_path: Path) -> None:
+    """Each path is relative to the file that names it."""
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far/base.yaml").write_text(BASE, encoding="utf-8")
+    (tmp_path / "far/middle.yaml").write_text("extends: base.yaml\nseed: 1\nname: middle\n", encoding="utf-8")
+    found = recipe(tmp_path, "extends: far/middle.yaml\nname: last\n")
+    assert (found.name, found.seed, found.train.max_steps) == ("last", 1, 100)
+
+
+def test_null_unsets_a_key_of_the_base(tmp_path: Path) -> None:
+    """Where null is no value of the field it means: as if it were not written."""
+    found = top(tmp_path, "optimizer: {name: adamw, momentum: null}\nlaunch: {env: null}\nlog:\n")
+    assert found.optimizer.momentum == 0.0
+    assert found.launch.env == {}
+    assert found.log == Recipe.model_fields["log"].default
+    assert found.checkpoint.keep == 3
+    assert top(tmp_path, "checkpoint: {keep: null}\n").checkpoint.keep is None
+
+
+def test_a_problem_is_placed_in_the_file_that_wrote_it(tmp_path: Path) -> None:
+    """After `extends`, each key remembers its own file and line."""
+    path = tmp_path / "recipe.yaml"
+    with pytest.raises(RecipeError) as caught:
+        top(tmp_path, "data: {sequence_length: x}\nmodel: {config: {num_attention_heads: 3}}\n", "seed=-1")
+    assert [line.split(": ")[:2] for line in caught.value.problems] == [
+        [f"{path}:2:8", "data.sequence_length"],
+        [f"{path}:3:18", "model.config.num_attention_heads"],
+        ["override 'seed=-1'", "seed"],
+    ]
+    loaded = load(_written(tmp_path, "extends: base.yaml\nseed: 3\n"))
+    assert loaded.explain((("seed",), "is odd")) == f"{path}:2:1: seed: is odd"
+    assert loaded.explain((("optimizer.momentum",), "is high")).startswith(f"{tmp_path}/base.yaml:9:24: ")
+    assert loaded.explain((("precision",), "is low")) == f"{path}:1:1: precision: is low"
+
+
+def _written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    """YAML's own means of saying a thing once."""
+    text = BASE.replace("{format: text, path: [one.txt, two.txt]}", "&text {format: text, path: a.txt}")
+    found = recipe(
+        tmp_path, text.replace("  sequence_length", "  evaluation: {<<: *text, path: b.txt}\n  sequence_length")
+    )
+    assert isinstance(found.data.evaluation, Corpus)
+    assert found.data.evaluation.path == ("b.txt",)
+
+
+def test_an_override_makes_the_sections_on_its_way(tmp_path: Path) -> None:
+    """`zero: null` becomes a section; a word becomes a mapping."""
+    found = recipe(tmp_path, BASE, "zero.stage=1", "data.tokenizer.train=wordpiece", "data.tokenizer.vocab_size=4000")
+    assert found.zero is not None
+    assert found.zero.stage == 1
+    assert found.data.tokenizer == TokenizerTraining(train="wordpiece", vocab_size=4000)
+
+
+def test_an_override_replaces_a_mapping_as_a_whole(tmp_path: Path) -> None:
+    """The value is YAML; what was there does not shine through."""
+    found = recipe(tmp_path, BASE, "optimizer={name: adamw, learning_rate: 2e-4}", "data.train=python-docs")
+    assert (found.optimizer.name, found.optimizer.momentum, found.data.train) == ("adamw", 0.0, "python-docs")
+
+
+def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
+    """By index, for what is in the list."""
+    found = recipe(tmp_path, BASE, "data.train.path.1=three.txt")
+    assert isinstance(found.data.train, Corpus)
+    assert found.data.train.path == ("one.txt", "three.txt")
+
+
+def test_later_overrides_win_and_may_hold_equal_signs(tmp_path: Path) -> None:
+    """The first `=` ends the key."""
+    found = recipe(tmp_path, BASE, "seed=1", "seed=2", "launch.env.FLAGS=--a=b")
+    assert (found.seed, found.launch.env["FLAGS"]) == (2, "--a=b")
+
+
+def test_an_override_is_named_in_errors_that_it_causes(tmp_path: Path) -> None:
+    """Also in those that only the whole recipe shows."""
+    assert refused(tmp_path, "optimizer.momentum=null", "optimizer.name=lamb", "zero.stage=1").startswith(
+        "override 'optimizer.name=lamb': optimizer.name: got lamb with ZeRO 1"
+    )
+    assert refused(tmp_path, "zero.stage=5").startswith("override 'zero.stage=5': zero.stage: got 5; it must be <= 3")
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_resolved_recipe_is_the_same_recipe(path: Path, tmp_path: Path) -> None:
+    """What a run folder keeps can be read by the worker, and be trained again as a recipe of its own."""
+    found = load(path).recipe
+    text = to_yaml(found)
+    assert parse_resolved(text) == found
+    assert load(_written(tmp_path, text)).recipe == found
+
+
+def test_words_that_look_like_numbers_survive_being_written(tmp_path: Path) -> None:
+    """The resolved recipe quotes what its reader would take for a number."""
+    words = {"A": "1e5", "B": "010", "C": "12:30:00", "D": "yes", "E": "2024-01-01", "F": "null", "G": "1.5e3", "H": ""}
+    overrides = [f"launch.env.{name}='{word}'" for name, word in words.items()]
+    found = recipe(tmp_path, BASE, *overrides)
+    text = to_yaml(found)
+    assert parse_resolved(text).launch.env == recipe(tmp_path, text).launch.env == {"NCCL_DEBUG": "WARN", **words}
+
+
+def test_a_recipe_cannot_be_changed() -> None:
+    """It is shared by everything; a change would be somebody else's surprise."""
+    found = load(RECIPES / "bert-large/tiny.yaml").recipe
+    with pytest.raises(ValueError, match="frozen"):
+        found.seed = 1  # type: ignore[misc]
+
+
+def test_device_rules_speak_of_a_device_that_is_found_later(tmp_path: Path) -> None:
+    """`device: auto` is valid until the launch knows the device."""
+    found = recipe(tmp_path, BASE, "precision=fp16")
+    assert [paths for paths, _ in device_rules(found, "cpu")] == [("precision", "engine.name", "launch.device")]
+    assert list(device_rules(found, "cuda")) == []
+
+
+def defaults(config: Any) -> dict[str, Any]:
+    """All fields of a transformers config with their defaults."""
+    return {name: value for name, value in config().to_dict().items() if not name.startswith("_")}
+
+
+def test_families_hold_the_fields_of_transformers() -> None:
+    """A field that is missing here would refuse a valid recipe; a wrong default would make false figures."""
+    transformers = pytest.importorskip("transformers")
+    # In the tables for older transformers only, where they mean the same.
+    older = {"position_embedding_type", "rope_theta", "rope_scaling"}
+    # Derived by transformers from other fields when they are left out.
+    derived = {"num_key_value_heads", "head_dim", "rope_parameters"}
+    for table, config in ((BERT, transformers.BertConfig), (LLAMA, transformers.LlamaConfig)):
+        theirs = defaults(config)
+        assert set(theirs) - set(table) - COMMON == set()
+        assert set(table) - set(theirs) <= older
+        same = (set(table) & set(theirs)) - derived
+        assert {name: table[name] for name in same} == {name: theirs[name] for name in same}
+
+
+def test_common_defaults_are_of_the_right_kind() -> None:
+    """They decide which kind of value a field takes."""
+    transformers = pytest.importorskip("transformers")
+    for name, value in COMMON_DEFAULTS.items():
+        assert name in COMMON
+        assert type(getattr(transformers.BertConfig(), name, value)) is type(value)
+
+
+def test_linear_layers_are_those_of_transformers() -> None:
+    """Names that an adapter can be put on."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 8,
+    }
+    models = {
+        "bert": transformers.BertModel(transformers.BertConfig(**small)),
+        "llama": transformers.LlamaModel(transformers.LlamaConfig(**small)),
+    }
+    for family, model in models.items():
+        linear = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        assert linear == set(LINEAR_LAYERS[family])
+
+
+def test_deepspeed_keys_are_those_of_deepspeed() -> None:
+    """DeepSpeed refuses other nested keys, so that a missing one here would refuse a valid recipe."""
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    theirs = {
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    }
+    for section, model in theirs.items():
+        names = {*model.model_fields, *(info.alias for info in model.model_fields.values() if info.alias)}
+        assert names - set(NESTED[section]) == set()
+
+
+def test_hints_point_at_keys_that_exist() -> None:
+    """A hint that begins with one of our sections names a key of it."""
+    for key, entry in FOREIGN.items():
+        path = tuple(entry.ours.split()[0].rstrip(",:").split("."))
+        if path[0] in names_in(()) and (len(path) > 1 or ":" not in entry.ours):
+            assert section_at(path[:-1]) is not None, (key, entry)
+            assert path[-1] in names_in(path[:-1]), (key, entry)
+
+
+def test_no_hint_speaks_of_a_key_that_is_ours() -> None:
+    """A key that is valid in a section is never called foreign there; at the top, none of ours is."""
+    assert [key for key in FOREIGN if "." not in key and key in names_in(())] == []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=dotted)
+def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
+    """What an error tells to write can be written."""
+    plain = "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
+    top(tmp_path, plain, f"{dotted(path)}={EXAMPLES[path]}")
