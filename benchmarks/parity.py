@@ -1,6 +1,6 @@
 """Every engine x launch x ZeRO stage against plain PyTorch: the largest relative difference of the loss, as a table.
 
-    python benchmarks/parity.py [--engines eager,inductor,ort] [--keep FOLDER]
+python benchmarks/parity.py [--engines eager,inductor,ort] [--keep FOLDER]
 """
 
 from __future__ import annotations

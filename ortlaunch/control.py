@@ -6,11 +6,9 @@ Everything that `ortlaunch train` does before and after the ranks live. Never im
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +46,7 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
         world.hosts,
         launcher=world.launcher,
         device=world.device,
+        modules=str(path.parent),
         worker=(sys.executable, "-m", "ortlaunch.worker"),
         environ=environ,
     )
@@ -98,8 +97,8 @@ def train(settled: Settled, run: RunDir) -> int:
     if sys.stdout.isatty():
         os.environ[_PROGRESS_VARIABLE] = "1"
     launcher = backend(settled.plan.launcher)
-    status = launcher.wait(launcher.submit(request))
-    end = explain_end(run, status)
+    job = launcher.submit(request)
+    end = explain_end(run, launcher.wait(job), stopped_by=job.signal)
     print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
@@ -173,6 +172,9 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
 
 def environment() -> dict[str, Any]:
     """What this run was made of: ortlaunch, Python, the machine, every installed package's version."""
+    import platform
+    from importlib import metadata
+
     packages = sorted({dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items())
     return {
         "ortlaunch": __version__,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -47,7 +46,8 @@ def _missing_for_ort() -> Iterator[str]:
         yield f"engine ort: {error}"
         return
     if absent:
-        yield f"engine ort: its torch extensions are not built for this torch ({', '.join(absent)}): run `ortlaunch setup` once"
+        names = ", ".join(absent)
+        yield f"engine ort: its torch extensions are not built for this torch ({names}): run `ortlaunch setup` once"
 
 
 def _installed(package: str) -> bool:
@@ -56,4 +56,6 @@ def _installed(package: str) -> bool:
 
 def set_up() -> int:
     """Build what engine ort needs and is absent, in a process of its own that may import torch."""
+    import subprocess
+
     return subprocess.run([sys.executable, "-m", "ortlaunch.extensions"], env=os.environ, check=False).returncode

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.families import complete
-from ortlaunch.recipe.models import TokenizerTraining
+from ortlaunch.recipe.models import Lora, TokenizerTraining
 
 _STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
 
@@ -65,7 +65,7 @@ def _bert(c: dict[str, Any], task: str) -> int:
     embeddings = (vocab + c["max_position_embeddings"] + c["type_vocab_size"] + 2) * h
     layer = 4 * (h * h + h) + (h * i + i) + (i * h + h) + 4 * h
     pooler = h * h + h
-    words = h * h + h + 2 * h + vocab + (0 if c.get("tie_word_embeddings", True) else vocab * h)
+    words = h * h + h + 2 * h + vocab + (0 if c.get("tie_word_embeddings", True) else vocab * h + vocab)
     labels = c.get("num_labels", 2)
     heads = {
         "pretraining": pooler + words + 2 * h + 2,
@@ -96,8 +96,12 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int) -> Memory | None:
     config = full_config(recipe)
     if config is None or (config["model_type"] == "llama" and recipe.model.task in ("pretraining", "masked-lm")):
         return None
-    parameters = count_parameters(config, recipe.model.task)
-    trainable = _lora_parameters(recipe, config) if recipe.model.lora else parameters
+    parameters = trainable = count_parameters(config, recipe.model.task)
+    if recipe.model.lora:
+        adapters = _lora_parameters(recipe.model.lora, config)
+        if adapters is None:
+            return None
+        parameters, trainable = parameters + adapters, adapters
     activations = _activations(recipe, config, micro_samples)
     stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
     for stage in range(4):
@@ -133,25 +137,25 @@ def _zero(recipe: Recipe, parameters: int, trainable: int, activations: int, sta
 
 def _checkpoint(recipe: Recipe, parameters: int, trainable: int) -> int:
     """Bytes of one checkpoint, all ranks together."""
-    if recipe.zero is None:
-        return 4 * parameters + _state_bytes(recipe) * trainable
+    if recipe.zero is None:  # frozen weights come from where they came from
+        return (4 + _state_bytes(recipe)) * trainable
     whole = _zero(recipe, parameters, trainable, 0, recipe.zero.stage, 1)
     return whole.weights + whole.optimizer
 
 
-def _lora_parameters(recipe: Recipe, c: dict[str, Any]) -> int:
-    lora = recipe.model.lora
-    assert lora is not None
-    h, i = c["hidden_size"], c["intermediate_size"]
-    kv = c.get("num_key_value_heads") or c["num_attention_heads"]
-    narrow = h * kv // c["num_attention_heads"]
-    shapes = {
-        "q_proj": (h, h), "k_proj": (h, narrow), "v_proj": (h, narrow), "o_proj": (h, h),
+def _lora_parameters(lora: Lora, c: dict[str, Any]) -> int | None:
+    """Parameters of the adapters, or None where a target module is not known here."""
+    h, i, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    width = (c.get("head_dim") or h // heads) * heads
+    narrow = width // heads * (c.get("num_key_value_heads") or heads)
+    llama = {
+        "q_proj": (h, width), "k_proj": (h, narrow), "v_proj": (h, narrow), "o_proj": (width, h),
         "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h),
-        "query": (h, h), "key": (h, h), "value": (h, h),
     }  # fmt: skip
-    adapted = [shapes[name] for name in lora.target_modules if name in shapes]
-    total: int = c["num_hidden_layers"] * sum(lora.r * (inner + outer) for inner, outer in adapted)
+    shapes = llama if c["model_type"] == "llama" else {"query": (h, h), "key": (h, h), "value": (h, h)}
+    if not set(lora.target_modules) <= set(shapes):
+        return None
+    total: int = c["num_hidden_layers"] * sum(lora.r * sum(shapes[name]) for name in set(lora.target_modules))
     return total
 
 

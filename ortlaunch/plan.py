@@ -24,7 +24,7 @@ FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "ORTMODULE_",
     "ORTLAUNCH_", "TORCH_", "TORCHINDUCTOR_", "DS_", "CUDA_LAUNCH_BLOCKING", "PYTORCH_",
 )  # fmt: skip
-LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class Node(NamedTuple):
@@ -56,6 +56,7 @@ class Plan:
     nodes: tuple[Node, ...]
     batch: BatchPlan
     rendezvous: str
+    modules: str
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
     forward: tuple[str, ...]
@@ -132,6 +133,7 @@ def make_plan(
     *,
     launcher: str,
     device: str,
+    modules: str,
     worker: Sequence[str],
     environ: Mapping[str, str],
 ) -> Plan:
@@ -142,6 +144,7 @@ def make_plan(
         hosts: in rank order; every slot becomes a rank.
         launcher: `local`, `torchrun`, `mpi` or `inside`.
         device: `cpu` or `cuda`.
+        modules: folder of the recipe, where the user's own modules may lie.
         worker: the command of one rank.
         environ: the user's environment, of which names are picked for forwarding.
 
@@ -160,6 +163,7 @@ def make_plan(
         nodes=tuple(nodes),
         batch=batch,
         rendezvous=_RENDEZVOUS[launcher],
+        modules=modules,
         argv=tuple(worker),
         env=tuple(sorted(recipe.launch.env.items())),
         forward=_forwarded(recipe, environ),
@@ -181,7 +185,7 @@ def _forwarded(recipe: Recipe, environ: Mapping[str, str]) -> tuple[str, ...]:
     absent = [name for name in recipe.launch.forward if name not in environ]
     if absent:
         raise PlanError(f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it out")
-    return tuple(sorted(named | set(recipe.launch.forward) - set(recipe.launch.env)))
+    return tuple(sorted((named | set(recipe.launch.forward)) - set(recipe.launch.env)))
 
 
 def _batch(recipe: Recipe, ranks: int) -> BatchPlan:
@@ -219,18 +223,16 @@ def describe(plan: Plan) -> str:
 
 def _world_lines(plan: Plan) -> list[str]:
     shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
-    lines = [
-        f"{plan.name}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'host')}, {plan.device}, launcher {plan.launcher}"
-    ]
+    ranks, hosts = _count(plan.world_size, "rank"), _count(len(plan.nodes), "host")
+    lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
     for node in shown:
         if node is None:
             lines.append(f"  ... {len(plan.nodes) - 6} more hosts")
         else:
             last = node.first_rank + node.slots - 1
+            kind = "GPU" if plan.device == "cuda" else "slot"
             devices = ",".join(map(str, node.devices))
-            lines.append(
-                f"  {node.host}: ranks {node.first_rank}-{last}, {'GPU' if plan.device == 'cuda' else 'slot'} {devices}"
-            )
+            lines.append(f"  {node.host}: ranks {node.first_rank}-{last}, {kind} {devices}")
     return [*lines, f"  rendezvous: {plan.rendezvous}", f"  forwarded by name: {' '.join(plan.forward) or 'nothing'}"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -38,19 +37,24 @@ def find(name: str) -> Path:
 
 
 def copy(name: str, target: Path) -> list[Path]:
-    """Copy a recipe and what it extends; returns the new files.
+    """Copy a recipe and what it extends to `target`, a .yaml file or a folder; returns the new files.
 
     Raises:
         InputError: a file of that name is there already.
     """
     source = find(name)
-    first = target / source.name if target.is_dir() else target
+    first = target if target.suffix in (".yaml", ".yml") and not target.is_dir() else target / source.name
     pairs = [(source, first), *((base, first.parent / base.name) for base in _bases(source))]
     there = [str(new) for _, new in pairs if new.exists()]
     if there:
         raise InputError(f"{', '.join(there)} exists already; give another name")
-    for old, new in pairs:
-        shutil.copyfile(old, new)
+    try:
+        first.parent.mkdir(parents=True, exist_ok=True)
+        for old, new in pairs:
+            text = old.read_text(encoding="utf-8")  # an editor finds the schema from anywhere
+            new.write_text(text.replace("$schema=../", f"$schema={folder().resolve()}/"), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
     return [new for _, new in pairs]
 
 

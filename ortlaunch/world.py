@@ -53,6 +53,8 @@ def settle(recipe: Recipe, asked: Asked, environ: Mapping[str, str]) -> World:
     _check_nodes(recipe, hosts, asked)
     if launcher != "inside":
         _check_this_host(hosts, device, gpus, from_file=asked.hostfile is not None)
+        if (recipe.launch.device, device) == ("auto", "cpu") and not all(is_this_host(host.name) for host in hosts):
+            notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
     return World(hosts, launcher, device, found[0] if found and launcher == "inside" else None, notes)
 
 
@@ -68,8 +70,14 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
-    names = [name for name in chosen.split(",") if name.strip()]
-    return min(present, len(names)) if "-1" not in names else 0
+    visible = 0
+    for name in chosen.split(","):
+        # CUDA stops at the first name that is no GPU, such as -1; names may also be GPU-UUIDs.
+        index = name.strip()
+        if not index or index.startswith("-") or (index.isdigit() and int(index) >= present):
+            break
+        visible += 1
+    return min(present, visible)
 
 
 def cores() -> int:
@@ -87,7 +95,7 @@ def _hosts(recipe: Recipe, asked: Asked, gpus: int, inside: Rank | None) -> tupl
         return _of_launcher(inside), ()
     if (recipe.launch.nodes or 1) > 1:
         raise PlanError(
-            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or start under a scheduler, or "
+            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, start under a scheduler, or "
             "override launch.nodes=1 to train on this host alone"
         )
     slots = per_node or gpus or 1
@@ -114,7 +122,7 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     per_node = inside.local_world_size
     if inside.world_size % per_node:
         raise PlanError(
-            f"the launcher started {inside.world_size} ranks, {per_node} of them on this host: the hosts have different "
+            f"the launcher started {inside.world_size} ranks, {per_node} of them on this host: hosts have different "
             "numbers of ranks, so give --hostfile to say which has how many"
         )
     count = inside.world_size // per_node
@@ -128,8 +136,8 @@ def _launcher(recipe: Recipe, asked: Asked, hosts: tuple[Host, ...], found: tupl
         return "inside"
     if found and found[0].world_size > 1:
         raise PlanError(
-            f"this is already rank {found[0].rank} of {found[0].world_size} under {found[1]}; leave --launcher at auto to "
-            f"be that rank, or start `ortlaunch train` once, outside {found[1]}"
+            f"this is already rank {found[0].rank} of {found[0].world_size} under {found[1]}; leave --launcher at auto "
+            f"to be that rank, or start `ortlaunch train` once, outside {found[1]}"
         )
     ranks = sum(host.slots for host in hosts)
     here = len(hosts) == 1 and is_this_host(hosts[0].name)
@@ -137,12 +145,13 @@ def _launcher(recipe: Recipe, asked: Asked, hosts: tuple[Host, ...], found: tupl
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
     if chosen == "local" and (ranks > 1 or not here):
         raise PlanError(
-            f"launcher local is one process on this host, and {ranks} ranks on {len(hosts)} hosts are asked for; use torchrun or mpi"
+            f"launcher local is one process on this host, and {ranks} ranks on {len(hosts)} hosts are asked for; "
+            "use torchrun or mpi"
         )
     if chosen == "torchrun" and not here:
         raise PlanError(
-            f"launcher torchrun starts the ranks of this host only, and the hosts are {', '.join(h.name for h in hosts[:4])}; "
-            "use mpi, or run `torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each"
+            "launcher torchrun starts the ranks of this host only, and the hosts are "
+            f"{', '.join(h.name for h in hosts[:4])}; use mpi, or run `torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each"
         )
     return chosen
 
@@ -170,12 +179,17 @@ def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, from_file:
     for host in hosts:
         if not is_this_host(host.name):
             continue
+        if device == "cuda" and not gpus:
+            raise PlanError(
+                f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows; "
+                "set launch.device=cpu"
+            )
         if device == "cuda" and max(host.devices) >= gpus:
             raise PlanError(
                 f"{host.name} has {gpus} GPUs, and {host.slots} ranks are asked for; give it at most {gpus} slots"
             )
         if device == "cpu" and from_file and host.slots > cores():
             raise PlanError(
-                f"{host.name} has {cores()} cores and no GPU, and the host file gives it {host.slots} slots; lower them, or "
-                "use --nproc-per-node without a host file to put more ranks than cores on this machine"
+                f"{host.name} has {cores()} cores and no GPU, and the host file gives it {host.slots} slots; lower them, "
+                "or use --nproc-per-node without a host file to put more ranks than cores on this machine"
             )

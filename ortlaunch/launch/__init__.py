@@ -50,7 +50,7 @@ class Backend(Protocol):
         """What to send for this plan; pure."""
 
     def submit(self, request: Request) -> Any:
-        """Send it; returns the job."""
+        """Send it; returns the job, whose `signal` becomes the one that the user stopped it with."""
 
     def state(self, job: Any) -> JobState:
         """Where the job is."""

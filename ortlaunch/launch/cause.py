@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any, NamedTuple
 
 from ortlaunch.rundir import RunDir, read_json
@@ -14,10 +15,12 @@ class End(NamedTuple):
     text: str
 
 
-def explain_end(run: RunDir, status: int) -> End:
-    """The end of a run whose launcher left with `status`."""
+def explain_end(run: RunDir, status: int, stopped_by: int | None = None) -> End:
+    """The end of a run whose launcher left with `status`, because the user sent the signal `stopped_by` if not None."""
     records = [read_json(path) for path in sorted(run.errors.glob("rank_*.json"))]
     first = _first(records)
+    if stopped_by is not None:
+        return End(128 + stopped_by, _stopped_text(run, first, stopped_by))
     if first is None and status == 0:
         return End(0, f"done: {run}")
     lost = _vanished(run, records) if status and (first is None or first["secondary"]) else []
@@ -40,16 +43,24 @@ def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
 def _vanished(run: RunDir, records: list[dict[str, Any]]) -> list[int]:
     """Ranks that began and left neither an error nor an end: their guardian was killed."""
     known = {record["rank"] for record in records}
-    began = {int(path.stem[len("rank_") :]) for path in run.logs.glob("rank_*.err")}
-    return sorted(began - known)
+    sent = run.request.stat().st_mtime_ns  # older logs are of an earlier run in this folder
+    logs = [path for path in run.logs.glob("rank_*.err") if path.stat().st_mtime_ns >= sent]
+    return sorted({int(path.stem[len("rank_") :]) for path in logs} - known)
+
+
+def _stopped_text(run: RunDir, first: dict[str, Any] | None, number: int) -> str:
+    told = f"{_text(run, first)}\n" if first and not first["secondary"] else ""
+    saved = run.complete_checkpoints()
+    mend = f"; to go on after step {saved[-1][0]}, give --run-dir {run}" if saved else ""
+    return f"{told}ortlaunch: stopped by {signal.Signals(number).name}{mend}"
 
 
 def _lost_text(run: RunDir, ranks: list[int]) -> str:
     hosts = read_json(run.plan)["nodes"]
     names = [f"rank {rank} on host {_host(hosts, rank)}" for rank in ranks[:8]]
     return (
-        f"ortlaunch: {', '.join(names)} vanished without a word, as a process killed by SIGKILL does (often the kernel's "
-        f"out-of-memory killer: see dmesg there)\nlogs: {run.logs}"
+        f"ortlaunch: {', '.join(names)} vanished without a word, as a process killed by SIGKILL does (often the "
+        f"kernel's out-of-memory killer: see dmesg there)\nlogs: {run.logs}"
     )
 
 
@@ -62,4 +73,5 @@ def _text(run: RunDir, first: dict[str, Any]) -> str:
     where = f"rank {first['rank']} on host {first['host']} (local rank {first['local_rank']})"
     how = first["message"] if first["type"] in ("Signal", "Exit") else f"failed with {first['type']}"
     log = run.log(first["rank"], "err")
-    return f"{first['traceback'].rstrip()}\n\nortlaunch: {where} {how}; exit status {first['exit_status']}; log: {log}"
+    said = f"{first['traceback'].rstrip()}\n\n" if first["traceback"] else ""
+    return f"{said}ortlaunch: {where} {how}; exit status {first['exit_status']}; log: {log}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from ortlaunch.errors import MissingDependency
 from ortlaunch.launch import Request
 from ortlaunch.launch.processes import cancel, state, submit, wait
-from ortlaunch.plan import LOCAL_NAMES, Plan
+from ortlaunch.plan import LOCAL_NAMES, Node, Plan
 from ortlaunch.rundir import RunDir
 
 __all__ = ["argv_mpich", "argv_open_mpi", "cancel", "family", "request", "state", "submit", "wait"]
@@ -51,8 +51,17 @@ def argv_mpich(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
 
 def hostfile(plan: Plan, mpi: str) -> str:
     """The plan's hosts in the family's own dialect."""
-    form = "{0} slots={1}\n" if mpi == "Open MPI" else "{0}:{1}\n"
-    return "".join(form.format(node.host, node.slots) for node in plan.nodes)
+    write = _open_mpi_line if mpi == "Open MPI" else _hydra_line
+    return "".join(f"{write(node)}\n" for node in plan.nodes)
+
+
+def _open_mpi_line(node: Node) -> str:
+    return f"{node.host} slots={node.slots}"
+
+
+def _hydra_line(node: Node) -> str:
+    user, _, name = node.host.rpartition("@")
+    return f"{f'[{name}]' if ':' in name else name}:{node.slots}{f' user={user}' if user else ''}"
 
 
 def find_mpirun() -> str:

@@ -1,15 +1,17 @@
 """Start a command in its own process group, wait for it, and leave nothing behind.
 
-Every rank dies with its parent (see worker/shepherd.py), so ending the group ends the run, on this host and, through
-the launcher's own daemons, on the others.
+The command dies with this process, and every rank with its parent (see worker/shepherd.py), so ending either ends the
+run, on this host and, through the launcher's own daemons, on the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +22,18 @@ from ortlaunch.rundir import write_text
 
 GRACE_SECONDS = 10.0
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Becomes the command after asking the kernel for SIGTERM when the parent ends, as after `kill -9` of ortlaunch. Between
+# fork and exec (preexec_fn) only async-signal-safe code is allowed, so that this takes a process image of its own.
+_DIE_WITH_PARENT = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[3:])
+"""
 
 
 class Job:
-    """A started command; its process group has the id of the command."""
+    """A started command; its process group has the id of the command. `signal` is the one that stopped it, if any."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -34,12 +44,13 @@ def submit(request: Request) -> Job:
     """Write the request's files and start its command."""
     for path, text in request.files:
         write_text(Path(path), text)
-    environment = {**os.environ, **dict(request.env)}
-    try:
-        process = subprocess.Popen(request.argv, env=environment, start_new_session=True)
-    except OSError as error:
-        raise LaunchError(f"cannot start {request.argv[0]}: {error.strerror}") from None
-    return Job(process)
+    program = shutil.which(request.argv[0])
+    if program is None:
+        raise LaunchError(f"cannot start {request.argv[0]}: there is no such program")
+    argv = request.argv
+    if sys.platform == "linux":
+        argv = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), program, *argv)
+    return Job(subprocess.Popen(argv, env={**os.environ, **dict(request.env)}, start_new_session=True))
 
 
 def state(job: Job) -> JobState:

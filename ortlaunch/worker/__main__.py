@@ -44,15 +44,13 @@ def live(run: RunDir, rank: Rank) -> None:
     from ortlaunch.worker.export import export
     from ortlaunch.worker.model import build_model
     from ortlaunch.worker.tell import outcome_lines, plan_lines
-    from ortlaunch.worker.train import to_device, train
+    from ortlaunch.worker.train import train
 
     with distributed.group(plan, rank, run) as group:
         data = Data(recipe)
         model = build_model(recipe, data)
         batches = Batches(data.train, plan.batch, recipe.seed)
-        engine = build_engine(
-            recipe, plan, model, group, to_device(batches.micro_batch(0, 0, group.rank), group.device)
-        )
+        engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
         if group.rank == 0:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)

@@ -30,25 +30,39 @@ def documents(source: str | Corpus) -> Iterator[str]:
 
         yield from (topics[name] for name in sorted(topics))
         return
+    column = source.text_column
     for row in rows(source):
-        if source.text_column not in row:
-            raise DataError(f"{_named(source)}: no column {source.text_column!r}; it has {', '.join(sorted(row))}")
-        if row[source.text_column]:
-            yield row[source.text_column]
+        if column not in row:
+            raise DataError(f"{_named(source)}: no column {column!r}; it has {', '.join(sorted(row))}")
+        if not isinstance(row[column], (str, type(None))):
+            raise DataError(f"{_named(source)}: column {column!r} holds {row[column]!r:.80}; it must be text")
+        if row[column]:
+            yield row[column]
 
 
 def rows(source: Corpus) -> Iterator[dict[str, Any]]:
-    """Rows of a corpus, streamed."""
+    """Rows of a corpus, streamed.
+
+    Raises:
+        DataError: there is no such file or data set, or it is not of the format that the recipe says.
+    """
+    try:
+        yield from _loaded(source)
+    except StopIteration:  # `datasets` looks for a first row of JSON
+        raise DataError(f"{_named(source)}: has no rows") from None
+    except (OSError, ValueError) as error:  # pyarrow's and the hub's errors are among these
+        raise DataError(f"{_named(source)}: cannot be read: {(str(error) or repr(error)).splitlines()[0]}") from error
+
+
+def _loaded(source: Corpus) -> Any:
     import datasets
 
     if source.format == "hub":
-        loaded = datasets.load_dataset(source.name, source.subset, split=source.split, streaming=True)
-    else:
-        options: dict[str, Any] = {"sample_by": "paragraph"} if source.format == "text" else {}
-        loaded = datasets.load_dataset(
-            _LOADER[source.format], data_files=files(source), split="train", streaming=True, **options
-        )
-    yield from loaded
+        return datasets.load_dataset(source.name, source.subset, split=source.split, streaming=True)
+    options: dict[str, Any] = {"sample_by": "paragraph"} if source.format == "text" else {}
+    return datasets.load_dataset(
+        _LOADER[source.format], data_files=files(source), split="train", streaming=True, **options
+    )
 
 
 def files(source: Corpus) -> list[str]:

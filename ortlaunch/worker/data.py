@@ -7,6 +7,7 @@ length and the same number of predictions, so that the mean over micro batches i
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -67,17 +68,21 @@ def call(key: str, target: str, arguments: dict[str, Any]) -> Any:
     """What the user's own `module:function` returns.
 
     Raises:
-        DataError: there is no such module or function.
+        DataError: there is no such module or function, or it takes other arguments.
     """
     module, _, function = target.partition(":")
     try:
-        found = getattr(import_module(module), function)
+        found = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
-        if error.name and module.startswith(error.name):
+        if error.name and f"{module}.".startswith(f"{error.name}."):
             raise DataError(f"{key}: no module {module!r} beside the recipe, in this folder or installed") from None
         raise
-    except AttributeError:
-        raise DataError(f"{key}: module {module!r} has no function {function!r}") from None
+    if not callable(found):
+        raise DataError(f"{key}: module {module!r} has no function {function!r}")
+    try:
+        inspect.signature(found).bind(**arguments)
+    except TypeError as error:
+        raise DataError(f"{key}: {target}{inspect.signature(found)} and its `arguments` differ: {error}") from None
     return found(**arguments)
 
 
@@ -178,20 +183,14 @@ class LabelledTexts:
 
     def __init__(self, source: str | Corpus, tokenizer: Any, length: int) -> None:
         assert isinstance(source, Corpus)
-        self.texts, self.labels = [], []
-        for row in rows(source):
-            for column in (source.text_column, source.label_column):
-                if column not in row:
-                    raise DataError(
-                        f"data: no column {column!r} in row {len(self.texts) + 1}; it has {', '.join(sorted(row))}"
-                    )
-            label = row[source.label_column]
-            if not isinstance(label, int) or label < 0:
-                raise DataError(
-                    f"data: row {len(self.texts) + 1}: {source.label_column} is {label!r}; a class is an integer from 0"
-                )
-            self.texts.append(row[source.text_column])
+        self.texts: list[str] = []
+        self.labels: list[int] = []
+        for number, row in enumerate(rows(source), 1):
+            text, label = _labelled(row, number, source)
+            self.texts.append(text)
             self.labels.append(label)
+        if not self.texts:
+            raise DataError("data: the corpus for sequence-classification has no rows")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.tokenizer, self.length = tokenizer, length
@@ -205,9 +204,23 @@ class LabelledTexts:
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
         encoded = self.tokenizer(
-            self.texts[index], truncation=True, max_length=self.length, padding="max_length", return_tensors="pt"
-        )
+            self.texts[index], truncation=True, max_length=self.length, padding="max_length", return_tensors="pt",
+            return_token_type_ids=False,  # one segment: zeros for those models that have them, an error for the others
+        )  # fmt: skip
         return {**{name: value[0] for name, value in encoded.items()}, "labels": torch.tensor(self.labels[index])}
+
+
+def _labelled(row: Mapping[str, Any], number: int, source: Corpus) -> tuple[str, int]:
+    """Text and class of a row."""
+    for column in (source.text_column, source.label_column):
+        if column not in row:
+            raise DataError(f"data: no column {column!r} in row {number}; it has {', '.join(sorted(row))}")
+    text, label = row[source.text_column], row[source.label_column]
+    if type(label) is not int or label < 0:  # a bool is an int, and no class
+        raise DataError(f"data: row {number}: {source.label_column} is {label!r}; a class is an integer from 0")
+    if not isinstance(text, str):
+        raise DataError(f"data: row {number}: {source.text_column} is {text!r:.80}; it must be text")
+    return text, label
 
 
 def _window(tokens: np.ndarray[Any, Any], start: int, length: int) -> torch.Tensor:
@@ -277,7 +290,12 @@ def collate(samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     """Stack samples of one shape into a batch."""
     batch = {}
     for name in samples[0]:
-        values = [torch.as_tensor(sample[name]) for sample in samples]
+        try:
+            values = [torch.as_tensor(sample[name]) for sample in samples]
+        except KeyError:
+            raise DataError(f"samples of one batch differ in their names: not all have {name!r}") from None
+        except (TypeError, ValueError, RuntimeError) as error:  # all three are torch's
+            raise DataError(f"{name!r} of a sample is no tensor, nor what becomes one: {error}") from None
         shapes = sorted({tuple(value.shape) for value in values})
         if len(shapes) > 1:
             raise DataError(f"samples of one batch differ in the shape of {name!r}: {shapes}; pad them in data.factory")

@@ -97,11 +97,9 @@ def _device(plan: Plan, rank: Rank) -> torch.device:
             "install a CUDA build of torch, or set launch.device: cpu"
         )
     devices = plan.node_of(rank.rank).devices
-    index = devices[rank.local_rank]
-    if index >= torch.cuda.device_count():
-        raise LaunchError(
-            f"rank {rank.rank} is planned on GPU {index} of {socket.gethostname()}, which has {torch.cuda.device_count()}"
-        )
+    index, present = devices[rank.local_rank], torch.cuda.device_count()
+    if index >= present:
+        raise LaunchError(f"rank {rank.rank} is planned on GPU {index} of {socket.gethostname()}, which has {present}")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

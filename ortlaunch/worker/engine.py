@@ -46,12 +46,20 @@ class Engine:
     stepper: Stepper
     eval_module: Any
     report: dict[str, Any]
+    device: torch.device
+    input_dtype: torch.dtype | None
     flops_per_token: float | None
     witness: Any = None
     notes: tuple[str, ...] = field(default=())
 
+    def take(self, batch: Batch) -> Batch:
+        """A batch as this engine's model takes it: on its device, numbers with a point in the weights' precision."""
+        return _placed(batch, self.device, self.input_dtype)
+
     def truth(self) -> dict[str, Any]:
-        """engine.json, with the passes that ONNX Runtime has executed so far."""
+        """engine.json, with what ONNX Runtime has executed, or torch.compile has compiled, so far."""
+        if self.report["engine"]["used"] == "inductor":
+            return {**self.report, "inductor": _compiled()}
         if self.witness is None:
             return self.report
         counts = {
@@ -78,9 +86,10 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     model.to(group.device)
     if recipe.precision == "fp16" and recipe.engine.name == "ort" and plan.deepspeed:
         model.half()  # DeepSpeed would do it later, under an exported graph
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if plan.deepspeed else None
     used, module, witness, fallback = recipe.engine.name, model, None, ""
     if used == "ort":
-        module, witness, fallback = _ort(recipe, model, group, sample)
+        module, witness, fallback = _ort(recipe, model, group, _placed(sample, group.device, dtype))
         used = "eager" if fallback else "ort"
     if used == "inductor":
         model.compile(dynamic=False)
@@ -88,11 +97,22 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     stepper = _stepper(recipe, plan, module, chosen, group)
     report = _report(recipe, plan, used, fallback, chosen, group, model)
     report["fp16_optimizer"] = _fp16_optimizer(used, stepper, group)
-    return Engine(stepper, module, report, flops, witness, chosen.notes)
+    return Engine(stepper, module, report, group.device, dtype, flops, witness, chosen.notes)
+
+
+def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
+    return {
+        name: value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+        for name, value in batch.items()
+    }
 
 
 def threads(group: Group) -> int:
-    """Cores of this host for each of its ranks."""
+    """Threads of one rank: OMP_NUM_THREADS, else this host's cores divided by its ranks."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    # torchrun sets 1 where nobody chose.
+    if asked.isdigit() and int(asked) and not (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+        return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // group.local.local_world_size)
 
@@ -160,7 +180,7 @@ def _hint(model: LossModule) -> str:
     found = sorted({type(module).__name__ for module in model.modules() if isinstance(module, known)})
     if not found:
         return ""
-    return f"The model has {', '.join(found)}, which ORTModule cannot export; scaled_dot_product_attention by hand works.\n"
+    return f"The model has {', '.join(found)}, which ORTModule cannot export; attention written out by hand works.\n"
 
 
 def _report(
@@ -185,6 +205,13 @@ def _report(
         "onnxruntime": _onnxruntime() if recipe.engine.name == "ort" else {},
         "versions": versions(),
     }
+
+
+def _compiled() -> dict[str, int]:
+    """How much torch.compile took: a break leaves a piece of the model to eager PyTorch."""
+    from torch._dynamo.utils import counters
+
+    return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
 
 
 def _attention(model: LossModule) -> str | None:

@@ -22,9 +22,26 @@ def export(run: RunDir, group: Group, stepper: Stepper, model: torch.nn.Module, 
                 logging.disable_progress_bar()
                 model.save_pretrained(run.export)
             else:
-                from safetensors.torch import save_model
-
-                save_model(model, str(run.export / "model.safetensors"))
+                _save_tensors(model, str(run.export / "model.safetensors"))
             if tokenizer is not None:
                 tokenizer.save_pretrained(run.export)
     group.barrier()
+
+
+def _save_tensors(model: torch.nn.Module, path: str) -> None:
+    """What safetensors' `load_model` reads, each shared tensor once.
+
+    Not by its `save_model`, which refuses weights that ZeRO keeps as pieces of one large tensor.
+    """
+    from safetensors.torch import save_file
+
+    kept: dict[object, str] = {}
+    metadata, tensors = {"format": "pt"}, {}
+    for name, value in model.state_dict().items():
+        place = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else name
+        first = kept.setdefault(place, name)
+        if first == name:
+            tensors[name] = value.contiguous()
+        else:
+            metadata[name] = first
+    save_file(tensors, path, metadata)

@@ -5,10 +5,13 @@ AdamW's update, scaled for each tensor by |weights| / |update|. Gradient clippin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+# Elements updated at once: a step needs about three copies of them for a moment.
+_PORTION = 1 << 25
 
 
 class Lamb(torch.optim.Optimizer):
@@ -29,18 +32,17 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's is looser
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient."""
         loss = closure() if closure else None
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
+            group["step"] = group.get("step", 0) + 1
+            for parameters in _portions([p for p in group["params"] if p.grad is not None]):
                 self._update(group, parameters)
         return loss
 
     def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         first, second = group["betas"]
-        group["step"] = group.get("step", 0) + 1
         means, squares = self._moments(parameters)
         gradients = [p.grad.to(mean.dtype) for p, mean in zip(parameters, means) if p.grad is not None]
         torch._foreach_lerp_(means, gradients, 1 - first)
@@ -66,3 +68,15 @@ class Lamb(torch.optim.Optimizer):
     ) -> list[torch.Tensor]:
         weights, steps = torch._foreach_norm(parameters), torch._foreach_norm(updates)
         return [torch.where((w > 0) & (s > 0), w / s, torch.ones_like(w)) for w, s in zip(weights, steps)]
+
+
+def _portions(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Lists of parameters of about `_PORTION` elements each."""
+    portion: list[torch.Tensor] = []
+    for parameter in parameters:
+        portion.append(parameter)
+        if sum(p.numel() for p in portion) >= _PORTION:
+            yield portion
+            portion = []
+    if portion:
+        yield portion

@@ -24,7 +24,7 @@ class Metrics:
         self.redraw = bool(os.environ.get(PROGRESS_VARIABLE))
         _cut_after(run, first_step)
         self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
-        self.board = _tensorboard(run) if "tensorboard" in recipe.log.trackers else None
+        self.board = _tensorboard(run, first_step) if "tensorboard" in recipe.log.trackers else None
         self.started = time.perf_counter()
 
     def write(self, step: int, values: dict[str, Any]) -> None:
@@ -56,8 +56,8 @@ class Metrics:
 def _shown(values: dict[str, Any]) -> list[str]:
     forms = {
         "loss": "loss {:.4f}", "evaluation_loss": "evaluation loss {:.4f}", "learning_rate": "lr {:.3g}",
-        "gradient_norm": "norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s", "samples_per_second": "{:,.1f} samples/s",
-        "mfu": "MFU {:.1%}",
+        "gradient_norm": "norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
+        "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
     }  # fmt: skip
     return [form.format(values[name]) for name, form in forms.items() if values.get(name) is not None]
 
@@ -78,14 +78,15 @@ def _cut_after(run: RunDir, step: int) -> None:
         )
 
 
-def _tensorboard(run: RunDir) -> Any:
+def _tensorboard(run: RunDir, first_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise MissingDependency(
             'log.trackers: tensorboard is not installed: pip install "ortlaunch[tensorboard]"'
         ) from None
-    return SummaryWriter(str(run.tensorboard))
+    # What an earlier life wrote after its checkpoint is taken back.
+    return SummaryWriter(str(run.tensorboard), purge_step=first_step + 1 if first_step else None)
 
 
 def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The model of a run: a transformers model from config or weights, or the user's own, with a loss as its only output."""
+"""The model of a run: transformers' from config or weights, or the user's own, with a loss as its only output."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
     "sequence-classification": "AutoModelForSequenceClassification",
 }
+_SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 
 
 class LossModule(nn.Module):
@@ -31,11 +32,24 @@ class LossModule(nn.Module):
         self.model = model
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        output = self.model(**batch)
-        if isinstance(output, torch.Tensor):
-            return output
-        loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", None)
-        return output[0] if loss is None else loss
+        return _loss_of(self.model(**batch))
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returns: by itself, by its name, or first in a tuple.
+
+    Raises:
+        InputError: there is none, or it is no single number.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if not isinstance(found, torch.Tensor) or found.dim():
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise InputError(
+            f"the model's forward must return its loss, one number; found {what} in {type(output).__name__}"
+        )
+    return found
 
 
 def build_model(recipe: Recipe, data: Data) -> LossModule:
@@ -73,26 +87,26 @@ def _transformers_model(recipe: Recipe, data: Data) -> nn.Module:
 def _config(recipe: Recipe, data: Data) -> Any:
     from transformers import AutoConfig
 
-    fields = dict(recipe.model.config or {})
-    if recipe.model.pretrained is None:
-        kind = fields.pop("model_type")
-        try:
-            config = AutoConfig.for_model(kind)
-        except ValueError:
+    fields, source = dict(recipe.model.config or {}), recipe.model.pretrained
+    kind = fields.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(kind) if source is None else AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        if source is None:
             raise InputError(f"model.config.model_type: transformers knows no {kind!r}") from None
-    else:
-        try:
-            config = AutoConfig.from_pretrained(recipe.model.pretrained)
-        except (OSError, ValueError) as error:
-            raise InputError(f"model.pretrained: {str(error).splitlines()[0]}") from None
+        raise InputError(f"model.pretrained: {str(error).splitlines()[0]}") from None
+    if kind not in (None, config.model_type):
+        raise InputError(f"model.config.model_type: got {kind}, and model.pretrained is of type {config.model_type}")
     _refuse_unknown(fields, config)
-    fields.setdefault("use_cache", False)
-    fields.update(_from_data(recipe, data, fields))
-    merged = {**config.to_dict(), **fields} if recipe.model.pretrained is None else fields
-    if recipe.model.pretrained is None:
-        merged.pop("model_type", None)
-        return AutoConfig.for_model(kind, **fields)
-    config.update(merged)
+    fields = {**_from_data(data, config, source is None), **fields}
+    try:
+        if source is None:
+            config = AutoConfig.for_model(kind, **fields)
+        else:
+            config.update(fields)
+    except Exception as error:  # whatever transformers has against a value
+        raise InputError(f"model.config: {' '.join(str(error).split())}") from None
+    _refuse_too_small(recipe, data, config)
     return config
 
 
@@ -105,33 +119,46 @@ def _refuse_unknown(fields: dict[str, Any], config: Any) -> None:
             raise InputError(f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else ""))
 
 
-def _from_data(recipe: Recipe, data: Data, fields: dict[str, Any]) -> dict[str, Any]:
-    """What the tokenizer and the labels decide; a model that is too small for them is an error."""
-    found: dict[str, Any] = {}
-    if data.tokenizer is not None and recipe.model.pretrained is None:
-        size = len(data.tokenizer)
-        found["vocab_size"] = fields.get("vocab_size", padded_vocabulary(size))
-        if found["vocab_size"] < size:
-            raise InputError(f"model.config.vocab_size: got {found['vocab_size']}, and the tokenizer has {size} words")
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if getattr(data.tokenizer, name, None) is not None:
-                found[name] = fields.get(name, getattr(data.tokenizer, name))
-    if isinstance(data.train, LabelledTexts):
-        found["num_labels"] = fields.get("num_labels", max(2, data.train.classes))
-        if found["num_labels"] < data.train.classes:
-            raise InputError(
-                f"model.config.num_labels: got {found['num_labels']}, and the data has {data.train.classes} classes"
-            )
+def _from_data(data: Data, config: Any, fresh: bool) -> dict[str, Any]:
+    """What the tokenizer and the labels decide, unless the recipe does."""
+    found: dict[str, Any] = {"use_cache": False}
+    for name in _SPECIAL_WORDS if data.tokenizer is not None else ():
+        word = getattr(data.tokenizer, name, None)
+        if word is not None and hasattr(config, name) and (fresh or getattr(config, name) is None):
+            found[name] = word
+    if data.tokenizer is not None and fresh:
+        found["vocab_size"] = padded_vocabulary(len(data.tokenizer))
+    if _classes(data):
+        found["num_labels"] = max(config.num_labels, _classes(data))
     return found
 
 
-def attention_of(recipe: Recipe, config: Any) -> str:
-    """`auto` decided: sdpa, but eager where ONNX Runtime meets attention dropout."""
+def _classes(data: Data) -> int:
+    return max((s.classes for s in (data.train, data.evaluation) if isinstance(s, LabelledTexts)), default=0)
+
+
+def _refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
+    """A word, a place or a class that the model has not would end the run in the middle of a pass."""
+    words = getattr(config.get_text_config(), "vocab_size", None)
+    if data.tokenizer is not None and words is not None and words < len(data.tokenizer):
+        raise InputError(f"model.config.vocab_size: got {words}, and the tokenizer has {len(data.tokenizer)} words")
+    places, length = getattr(config, "max_position_embeddings", None), recipe.data.sequence_length
+    if places is not None and length is not None and length > places:
+        raise InputError(f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}")
+    if config.num_labels < _classes(data):
+        raise InputError(f"model.config.num_labels: got {config.num_labels}, and the data has {_classes(data)} classes")
+
+
+def attention_of(recipe: Recipe, config: Any) -> str | None:
+    """`auto` decided: eager where ONNX Runtime meets attention dropout, else transformers' choice (None).
+
+    That is sdpa for the models that have it.
+    """
     if recipe.model.attention != "auto":
         return recipe.model.attention
     names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
     dropout = max((getattr(config, name, None) or 0.0 for name in names), default=0.0)
-    return "eager" if recipe.engine.name == "ort" and dropout > 0 else "sdpa"
+    return "eager" if recipe.engine.name == "ort" and dropout > 0 else None
 
 
 def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:

@@ -99,7 +99,8 @@ def _relay(child: int, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple[b
         open(run.log(rank.rank, "out"), "ab", buffering=0) as out,
         open(run.log(rank.rank, "err"), "ab", buffering=0) as err,
     ):
-        sinks: dict[str, tuple[BinaryIO, int]] = {"out": (out, 1), "err": (err, 2)}  # type: ignore[dict-item]  # FileIO is one
+        os.utime(run.log(rank.rank, "err"))  # appending nothing would not tell that this rank began
+        sinks: dict[str, tuple[BinaryIO, int]] = {"out": (out, 1), "err": (err, 2)}
         with selectors.DefaultSelector() as selector:
             for name, end in ends.items():
                 os.set_blocking(end, False)
@@ -160,10 +161,10 @@ def _conclude(rank: Rank, run: RunDir, child: int, status: int, finished: bool, 
     code = 128 + number if number else os.WEXITSTATUS(status)
     if finished and code == 0:
         return 0
-    code = code or 1  # os._exit(0) in the middle of training
+    left, code = code, code or 1  # os._exit(0) in the middle of training
     if not run.error(rank.rank).exists():
         what = (
-            f"was ended by {signal.Signals(number).name}" if number else f"left with exit status {code} before the end"
+            f"was ended by {signal.Signals(number).name}" if number else f"left with exit status {left} before the end"
         )
         record = {"type": "Signal" if number else "Exit", "message": what, "traceback": _last_words(run, rank)}
         asked = number is not None and number in passed_on

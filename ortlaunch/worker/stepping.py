@@ -23,7 +23,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class Stepped(NamedTuple):
-    """What an optimizer step did: the gradient norm before clipping (None: not computed), and whether fp16 skipped it."""
+    """What a step did: the gradient norm before clipping (None: not computed), and whether fp16 skipped it."""
 
     gradient_norm: float | None
     skipped: bool

@@ -9,9 +9,9 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
     """What will run, with everything that stands in for something else."""
     engine, optimizer, fp16 = truth["engine"], truth["optimizer"], truth["fp16_optimizer"]
     lines = [
-        f"engine {engine['used']} on {truth['device']}, {truth['precision']}, {truth['trained_parameters']:,} trained of "
-        f"{truth['parameters']:,} parameters, {truth['ranks']} ranks x {truth['threads_per_rank']} threads, "
-        f"sharding: {truth['sharding']}"
+        f"engine {engine['used']} on {truth['device']}, {truth['precision']}, "
+        f"{truth['trained_parameters']:,} trained of {truth['parameters']:,} parameters, "
+        f"{truth['ranks']} ranks x {truth['threads_per_rank']} threads, sharding: {truth['sharding']}"
     ]
     if engine["used"] != engine["asked"]:
         lines.append(
@@ -27,9 +27,11 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
 def outcome_lines(truth: dict[str, Any]) -> list[str]:
     """What ran."""
     engine, ort = truth["engine"], truth["onnxruntime"]
+    if engine["used"] == "inductor":
+        graphs, breaks = truth["inductor"]["graphs"], truth["inductor"]["graph_breaks"]
+        return [f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"]
     if engine["asked"] != "ort":
         return [f"ran on engine {engine['used']}"]
     passes = f"{ort['forward_passes']} forward and {ort['backward_passes']} backward passes by ONNX Runtime"
-    return [
-        f"ran on engine {engine['used']}: {passes} on rank 0, {ort['fallbacks']} fallbacks; optimizer {truth['optimizer']['used']}"
-    ]
+    used, optimizer = engine["used"], truth["optimizer"]["used"]
+    return [f"ran on engine {used}: {passes} on rank 0, {ort['fallbacks']} fallbacks; optimizer {optimizer}"]

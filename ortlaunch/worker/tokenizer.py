@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ _BERT_WORDS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+_MOST_LETTERS = 1000  # as in the library: beyond them lie rare signs that would fill the vocabulary
 _LLAMA_WORDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 
 
@@ -56,17 +59,58 @@ def _trained(data: Data, training: TokenizerTraining) -> Path:
 
 
 def _wordpiece(data: Data, vocab_size: int) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    """Trained twice: in one pass the library numbers `##x` as they lie in a hash table, other in each process."""
+    from tokenizers import decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    special, counts = list(_BERT_WORDS.values()), Counter[str]()
+    found = _wordpiece_vocabulary(_counting(documents(data.train), counts), 0, [], None)
+    letters = sorted((c for c in counts if c in found), key=lambda c: (-counts[c], c))[:_MOST_LETTERS]
+    pieces = [f"##{c}" for c in sorted(letters) if f"##{c}" in found]
+    vocabulary = _wordpiece_vocabulary(documents(data.train), vocab_size, special + pieces, letters)
+    tokenizer = _bert_like(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    ends = [(word, vocabulary[word]) for word in ("[SEP]", "[CLS]")]
+    tokenizer.post_processor = processors.BertProcessing(*ends)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **_BERT_WORDS)
+
+
+def _wordpiece_vocabulary(
+    texts: Iterable[str], size: int, first: list[str], letters: list[str] | None
+) -> dict[str, int]:
+    """Words by number: `first` as they come, and no letters but `letters` (None: all that there are)."""
+    from tokenizers import models, trainers
+
+    tokenizer = _bert_like(models.WordPiece(unk_token="[UNK]"))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=first,
+        initial_alphabet=letters or [],
+        limit_alphabet=1 << 20 if letters is None else len(letters),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return dict(tokenizer.get_vocab())
+
+
+def _bert_like(model: Any) -> Any:
+    from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    words = list(_BERT_WORDS.values())
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=words, show_progress=False)
-    tokenizer.train_from_iterator(documents(data.train), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_BERT_WORDS)
+    return tokenizer
+
+
+def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
+    """The texts as they are, their letters counted in passing."""
+    from tokenizers import normalizers
+
+    normalize = normalizers.BertNormalizer(lowercase=True).normalize_str
+    for text in texts:
+        counts.update(normalize(text))
+        yield text
 
 
 def _bpe(data: Data, vocab_size: int) -> Any:
@@ -83,4 +127,5 @@ def _bpe(data: Data, vocab_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents(data.train), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **_LLAMA_WORDS)
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_WORDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,6 +32,10 @@ def train(
 ) -> TrainState:
     """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
     state = _resume(run, group, engine)
+    if state.step >= recipe.train.max_steps:
+        if group.rank == 0:
+            print(f"nothing to train: {state.step} of {recipe.train.max_steps} steps are done", flush=True)
+        return state
     metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
     meter = Meter(recipe, plan, group, engine)
     while state.step < recipe.train.max_steps:
@@ -42,10 +45,15 @@ def train(
         last = state.step == recipe.train.max_steps
 
         if state.step % recipe.log.every_steps == 0 or last:
-            values = meter.read()
-            values.update(learning_rate=rate, gradient_norm=stepped.gradient_norm, skipped_steps=state.skipped)
+            values = {
+                **meter.read(),
+                "learning_rate": rate,
+                "gradient_norm": stepped.gradient_norm,
+                "samples": state.step * plan.batch.global_samples,
+                "skipped_steps": state.skipped,
+            }
             if metrics:
-                metrics.write(state.step, {"loss": values.pop("loss"), **values})
+                metrics.write(state.step, values)
                 write_json(run.engine, engine.truth())
 
         if evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
@@ -73,16 +81,11 @@ def train_step(
     passes = plan.batch.accumulation_steps
     total = torch.zeros((), device=group.device)
     for accumulation in range(passes):
-        batch = to_device(batches.micro_batch(state.step, accumulation, group.rank), group.device)
+        batch = engine.take(batches.micro_batch(state.step, accumulation, group.rank))
         total += engine.stepper.micro_step(batch, last=accumulation == passes - 1)
     stepped = engine.stepper.apply(rate)
     state.skipped += int(stepped.skipped)
     return total / passes, stepped, rate
-
-
-def to_device(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch on the device."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
 @torch.no_grad()
@@ -91,10 +94,13 @@ def evaluate(recipe: Recipe, plan: Plan, group: Group, engine: Engine, samples: 
     micro = plan.batch.micro_samples
     module, total, seen = engine.eval_module, 0.0, 0
     module.eval()
-    for first in range(group.rank * micro, len(samples), group.size * micro):
-        chosen = [samples.sample(i, epoch=0) for i in range(first, min(first + micro, len(samples)))]
-        loss = module(**to_device(collate(chosen), group.device))
-        total, seen = total + float(loss) * len(chosen), seen + len(chosen)
+    for turn in range(0, len(samples), group.size * micro):
+        first = turn + group.rank * micro
+        counted = range(first, min(first + micro, len(samples)))
+        # A rank without samples left still runs: with ZeRO 3 a forward pass is a collective.
+        chosen = [samples.sample(i, epoch=0) for i in counted or range(1)]
+        loss = module(**engine.take(collate(chosen)))
+        total, seen = total + float(loss) * len(counted), seen + len(counted)
     module.train()
     return group.sum(total) / group.sum(seen)
 

@@ -17,8 +17,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ortlaunch.errors import MissingDependency
 from ortlaunch import extensions
+from ortlaunch.errors import MissingDependency
 from ortlaunch.worker.ort import compat
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
@@ -503,9 +503,8 @@ def test_an_extension_that_does_not_load_says_how_to_build_it_again(built: None,
     """A damaged file in the cache is not a traceback from inside ORT."""
     environment = {**os.environ, "ORTLAUNCH_CACHE": str(tmp_path)}
     damage = (
-        "from ortlaunch import extensions
-from ortlaunch.worker.ort import compat as e; e.cache_dir().mkdir(parents=True); "
-        "[(e.cache_dir() / f'{n}.so').write_text('') for n in e.wanted()]; compat.import_ortmodule()"
+        "from ortlaunch import extensions as e; from ortlaunch.worker.ort import compat; "
+        "e.cache_dir().mkdir(parents=True); [(e.cache_dir() / f'{n}.so').write_text('') for n in e.wanted()]; compat.import_ortmodule()"
     )
     done = subprocess.run(
         [sys.executable, "-c", damage], env=environment, capture_output=True, text=True, timeout=60, check=False

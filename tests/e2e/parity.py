@@ -18,7 +18,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 RECIPES = ("bert-large/tiny", "llama2-7b/tiny")
 STEPS = 20
-LAUNCHES = {"one process": (), "torchrun": ("--launcher=torchrun", "--nproc-per-node=2"), "mpirun": ("--launcher=mpi", "--nproc-per-node=2")}
+LAUNCHES = {
+    "one process": (),
+    "torchrun": ("--launcher=torchrun", "--nproc-per-node=2"),
+    "mpirun": ("--launcher=mpi", "--nproc-per-node=2"),
+}
 NO_DROPOUT = ("model.config.hidden_dropout_prob=0.0", "model.config.attention_probs_dropout_prob=0.0")
 
 
@@ -51,10 +55,10 @@ def overrides(recipe: str) -> list[str]:
 def train(case: Case, run_dir: Path, *more: str, timeout: float = 400) -> list[float]:
     """Losses of `ortlaunch train` by step; the run folder stays for a closer look."""
     zero = "null" if case.zero is None else f"{{stage: {case.zero}}}"
-    command = [
-        sys.executable, "-m", "ortlaunch.cli", "train", str(ROOT / "recipes" / f"{case.recipe}.yaml"), *overrides(case.recipe),
-        f"engine={{name: {case.engine}}}", f"zero={zero}", *more, *LAUNCHES[case.launch], f"--run-dir={run_dir}",
-    ]  # fmt: skip
+    settings = [*overrides(case.recipe), f"engine={{name: {case.engine}}}", f"zero={zero}", *more]
+    recipe = str(ROOT / "recipes" / f"{case.recipe}.yaml")
+    options = (*LAUNCHES[case.launch], f"--run-dir={run_dir}")
+    command = [sys.executable, "-m", "ortlaunch.cli", "train", recipe, *settings, *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert result.returncode == 0, f"{case}:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -76,7 +80,8 @@ def reference(recipe_name: str) -> list[float]:
     batches = Batches(data.train, BatchPlan(total, micro, total // micro, 1, None), recipe.seed)
 
     fields = dict(recipe.model.config)
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **{"vocab_size": -(-len(data.tokenizer) // 8) * 8, **fields})
+    vocabulary = -(-len(data.tokenizer) // 8) * 8
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **{"vocab_size": vocabulary, **fields})
     config.pad_token_id = data.tokenizer.pad_token_id
     torch.manual_seed(recipe.seed)
     auto = {"pretraining": transformers.AutoModelForPreTraining, "causal-lm": transformers.AutoModelForCausalLM}

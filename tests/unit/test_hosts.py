@@ -123,8 +123,7 @@ def test_default_slots() -> None:
         (
             "h slots=4 Max-Slot=4",
             [
-                "F:1:11: 'Max-Slot' in 'Max-Slot=4' is not a key of a host file; "
-                f"did you mean 'max_slots'? {KEYS}",
+                f"F:1:11: 'Max-Slot' in 'Max-Slot=4' is not a key of a host file; did you mean 'max_slots'? {KEYS}",
             ],
         ),
         (
@@ -208,9 +207,7 @@ def test_default_slots_above_max_slots() -> None:
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "\ufeff"])
 def test_no_host(text: str) -> None:
     """A file without a host is an error, never one local node."""
-    assert complaints(text) == [
-        "F: there is no host in it; write one line per host, such as 'worker-1 slots=8'"
-    ]
+    assert complaints(text) == ["F: there is no host in it; write one line per host, such as 'worker-1 slots=8'"]
 
 
 @pytest.mark.parametrize(
@@ -358,10 +355,7 @@ def test_select_twice() -> None:
         (
             "worker-1:0@worker-1:1",
             None,
-            [
-                "--include:1:12: host 'worker-1' is named twice; "
-                "write it once, with all its slots: worker-1:0,1"
-            ],
+            ["--include:1:12: host 'worker-1' is named twice; write it once, with all its slots: worker-1:0,1"],
         ),
         (
             None,

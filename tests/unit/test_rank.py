@@ -262,8 +262,7 @@ TORCH_MEND = "a launcher sets all of them; if no launcher started this process, 
     [
         (
             {"WORLD_SIZE": "4", **MASTER},
-            "torchrun: WORLD_SIZE=4 set, but RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not: "
-            f"{TORCH_MEND} WORLD_SIZE",
+            f"torchrun: WORLD_SIZE=4 set, but RANK, LOCAL_RANK, LOCAL_WORLD_SIZE not: {TORCH_MEND} WORLD_SIZE",
         ),
         (
             but(TORCH, LOCAL_WORLD_SIZE=None),
@@ -388,9 +387,7 @@ def test_every_partial_set_is_refused(names: tuple[str, ...]) -> None:
     for count in range(1, len(names)):
         for part in itertools.combinations(names, count):
             if names[0] != "SLURM_STEP_ID" or "SLURM_STEP_ID" in part:
-                assert all(
-                    f"{name}={whole[name]}" in error({name: whole[name] for name in part}) for name in part
-                )
+                assert all(f"{name}={whole[name]}" in error({name: whole[name] for name in part}) for name in part)
 
 
 UNSET = "unset the variables of the one that did not start this process"
@@ -491,8 +488,7 @@ def test_wrong_values(env: Env, message: str) -> None:
 
 
 READ_OPEN_MPI = (
-    "read OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 "
-    "OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3"
+    "read OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_RANK=2 OMPI_COMM_WORLD_LOCAL_SIZE=3"
 )
 
 
@@ -513,8 +509,7 @@ READ_OPEN_MPI = (
             {**OPEN_MPI, **TORCHRUN},
             [
                 f"Open MPI: rank 1 of 3, local rank 2 of 3; {READ_OPEN_MPI}",
-                "torchrun: rank 0 of 1, local rank 0 of 1; read RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 "
-                "LOCAL_WORLD_SIZE=1",
+                "torchrun: rank 0 of 1, local rank 0 of 1; read RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1",
                 "used: torchrun",
             ],
         ),

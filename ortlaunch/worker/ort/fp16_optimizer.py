@@ -30,7 +30,5 @@ def apply_fp16_optimizer(optimizer: Any, device: str) -> Applied:
         return Applied(True, "")
     kind = type(optimizer).__name__
     reason = str(said[0].message).splitlines()[0] if said else f"it does not know {kind}"
-    return Applied(
-        False,
-        f"ONNX Runtime 1.19.2 knows ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1, this is {kind} of {deepspeed.__version__}: {reason}",
-    )
+    known, this = "ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1", f"{kind} of {deepspeed.__version__}"
+    return Applied(False, f"ONNX Runtime 1.19.2 knows {known}, this is {this}: {reason}")

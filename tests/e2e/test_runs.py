@@ -1,0 +1,521 @@
+"""Whole runs of `ortlaunch train`: what lies in the run folder, what a second start does, what really ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+
+from ortlaunch.cache import cache_root
+
+ROOT = Path(__file__).parents[2]
+COMMAND = Path(sys.executable).with_name("ortlaunch")
+TWO_RANKS = ("--launcher=torchrun", "--nproc-per-node=2")
+EAGER = {"engine": {"name": "eager"}}
+
+TOYS = '''
+import os
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Dropout, and once in the life of a run a failure: in pass `fail_at` of rank 0, when there is no `mark` yet."""
+
+    def __init__(self, dropout, fail_at, mark, scale):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 1))
+        self.fail_at, self.mark, self.scale, self.passes = fail_at, mark, scale, 0
+
+    def forward(self, x, y):
+        if self.training and self.fail_at and os.environ["RANK"] == "0" and not os.path.exists(self.mark):
+            self.passes += 1
+            if self.passes == self.fail_at:
+                open(self.mark, "w").close()
+                raise RuntimeError("as a machine that fails")
+        return self.scale * ((self.layers(x) - y) ** 2).mean()
+
+
+class Attending(nn.Module):
+    """Attention as torch ships it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        x = x[:, None, :].expand(-1, 4, -1)
+        return ((self.out(self.attention(x, x, x)[0]).mean(1) - y) ** 2).mean()
+
+
+def net(dropout=0.0, fail_at=0, mark="", scale=1.0):
+    return Net(dropout, fail_at, mark, scale)
+
+
+def attending():
+    return Attending()
+
+
+def data(samples=256, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 8, generator=generator)
+    return [{"x": row, "y": row.sum().reshape(1)} for row in x]
+'''
+
+TOY: dict[str, Any] = {
+    "name": "toy",
+    "model": {"task": "custom", "factory": "toys:net"},
+    "data": {"train": {"format": "custom", "factory": "toys:data"}},
+    "batch": {"global_size": 16, "micro_size": 4},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+    "train": {"max_steps": 10},
+    "log": {"every_steps": 1},
+}
+
+
+class Run(NamedTuple):
+    """A run that ended: its folder, exit status and words."""
+
+    folder: Path
+    status: int
+    out: str
+    err: str
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def values(self, name: str) -> list[tuple[int, Any]]:
+        """(step, value) of every record that has it."""
+        return [(record["step"], record[name]) for record in self.records() if name in record]
+
+    def losses(self) -> list[float]:
+        """Loss by step; every step must be there once."""
+        steps, losses = zip(*self.values("loss"))
+        assert steps == tuple(range(1, len(steps) + 1))
+        return list(losses)
+
+    def truth(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "engine.json").read_text()))
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
+
+
+Train = Callable[..., Run]
+
+
+def merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: merged(base[key], value)
+        for key, value in top.items()
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+    }
+    return {**base, **top, **both}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the toys, texts and a cache of its own that shares the built extensions."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "toys.py").write_text(TOYS)
+    (home / "cache").mkdir()
+    extensions = cache_root() / "extensions"
+    if extensions.exists():
+        (home / "cache" / "extensions").symlink_to(extensions.resolve())
+    for name, lines in (("train", 400), ("held-out", 24)):
+        text = [f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(lines)]
+        (home / f"{name}.txt").write_text("\n\n".join(text))
+    words = [("good fine nice", 0), ("bad poor sad", 1), ("odd queer weird", 2)]
+    rows = [{"text": " ".join([kind.split()[i % 3]] * (1 + i % 4)), "label": c} for i in range(60) for kind, c in words]
+    (home / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+@pytest.fixture(scope="module")
+def train(home: Path) -> Train:
+    """Starts `ortlaunch train` on a recipe given as a mapping, in the home folder, and waits for its end."""
+
+    def start(folder: str, recipe: dict[str, Any], *arguments: str, timeout: float = 120) -> Run:
+        path = home / f"{folder}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        command = [str(COMMAND), "train", path.name, *arguments, f"--run-dir={folder}"]
+        ended = subprocess.run(
+            command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=timeout, check=False
+        )
+        return Run(home / folder, ended.returncode, ended.stdout, ended.stderr)
+
+    return start
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Tiny models on a shared machine: threads that wait quietly, no network, the cache of these tests."""
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **quiet, "ORTLAUNCH_CACHE": str(home / "cache")}
+
+
+def ended_well(run: Run) -> Run:
+    assert run.status == 0, f"{run.out[-3000:]}\n{run.err[-3000:]}"
+    return run
+
+
+# --------------------------------------------------------------------------------- one run, looked at from all sides
+
+FULL = merged(
+    TOY,
+    {
+        **EAGER,
+        "model": {"arguments": {"dropout": 0.3}},
+        "data": {"evaluation": {"format": "custom", "factory": "toys:data", "arguments": {"samples": 21, "seed": 1}}},
+        "train": {"max_grad_norm": 0.5, "evaluate_every_steps": 4},
+        "checkpoint": {"every_steps": 5, "keep": 1},
+        "log": {"trackers": ["tensorboard"]},
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def full(train: Train) -> Run:
+    """Ten steps with dropout, evaluation, clipping, checkpoints and TensorBoard."""
+    return ended_well(train("full", FULL))
+
+
+def test_the_run_folder(full: Run) -> None:
+    """A run leaves what README lists, and nothing else."""
+    board = {name for name in full.files() if name.startswith("tensorboard/")}
+    assert len(board) == 1
+    assert full.files() - board == {
+        "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json",
+        "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
+        *(f"checkpoints/step_00000010/{name}" for name in ("state.pt", "manifest.json", "COMPLETE")),
+    }  # fmt: skip
+    assert full.out.splitlines()[-1] == "done: full"
+    shown = [line for line in full.out.splitlines() if line.startswith("step ")]
+    assert shown == [line for line in (full.folder / "logs/rank_00000.out").read_text().splitlines() if line in shown]
+    assert len(shown) == 13
+
+
+def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
+    """keep: 1 leaves the last; its manifest names every file with its size."""
+    folder = full.folder / "checkpoints/step_00000010"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    size = (folder / "state.pt").stat().st_size
+    assert manifest == {"step": 10, "ranks": 1, "files": {"state.pt": size}}
+
+
+def test_metrics_of_every_step(full: Run) -> None:
+    """Loss, rate, gradient norm before clipping, samples, skipped steps and time, of every logged step."""
+    records = [record for record in full.records() if "loss" in record]
+    assert [record["learning_rate"] for record in records] == pytest.approx([1e-2 * (1 - i / 10) for i in range(10)])
+    assert [record["samples"] for record in records] == list(range(16, 161, 16))
+    assert [record["skipped_steps"] for record in records] == [0] * 10
+    assert all(record["gradient_norm"] > 0.5 for record in records)  # before clipping
+    times = [record["elapsed_seconds"] for record in full.records()]
+    assert times == sorted(times)
+    assert all(record["samples_per_second"] > 0 for record in records)
+
+
+def test_evaluation_is_of_the_model_without_dropout(full: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 4 steps and at the end; the last is what the exported weights give on all 21 samples."""
+    assert [step for step, _ in full.values("evaluation_loss")] == [4, 8, 10]
+    monkeypatch.syspath_prepend(str(home))
+    import toys  # type: ignore[import-not-found]
+    from safetensors.torch import load_model
+
+    model = toys.net(dropout=0.3).eval()
+    load_model(model, str(full.folder / "export/model.safetensors"))
+    samples = toys.data(samples=21, seed=1)
+    with torch.no_grad():
+        expected = model(**{name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")})
+    assert full.values("evaluation_loss")[-1][1] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_tensorboard_has_the_same_numbers(full: Run) -> None:
+    """TensorBoard reads the losses that metrics.jsonl has."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(full.folder / "tensorboard"))
+    board.Reload()
+    for name in ("loss", "evaluation_loss", "learning_rate", "gradient_norm"):
+        written = [(event.step, event.value) for event in board.Scalars(name)]
+        assert written == [(step, pytest.approx(value, rel=1e-6)) for step, value in full.values(name)]
+
+
+def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, home: Path) -> None:
+    """It says so and ends well; the record of what ran stays as it was."""
+    shutil.copytree(full.folder, home / "again")
+    again = ended_well(train("again", FULL))
+    assert "nothing to train: 10 of 10 steps are done" in again.out
+    assert again.records() == full.records()
+    assert again.truth() == full.truth()
+    assert {name for name in again.files() if name.startswith(("checkpoints", "export", "errors"))} == {
+        name for name in full.files() if name.startswith(("checkpoints", "export", "errors"))
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- resuming
+
+
+def interrupted(train: Train, home: Path, name: str, recipe: dict[str, Any], *arguments: str) -> Run:
+    """The run fails at step 7 and is started again."""
+    fails = {"model": {"arguments": {"dropout": 0.3, "fail_at": 1 + 6 * 16 // 4 // (1 + len(arguments) // 2)}}}
+    recipe = merged(merged(recipe, fails), {"model": {"arguments": {"mark": str(home / f"{name}.failed")}}})
+    failed = train(name, recipe, *arguments)
+    assert failed.status == 1
+    assert "as a machine that fails" in failed.err
+    assert [step for step, _ in failed.values("loss")] == [1, 2, 3, 4, 5, 6]
+    (failed.folder / "checkpoints/step_00000006").mkdir()  # as left by a machine that failed while it saved
+    (failed.folder / "checkpoints/step_00000006/manifest.json").write_text("{}")
+    return ended_well(train(name, recipe, *arguments))
+
+
+def test_a_resumed_run_is_the_same_run(full: Run, train: Train, home: Path) -> None:
+    """Failed at step 7, resumed from step 5: losses with dropout, evaluation and weights are those of one run."""
+    resumed = interrupted(train, home, "resumed", FULL)
+    assert "resumed after step 5 from" in resumed.out
+    assert resumed.losses() == full.losses()
+    assert resumed.values("evaluation_loss") == full.values("evaluation_loss")
+    name = "export/model.safetensors"
+    assert (resumed.folder / name).read_bytes() == (full.folder / name).read_bytes()
+    assert not (resumed.folder / "checkpoints/step_00000005").exists()
+    assert not list((resumed.folder / "errors").glob("*"))
+
+
+def test_a_resumed_sharded_run_is_the_same_run(train: Train, home: Path) -> None:
+    """The same with ZeRO 1 on two ranks, each with its own part of the optimizer's state."""
+    sharded = merged(FULL, {"zero": {"stage": 1}, "log": {"trackers": []}})
+    straight = ended_well(train("sharded", sharded, *TWO_RANKS))
+    assert "deepspeed.json" in straight.files()
+    assert {f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")} <= straight.files()
+    resumed = interrupted(train, home, "sharded-resumed", sharded, *TWO_RANKS)
+    assert "resumed after step 5 from" in resumed.out
+    assert resumed.losses() == straight.losses()
+    assert resumed.values("evaluation_loss") == straight.values("evaluation_loss")
+    assert resumed.values("gradient_norm") == straight.values("gradient_norm")
+    assert json.loads((resumed.folder / "checkpoints/step_00000010/manifest.json").read_text())["ranks"] == 2
+
+
+# --------------------------------------------------------------------------------------------------- transformers
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+BERT: dict[str, Any] = {
+    "name": "bert",
+    "model": {"task": "masked-lm", "config": {"model_type": "bert", **SMALL, "max_position_embeddings": 32}},
+    "data": {
+        "train": {"format": "text", "path": ["train.txt"]},
+        "evaluation": {"format": "text", "path": ["held-out.txt"]},
+        "tokenizer": {"train": "wordpiece", "vocab_size": 300},
+        "sequence_length": 16,
+    },
+    "batch": {"global_size": 16, "micro_size": 8},
+    "optimizer": {"name": "fused_adam", "learning_rate": 1e-2},
+    "engine": {"name": "ort"},
+    "train": {"max_steps": 12, "evaluate_every_steps": 6},
+    "log": {"every_steps": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def bert(train: Train) -> Run:
+    """BERT with dropout on ONNX Runtime, evaluated in the middle and at the end."""
+    return ended_well(train("bert", BERT))
+
+
+def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
+    """The loss falls, every training pass and every evaluation pass is ONNX Runtime's, and nothing fell back."""
+    losses = bert.losses()
+    assert sum(losses[-3:]) < sum(losses[:3]) - 1.0
+    truth = bert.truth()
+    assert truth["engine"] == {"asked": "ort", "used": "ort", "fallback_reason": None}
+    ort = truth["onnxruntime"]
+    assert (ort["forward_passes"], ort["backward_passes"], ort["fallbacks"]) == (24, 24, 0)
+    assert ort["evaluation_passes"] > 0
+    assert truth["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
+    assert truth["attention"] == "eager"  # the model has attention dropout
+
+
+def test_the_export_is_the_trained_model(bert: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers loads model and tokenizer from export/, and without dropout finds the run's last evaluation loss."""
+    import transformers
+
+    from ortlaunch.recipe import parse_resolved
+    from ortlaunch.worker.data import collate, make_samples
+
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
+    monkeypatch.chdir(home)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(bert.folder / "export").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bert.folder / "export")
+    assert tokenizer.decode(tokenizer("the cats")["input_ids"]) == "[CLS] the cats [SEP]"
+    recipe = parse_resolved((bert.folder / "recipe.yaml").read_text())
+    assert recipe.data.evaluation is not None
+    samples = make_samples(recipe, recipe.data.evaluation, tokenizer)
+    assert len(samples) % 8  # the last micro batch is smaller, and counts for less
+    with torch.no_grad():
+        expected = float(model(**collate([samples.sample(i, 0) for i in range(len(samples))])).loss)
+    assert bert.values("evaluation_loss")[-1] == (12, pytest.approx(expected, rel=1e-4))
+
+
+def test_classes_on_onnx_runtime(train: Train) -> None:
+    """Labelled JSON lines and a tokenizer trained on them: three classes are learnt."""
+    recipe = merged(
+        BERT,
+        {
+            "model": {"task": "sequence-classification"},
+            "data": {"train": {"format": "jsonl", "path": ["labels.jsonl"]}, "sequence_length": 8},
+            "train": {"max_steps": 20, "evaluate_every_steps": None},
+        },
+    )
+    recipe["data"] = {**recipe["data"], "evaluation": {"format": "jsonl", "path": ["labels.jsonl"]}}
+    run = ended_well(train("classes", recipe))
+    assert run.losses()[0] == pytest.approx(1.1, abs=0.4)  # ln 3
+    assert run.values("evaluation_loss")[-1][1] < 0.1
+    assert json.loads((run.folder / "export/config.json").read_text())["id2label"].keys() == {"0", "1", "2"}
+    assert run.truth()["engine"]["used"] == "ort"
+
+
+def test_low_rank_adapters(train: Train) -> None:
+    """LoRA on Llama: ONNX Runtime's curve is eager's; only adapters are trained, saved and exported."""
+    recipe = {
+        **BERT,
+        "name": "lora",
+        "model": {
+            "task": "causal-lm",
+            "config": {"model_type": "llama", **SMALL, "max_position_embeddings": 32},
+            "lora": {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+        },
+        "data": {**BERT["data"], "evaluation": None, "tokenizer": {"train": "bpe", "vocab_size": 300}},
+        "train": {"max_steps": 6},
+    }
+    ort = ended_well(train("lora-ort", recipe))
+    eager = ended_well(train("lora-eager", merged(recipe, EAGER)))
+    assert ort.losses() == pytest.approx(eager.losses(), rel=1e-4)
+    assert ort.losses()[-1] < ort.losses()[0]
+    assert ort.truth()["onnxruntime"]["backward_passes"] == 12
+    trained = 2 * 2 * 2 * 4 * 32  # layers, modules, sides, rank, hidden
+    for run in (ort, eager):
+        assert run.truth()["trained_parameters"] == trained < run.truth()["parameters"]
+        saved = torch.load(run.folder / "checkpoints/step_00000006/state.pt", weights_only=True)["model"]
+        assert all("lora_" in name for name in saved)
+        assert sum(value.numel() for value in saved.values()) == trained
+        assert {"export/adapter_model.safetensors", "export/adapter_config.json"} <= run.files()
+        assert "export/model.safetensors" not in run.files()
+
+
+# ----------------------------------------------------------------------------------------------------- engine truth
+
+
+def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
+    """It ends before step 1, with a status, the reason and what to try; nothing was trained."""
+    run = train("attending", merged(TOY, {"model": {"factory": "toys:attending"}}))
+    assert run.status == 1
+    last = run.err[-3000:]
+    assert "ONNX Runtime cannot run this model: " in last
+    assert "The model has MultiheadAttention, which ORTModule cannot export" in last
+    assert "Try engine.name=inductor or engine.name=eager, or engine.allow_fallback=true" in last
+    assert "Traceback" not in last
+    assert run.files().isdisjoint({"metrics.jsonl", "engine.json"})
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
+    """With allow_fallback it trains in eager PyTorch; the output and engine.json say so, with the reason."""
+    fallback = {"model": {"factory": "toys:attending"}, "engine": {"name": "ort", "allow_fallback": True}}
+    run = ended_well(train("fallback", merged(TOY, fallback)))
+    assert run.losses()[-1] < run.losses()[0]
+    engine = run.truth()["engine"]
+    assert (engine["asked"], engine["used"]) == ("ort", "eager")
+    assert len(engine["fallback_reason"]) > 20
+    assert run.truth()["onnxruntime"]["forward_passes"] == 0
+    assert f"FALLBACK: engine ort was asked, eager runs: {engine['fallback_reason'][:20]}" in run.out
+    assert "ran on engine eager" in run.out
+
+
+# -------------------------------------------------------------------------------------------- precision, batches
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero"), [("bf16", None), ("bf16", {"stage": 2}), ("fp16", None)], ids=["bf16", "bf16-zero2", "fp16"]
+)
+def test_lower_precision(precision: str, zero: Any, train: Train) -> None:
+    """bf16 with and without ZeRO 2, and fp16 by autocast, train on a CPU, with evaluation."""
+    recipe = merged(FULL, {"precision": precision, "zero": zero, "log": {"trackers": []}, "train": {"max_steps": 20}})
+    recipe["model"] = TOY["model"]
+    run = ended_well(train(f"{precision}-{bool(zero)}", recipe))
+    losses = run.losses()
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert run.truth()["precision"] == precision
+    assert run.values("evaluation_loss")[-1][1] == pytest.approx(losses[-1], rel=0.5)
+    norms = [norm for _, norm in run.values("gradient_norm")]
+    assert all(norm is not None for norm in norms)
+
+
+def test_fp16_skips_steps_that_overflow(train: Train) -> None:
+    """A loss too large for the first scales is skipped until one fits, and the count is recorded."""
+    recipe = merged(TOY, {**EAGER, "precision": "fp16", "model": {"arguments": {"scale": 30.0}}})
+    run = ended_well(train("skips", recipe))
+    skipped = [count for _, count in run.values("skipped_steps")]
+    losses = run.losses()
+    assert 0 < skipped[-1] < 10
+    assert skipped == sorted(skipped)
+    assert losses[-1] < losses[0]
+
+
+def test_one_large_or_four_small_batches(train: Train) -> None:
+    """The same global batch at once, in four passes, or sharded: one curve, clipped by one norm."""
+    clipped = merged(TOY, {**EAGER, "train": {"max_grad_norm": 0.7, "max_steps": 8}})
+    at_once = ended_well(train("once", clipped, "batch.micro_size=16"))
+    in_four = ended_well(train("four", clipped))
+    sharded = ended_well(train("four-zero2", clipped, "zero={stage: 2}"))
+    for other in (in_four, sharded):
+        assert other.losses() == pytest.approx(at_once.losses(), rel=1e-5)
+        norms = [[norm for _, norm in run.values("gradient_norm")] for run in (other, at_once)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+        assert min(norms[1]) > 0.7  # so that every step was clipped
+
+
+@pytest.mark.slow
+def test_inductor(train: Train, full: Run) -> None:
+    """torch.compile trains the same curve as eager, without and with ZeRO 1, and says that it ran."""
+    plain = merged(TOY, EAGER)
+    expected = ended_well(train("for-inductor", plain)).losses()
+    for zero in (None, {"stage": 1}):
+        recipe = merged(TOY, {"engine": {"name": "inductor"}, "zero": zero})
+        run = ended_well(train(f"inductor-{bool(zero)}", recipe, timeout=280))
+        assert run.losses() == pytest.approx(expected, rel=1e-5)
+        assert run.truth()["engine"]["used"] == "inductor"
+
+
+# ---------------------------------------------------------------------------------------------------------- README
+
+
+def test_a_model_of_your_own(home: Path, tmp_path: Path) -> None:
+    """README's example, cut out of README and started by README's command in an empty folder, trains."""
+    section = (ROOT / "README.md").read_text().split("## A model of your own")[1].split("\n## ")[0]
+    files = dict(re.findall(r"`(\w+\.\w+)`:\n\n```\w+\n(.*?)```", section, re.DOTALL))
+    assert files.keys() == {"my_model.py", "my_recipe.yaml"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (command,) = re.findall(r"```sh\n(ortlaunch train .*?)\n```", section)
+    search = f"{COMMAND.parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        command.split(), cwd=tmp_path, env={**environment(home), "PATH": search}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, f"{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    (folder,) = (tmp_path / "runs").iterdir()
+    run = Run(folder, 0, ended.stdout, ended.stderr)
+    losses = [loss for _, loss in run.values("loss")]
+    assert [step for step, _ in run.values("loss")] == [20, 40, 60, 80, 100]
+    assert losses[0] > 1.0
+    assert losses[-1] < 0.1
+    assert run.truth()["engine"]["used"] == "ort"
+    assert "export/model.safetensors" in run.files()

@@ -1,0 +1,160 @@
+"""How a run ended, told from its folder: which rank was first, with which status, and what it said."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.launch.cause import End, explain_end
+from ortlaunch.rundir import RunDir, write_json, write_text
+from tests.makers import host, plan, recipe
+
+TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: planted\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """The folder of a run of 2 + 2 ranks on hosts a and b, of which every rank has begun."""
+    run = RunDir(tmp_path / "run")
+    write_text(run.plan, plan(recipe(), [host("a", 2), host("b", 2)], "mpi").to_json())
+    write_text(run.request, "")
+    for rank in range(4):
+        write_text(run.log(rank, "err"), "")
+    return run
+
+
+def ended(run: RunDir, rank: int, time: float = 1.0, **fields: Any) -> None:
+    """What a failed rank leaves."""
+    where = {"rank": rank, "local_rank": rank % 2, "host": f"real-{'ab'[rank // 2]}", "pid": 1}
+    how = {"exit_status": 1, "signal": None, "type": "ValueError", "message": "planted", "traceback": TRACEBACK}
+    write_json(run.error(rank), {**where, **how, "secondary": False, "time": time, **fields})
+
+
+def echo(run: RunDir, rank: int, time: float) -> None:
+    """What a rank leaves that lost its peer."""
+    ended(run, rank, time, type="RuntimeError", traceback="RuntimeError: Connection closed by peer", secondary=True)
+
+
+def killed(run: RunDir, rank: int, time: float, number: int, secondary: bool) -> None:
+    """What the guardian of a rank leaves that a signal ended."""
+    message = f"was ended by {signal.Signals(number).name}"
+    ended(run, rank, time, type="Signal", message=message, traceback="", exit_status=128 + number, secondary=secondary)
+
+
+def line(run: RunDir, rank: int, host: str, how: str) -> str:
+    """The last line of an explained failure."""
+    return f"ortlaunch: rank {rank} on host {host} (local rank {rank % 2}) {how}; log: {run.log(rank, 'err')}"
+
+
+def test_a_good_end(run: RunDir) -> None:
+    """Status 0 and no error: the run folder is all there is to say."""
+    assert explain_end(run, 0) == End(0, f"done: {run}")
+
+
+def test_the_first_failure_is_the_cause(run: RunDir) -> None:
+    """Of several failures the earliest counts, and its traceback comes before the last line."""
+    ended(run, 1, time=5.0, type="KeyError", traceback="KeyError: later")
+    ended(run, 2, time=4.0)
+    how = "failed with ValueError; exit status 1"
+    assert explain_end(run, 1) == End(1, f"{TRACEBACK.rstrip()}\n\n{line(run, 2, 'real-b', how)}")
+
+
+def test_an_echo_is_not_the_cause(run: RunDir) -> None:
+    """A rank that lost its peer earlier than the peer's own account is not blamed."""
+    echo(run, 0, time=1.0)
+    ended(run, 3, time=2.0, type="SystemExit", message="7", exit_status=7)
+    end = explain_end(run, 1)
+    assert end.status == 7
+    assert end.text.endswith(line(run, 3, "real-b", "failed with SystemExit; exit status 7"))
+    assert "Connection closed" not in end.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank(number: int, run: RunDir) -> None:
+    """A rank that a signal ended gives its status and name, also where the others failed before it was written."""
+    echo(run, 0, time=1.0)
+    killed(run, 1, 2.0, number, secondary=False)
+    end = explain_end(run, 1)
+    how = f"was ended by {signal.Signals(number).name}; exit status {128 + number}"
+    assert end == End(128 + number, f"{line(run, 1, 'real-a', how)}")
+
+
+def test_a_rank_that_left_with_0(run: RunDir) -> None:
+    """A rank that leaves in the middle has failed, whatever its own status."""
+    ended(run, 1, type="Exit", message="left with exit status 0 before the end", traceback="")
+    end = explain_end(run, 1)
+    assert end == End(1, f"{line(run, 1, 'real-a', 'left with exit status 0 before the end; exit status 1')}")
+
+
+LOST = (
+    "ortlaunch: {} vanished without a word, as a process killed by SIGKILL does (often the kernel's out-of-memory "
+    "killer: see dmesg there)\nlogs: {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("silent", "names"),
+    [
+        ([2], "rank 2 on host b"),
+        ([0, 1], "rank 0 on host a, rank 1 on host a"),
+        ([0, 1, 2, 3], "rank 0 on host a, rank 1 on host a, rank 2 on host b, rank 3 on host b"),
+    ],
+)
+def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: RunDir) -> None:
+    """Ranks that began and left nothing are the cause where the others only lost them."""
+    for rank in {0, 1, 2, 3} - set(silent):
+        echo(run, rank, time=1.0)
+    assert explain_end(run, 1) == End(137, LOST.format(names, run.logs))
+
+
+def test_a_silent_rank_is_not_the_cause_beside_a_real_one(run: RunDir) -> None:
+    """Ranks that were ended without a word after the first failure are not blamed."""
+    ended(run, 1)
+    assert explain_end(run, 1).status == 1
+
+
+def test_no_rank_began(run: RunDir) -> None:
+    """A launcher that fails by itself keeps its status, and the place to look is named."""
+    for log in run.logs.iterdir():
+        log.unlink()
+    message = f"ortlaunch: the launcher ended with status 213, and no rank says why; see above, and {run.logs}"
+    assert explain_end(run, 213) == End(213, message)
+
+
+def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:
+    """In a continued folder, ranks that began only in the earlier run have not vanished from this one."""
+    for log in run.logs.iterdir():
+        os.utime(log, (1, 1))
+    assert explain_end(run, 213).status == 213
+    os.utime(run.log(3, "err"))
+    assert explain_end(run, 213) == End(137, LOST.format("rank 3 on host b", run.logs))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("status", [0, 1, 143])
+def test_stopped_by_the_user(number: int, status: int, run: RunDir) -> None:
+    """A signal of the user's gives its own status and line, whatever launcher and ranks made of it."""
+    killed(run, 0, 1.0, signal.SIGTERM, secondary=True)
+    end = explain_end(run, status, stopped_by=number)
+    assert end == End(128 + number, f"ortlaunch: stopped by {signal.Signals(number).name}")
+
+
+def test_stopped_with_a_checkpoint(run: RunDir) -> None:
+    """Where there is something to go on from, it is said how."""
+    write_text(run.checkpoint(20) / "COMPLETE", "")
+    expected = f"ortlaunch: stopped by SIGINT; to go on after step 20, give --run-dir {run}"
+    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)
+
+
+def test_stopped_after_a_failure(run: RunDir) -> None:
+    """A failure that the user saw and stopped is still told."""
+    ended(run, 1)
+    end = explain_end(run, 1, stopped_by=signal.SIGINT)
+    assert end.status == 130
+    assert end.text.startswith(TRACEBACK)
+    how = "failed with ValueError; exit status 1"
+    assert end.text.endswith(f"{line(run, 1, 'real-a', how)}\nortlaunch: stopped by SIGINT")

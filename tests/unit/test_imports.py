@@ -1,0 +1,176 @@
+"""Who imports whom: the control side stays light, and nothing but the run folder crosses to the worker."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.makers import CUSTOM
+
+ROOT = Path(__file__).parents[2] / "ortlaunch"
+HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft"}
+ANY = None
+
+SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions"}
+CONTROL = {"cli", "control", "world", "hosts", "doctor", "shipped", "launch"}
+# What a module may import of ortlaunch, and of packages outside the standard library.
+ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
+    "__init__": (set(), set()),
+    "errors": (set(), set()),
+    "rank": ({"errors"}, set()),
+    "cache": (set(), set()),
+    "rundir": (set(), set()),
+    "hosts": ({"errors"}, set()),
+    "extensions": ({"errors", "cache"}, {"filelock"}),
+    "recipe": ({"errors", "recipe"}, {"pydantic", "pydantic_core", "yaml"}),
+    "deepspeed_config": ({"recipe"}, set()),
+    "memory": ({"recipe"}, set()),
+    "plan": ({"errors", "recipe", "hosts", "rank", "memory", "deepspeed_config"}, set()),
+    "world": ({"errors", "recipe", "hosts", "rank", "plan"}, set()),
+    "doctor": ({"errors", "recipe", "plan", "extensions"}, set()),
+    "shipped": ({"errors", "recipe"}, set()),
+    "launch": ({"errors", "plan", "rundir", "launch"}, set()),
+    "control": ({"__init__", *SHARED, *CONTROL} - {"cli", "control"}, set()),
+    "cli": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"typer"}),
+    "worker": ({*SHARED, "worker"}, ANY),
+}
+MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+
+def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """Dotted names of everything that a module imports, wherever in it; relative ones made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ("ortlaunch", *package)[: 1 + len(package) - (node.level - 1)] if node.level else ()
+            module = ".".join((*above, *([node.module] if node.module else [])))
+            # `from ortlaunch import control` imports a module, `from ortlaunch import __version__` the package.
+            yield from (f"{module}.{alias.name}" if module == "ortlaunch" else module for alias in node.names)
+
+
+def group(module: str) -> str:
+    """The line of the table for a name inside ortlaunch, such as launch for ortlaunch.launch.mpi."""
+    name = (*module.split("."), "__init__")[1]
+    return name if name in ALLOWED else "__init__"
+
+
+def in_standard_library(name: str) -> bool:
+    """Whether a top-level module comes with Python itself."""
+    if name in sys.builtin_module_names:
+        return True
+    spec = importlib.util.find_spec(name)
+    origin = (spec.origin if spec else None) or ""
+    if origin in ("built-in", "frozen"):
+        return True
+    return origin.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in origin
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_module_imports_only_what_the_table_allows(module: Path) -> None:
+    """Each import, also one inside a function, is in the module's line of the table or in the standard library."""
+    ours, theirs = ALLOWED[module.parts[0] if len(module.parts) > 1 else module.stem]
+    names = set(imported(ast.parse((ROOT / module).read_text(encoding="utf-8")), module.parts[:-1]))
+    inside = {name for name in names if name.split(".")[0] == "ortlaunch"}
+    outside = {name.split(".")[0] for name in names - inside}
+    assert {name for name in inside if group(name) not in ours} == set()
+    if theirs is not ANY:
+        assert {name for name in outside - theirs if not in_standard_library(name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "package", "names"),
+    [
+        ("import ortlaunch.worker.train", (), ["ortlaunch.worker.train"]),
+        ("from ortlaunch import control, plan", (), ["ortlaunch.control", "ortlaunch.plan"]),
+        ("from ortlaunch.launch.mpi import request", (), ["ortlaunch.launch.mpi"]),
+        ("from . import mpi", ("launch",), ["ortlaunch.launch"]),
+        ("from .. import worker", ("launch",), ["ortlaunch.worker"]),
+        ("from ..worker import train", ("launch",), ["ortlaunch.worker"]),
+        ("def f():\n    import torch.nn", (), ["torch.nn"]),
+    ],
+)
+def test_imports_are_found(source: str, package: tuple[str, ...], names: list[str]) -> None:
+    """The reader of imports sees every way to write one."""
+    assert list(imported(ast.parse(source), package)) == names
+
+
+def test_only_the_engine_names_ort_classes() -> None:
+    """ORTModule, FusedAdam and FP16_Optimizer are used in worker/engine.py and worker/ort/ alone."""
+    classes = {"ORTModule", "FusedAdam", "FP16_Optimizer"}
+    users = set()
+    for module in MODULES:
+        for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            aliases = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            if classes & {name, *aliases}:
+                users.add(str(module))
+    allowed = {user for user in users if user == "worker/engine.py" or user.startswith("worker/ort/")}
+    assert users == allowed
+    assert users != set()
+
+
+def loaded_by(code: str, folder: Path, *arguments: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `code`."""
+    tell = "import sys, json\nprint('\\n' + json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    command = [sys.executable, "-c", f"{code}\n{tell}", *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "ortlaunch.cli",
+        "ortlaunch.control",
+        "ortlaunch.plan",
+        "ortlaunch.launch.mpi, ortlaunch.launch.local, ortlaunch.launch.torchrun",
+        "ortlaunch.extensions",
+    ],
+)
+def test_importing_the_control_side_is_light(modules: str, tmp_path: Path) -> None:
+    """None of the control side's modules brings a heavy package with it."""
+    loaded = loaded_by(f"import {modules}", tmp_path)
+    assert loaded & HEAVY == set()
+    assert "ortlaunch" in loaded
+
+
+VERB = (
+    "import sys\nfrom ortlaunch.cli import main\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["schema"],
+        ["recipes", "list"],
+        ["validate", "recipe.json"],
+        ["plan", "recipe.json"],
+        ["plan", "recipe.json", "--json"],
+        ["train", "recipe.json", "--dry-run"],
+        ["train", "recipe.json", "--dry-run", "--nproc-per-node=2"],
+    ],
+    ids=" ".join,
+)
+def test_verbs_that_answer_are_light(arguments: list[str], tmp_path: Path) -> None:
+    """A verb that only answers imports no heavy package."""
+    (tmp_path / "recipe.json").write_text(json.dumps(CUSTOM))
+    assert loaded_by(VERB, tmp_path, *arguments) & HEAVY == set()
+
+
+@pytest.mark.parametrize("module", ["errors", "rank", "cache", "rundir", "hosts", "extensions"])
+def test_the_lowest_modules_are_standard_library(module: str, tmp_path: Path) -> None:
+    """Reading hosts, ranks and run folders takes neither pydantic nor yaml."""
+    assert loaded_by(f"import ortlaunch.{module}", tmp_path) & {"pydantic", "yaml", *HEAVY} == set()

@@ -1,0 +1,123 @@
+"""LAMB against its formula written out tensor by tensor, and against AdamW where the two are the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ortlaunch.worker.lamb import Lamb
+
+RATES = (0.05, 0.1, 0.1, 0.02, 0.0, 0.07)
+BETAS, EPS, DECAY = (0.9, 0.98), 1e-6, 0.01
+Arrays = list[np.ndarray[Any, Any]]
+
+
+def reference(weights: Arrays, gradients: list[Arrays], decay: float) -> Arrays:
+    """Weights after all steps, in float64; NVIDIA's FusedLAMB (adam_w_mode, grad_averaging, not use_nvlamb)."""
+    found = []
+    for number, start in enumerate(weights):
+        w, m, v = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
+        for step, rate in enumerate(RATES, 1):
+            g = gradients[step - 1][number].astype(np.float64)
+            m = BETAS[0] * m + (1 - BETAS[0]) * g
+            v = BETAS[1] * v + (1 - BETAS[1]) * g * g
+            update = (m / (1 - BETAS[0] ** step)) / (np.sqrt(v / (1 - BETAS[1] ** step)) + EPS) + decay * w
+            w_norm, u_norm = np.linalg.norm(w), np.linalg.norm(update)
+            ratio = w_norm / u_norm if decay and w_norm and u_norm else 1.0
+            w = w - rate * ratio * update
+        found.append(w)
+    return found
+
+
+def tensors(seed: int) -> Arrays:
+    """A matrix, a vector, one number, weights that are zero, and a large and a tiny scale."""
+    random = np.random.default_rng(seed)
+    return [
+        random.normal(size=(7, 5)),
+        random.normal(size=11),
+        random.normal(size=()),
+        np.zeros((3, 2)),
+        1e3 * random.normal(size=4),
+        1e-4 * random.normal(size=(2, 2, 2)),
+    ]
+
+
+def train(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], gradients: list[Arrays]) -> None:
+    """One step with each of RATES."""
+    for rate, step in zip(RATES, gradients):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for parameter, gradient in zip(parameters, step):
+            parameter.grad = torch.as_tensor(gradient, dtype=parameter.dtype)
+        optimizer.step()
+
+
+def parameters_of(arrays: Arrays, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    return [torch.tensor(array, dtype=dtype, requires_grad=True) for array in arrays]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_it_is_the_paper_formula(dtype: torch.dtype, tolerance: float) -> None:
+    """Six steps of both groups at once equal the formula, tensor by tensor, with zeros among weights and gradients."""
+    start, gradients = tensors(0), [tensors(1 + step) for step in range(len(RATES))]
+    for step in gradients:
+        step[1][:] = 0.0  # a tensor that never gets a gradient still decays
+    gradients[2][0][:] = 0.0
+    decayed, spared = parameters_of(start, dtype), parameters_of(start, dtype)
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": spared, "weight_decay": 0.0}]
+    train(Lamb(groups, betas=BETAS, eps=EPS), [*decayed, *spared], [[*step, *step] for step in gradients])
+    for parameters, decay in ((decayed, DECAY), (spared, 0.0)):
+        for parameter, expected in zip(parameters, reference(start, gradients, decay)):
+            np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def test_without_decay_it_is_adam() -> None:
+    """The trust ratio stays 1 where there is no weight decay, so the weights are those of Adam."""
+    start, gradients = tensors(0), [tensors(1 + step) for step in range(len(RATES))]
+    ours, theirs = parameters_of(start), parameters_of(start)
+    train(Lamb(ours, betas=BETAS, eps=EPS), ours, gradients)
+    train(torch.optim.AdamW(theirs, betas=BETAS, eps=EPS, weight_decay=0.0), theirs, gradients)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-15)
+
+
+def test_each_tensor_moves_by_the_rate_times_its_own_norm() -> None:
+    """With decay the first step is as long as rate x |weights|, for every tensor by itself."""
+    start = [array for array in tensors(0) if np.any(array)]
+    parameters = parameters_of(start)
+    optimizer = Lamb(parameters, lr=0.1, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    moved = [np.linalg.norm(p.detach().numpy() - before) for p, before in zip(parameters, start)]
+    np.testing.assert_allclose(moved, [0.1 * np.linalg.norm(before) for before in start], rtol=1e-12)
+
+
+def test_nothing_to_do_changes_nothing() -> None:
+    """Zero weights with zero gradients stay zero instead of NaN, and a parameter without gradient is left alone."""
+    zero, absent = parameters_of([np.zeros(3), np.ones(3)])
+    optimizer = Lamb([zero, absent], lr=0.1, weight_decay=DECAY)
+    zero.grad = torch.zeros_like(zero)
+    optimizer.step()
+    assert zero.tolist() == [0.0, 0.0, 0.0]
+    assert absent.tolist() == [1.0, 1.0, 1.0]
+    assert absent not in optimizer.state
+
+
+def test_a_saved_state_goes_on_where_it_was() -> None:
+    """Moments and step count survive state_dict: the rest of the steps are the same."""
+    start, gradients = tensors(0), [tensors(1 + step) for step in range(2 * len(RATES))]
+    whole = parameters_of(start)
+    optimizer = Lamb(whole, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    train(optimizer, whole, gradients[: len(RATES)])
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = [p.detach().clone().requires_grad_() for p in whole]
+    train(optimizer, whole, gradients[len(RATES) :])
+    other = Lamb(resumed)
+    other.load_state_dict(saved)
+    train(other, resumed, gradients[len(RATES) :])
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed))

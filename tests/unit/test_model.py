@@ -1,0 +1,388 @@
+"""Models from configs, from weights and from the user's own code, and the one loss that comes out of them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import InputError
+from ortlaunch.recipe import Recipe
+from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.model import LossModule, attention_of, build_model
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = {"model_type": "bert", **SMALL, "max_position_embeddings": 32}
+LLAMA = {"model_type": "llama", **SMALL, "max_position_embeddings": 32}
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+DISTILBERT = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
+ROBERTA = {"model_type": "roberta", **SMALL, "max_position_embeddings": 40}
+MISTRAL = {"model_type": "mistral", **SMALL, "num_key_value_heads": 1}
+BLOOM = {"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}  # has no sdpa
+WORDPIECE, BPE = {"train": "wordpiece", "vocab_size": 400}, {"train": "bpe", "vocab_size": 400}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for this file, so that its tokenizers are trained once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTLAUNCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def recipe(task: str, model: dict[str, Any], data: dict[str, Any] | None = None, **more: Any) -> Recipe:
+    """A recipe on the built-in corpus."""
+    words = BPE if task == "causal-lm" else WORDPIECE
+    return Recipe.model_validate(
+        {
+            "name": "t",
+            "model": {"task": task, **model},
+            "data": {"train": "python-docs", "tokenizer": words, "sequence_length": 32, **(data or {})},
+            "batch": {"global_size": 2, "micro_size": 2},
+            "optimizer": {"learning_rate": 0.1},
+            "train": {"max_steps": 1},
+            **more,
+        }
+    )
+
+
+def built(task: str, config: dict[str, Any], data: dict[str, Any] | None = None, **more: Any) -> Any:
+    """The transformers model."""
+    chosen = recipe(task, {"config": config, **more}, data)
+    return build_model(chosen, Data(chosen)).model
+
+
+@pytest.mark.parametrize(
+    ("task", "config"),
+    [
+        ("pretraining", BERT),
+        ("masked-lm", BERT),
+        ("masked-lm", DISTILBERT),
+        ("masked-lm", ROBERTA),
+        ("causal-lm", LLAMA),
+        ("causal-lm", GPT2),
+        ("causal-lm", MISTRAL),
+        ("causal-lm", BLOOM),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["model_type"],
+)
+def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
+    """A model of random weights fits its tokenizer, takes its samples, guesses evenly, and every weight learns."""
+    chosen = recipe(task, {"config": config})
+    data = Data(chosen)
+    model = build_model(chosen, data)
+    loss = model(**collate([data.train.sample(index, 0) for index in range(2)]))
+    expected = torch.tensor(400.0).log() + (0.69 if task == "pretraining" else 0.0)
+    assert loss.shape == ()
+    assert abs(float(loss.detach() - expected)) < 0.5
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    inner: Any = model.model
+    assert (inner.config.vocab_size, getattr(inner.config, "use_cache", False)) == (400, False)
+    assert inner.config.pad_token_id == data.tokenizer.pad_token_id
+    assert model.training
+
+
+@pytest.mark.parametrize("config", [BERT, GPT2], ids=["bert", "gpt2"])
+def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
+    """Same seed, same weights, whatever random numbers were drawn before; another seed, others."""
+    task = "causal-lm" if config is GPT2 else "masked-lm"
+
+    def weights(seed: int) -> torch.Tensor:
+        torch.rand(seed + 3)
+        chosen = recipe(task, {"config": config}, seed=seed)
+        return torch.cat([p.detach().flatten() for p in build_model(chosen, Data(chosen)).parameters()])
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**GPT2, "n_embed": 32}, r"model.config.n_embed: unknown key; did you mean n_embd\?"),
+        ({**GPT2, "hidden_dropout_prob": 0.1}, "model.config.hidden_dropout_prob: unknown key"),
+        ({**ROBERTA, "hidden_sise": 8}, r"model.config.hidden_sise: unknown key; did you mean hidden_size\?"),
+        ({**GPT2, "n_embd": "16"}, "model.config: .*n_embd"),
+        ({**GPT2, "n_head": 3}, "model: .*divisible by num_heads"),
+        ({"model_type": "gpt22"}, "model.config.model_type: transformers knows no 'gpt22'"),
+        ({"model_type": "t5"}, "model: Unrecognized configuration class .*T5Config"),
+        ({**GPT2, "vocab_size": 399}, "model.config.vocab_size: got 399, and the tokenizer has 400 words"),
+        ({**GPT2, "n_positions": 31}, "data.sequence_length: got 32, and the model has max_position_embeddings: 31"),
+    ],
+)
+def test_configs_that_transformers_would_swallow(config: dict[str, Any], message: str) -> None:
+    """Unknown fields of any family, wrong kinds, and models too small for the data end before anything is trained."""
+    with pytest.raises(InputError, match=message):
+        built("causal-lm", config)
+
+
+def test_fields_that_are_not_in_every_config_are_known() -> None:
+    """Standard names of a family whose own are others, and names that transformers takes everywhere, are no typos."""
+    model = built("causal-lm", {"model_type": "gpt2", "hidden_size": 16, "n_layer": 1, "n_head": 2, "num_labels": 3})
+    assert (model.config.n_embd, model.config.num_labels) == (16, 3)
+
+
+def test_the_recipes_vocabulary_wins() -> None:
+    """A vocab_size of the recipe is kept where it is large enough; else the tokenizer's, rounded up to 8."""
+    assert built("masked-lm", {**BERT, "vocab_size": 500}).config.vocab_size == 500
+    assert built("masked-lm", BERT, {"tokenizer": {**WORDPIECE, "vocab_size": 401}}).config.vocab_size == 408
+
+
+# ------------------------------------------------------------------------------------------------------ labels
+
+
+def labels(tmp_path: Path, classes: int, name: str = "train") -> dict[str, Any]:
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text("".join(f'{{"text": "a word {i}", "label": {i}}}\n' for i in range(classes)))
+    return {"format": "jsonl", "path": [str(path)]}
+
+
+@pytest.mark.parametrize(("config", "words"), [(BERT, WORDPIECE), (DISTILBERT, WORDPIECE), (LLAMA, BPE), (GPT2, BPE)])
+def test_classes_come_from_the_data(config: dict[str, Any], words: dict[str, Any], tmp_path: Path) -> None:
+    """As many outputs as classes in training and evaluation data, and a loss for padded texts of every family."""
+    source = {"train": labels(tmp_path, 3), "evaluation": labels(tmp_path, 5, "evaluation"), "tokenizer": words}
+    chosen = recipe("sequence-classification", {"config": config}, source)
+    data = Data(chosen)
+    model = build_model(chosen, data)
+    loss = model(**collate([data.train.sample(index, 0) for index in range(2)]))
+    assert abs(float(loss.detach()) - 1.6) < 0.5  # ln 5
+    inner: Any = model.model
+    assert inner.config.num_labels == 5
+
+
+@pytest.mark.parametrize(("classes", "asked", "expected"), [(1, None, 2), (3, 4, 4), (3, 3, 3)])
+def test_number_of_labels(classes: int, asked: int | None, expected: int, tmp_path: Path) -> None:
+    """At least two; the recipe may ask for more than the data has."""
+    config = {**BERT, **({"num_labels": asked} if asked else {})}
+    model = built("sequence-classification", config, {"train": labels(tmp_path, classes)})
+    assert model.config.num_labels == expected
+
+
+def test_too_few_labels(tmp_path: Path) -> None:
+    """Fewer outputs than classes are an error with both numbers."""
+    with pytest.raises(InputError, match=r"model.config.num_labels: got 2, and the data has 3 classes"):
+        built("sequence-classification", {**BERT, "num_labels": 2}, {"train": labels(tmp_path, 3)})
+
+
+# -------------------------------------------------------------------------------------------------- pretrained
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """Folder and weights of a saved BERT and its tokenizer."""
+    folder = tmp_path_factory.mktemp("saved")
+    chosen = recipe("masked-lm", {"config": BERT}, seed=5)
+    data = Data(chosen)
+    model: Any = build_model(chosen, data).model
+    model.save_pretrained(folder)
+    data.tokenizer.save_pretrained(folder)
+    return str(folder), model
+
+
+def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
+    """`pretrained` gives the saved weights, whatever the seed; `config` changes single fields."""
+    folder, model = saved
+    chosen = recipe(
+        "masked-lm",
+        {"pretrained": folder, "config": {"model_type": "bert", "hidden_dropout_prob": 0.3}},
+        {"tokenizer": folder},
+    )
+    again: Any = build_model(chosen, Data(chosen)).model
+    theirs, ours = model.state_dict(), again.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert (again.config.hidden_dropout_prob, again.config.use_cache) == (0.3, False)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ({"pretrained": "/nowhere/at/all"}, {}, "model.pretrained: "),
+        (
+            {"config": {"hiden_dropout_prob": 0}},
+            {},
+            r"hiden_dropout_prob: unknown key; did you mean hidden_dropout_prob\?",
+        ),
+        ({"config": {"model_type": "roberta"}}, {}, "got roberta, and model.pretrained is of type bert"),
+        ({}, {"tokenizer": {"train": "wordpiece", "vocab_size": 450}}, "got 400, and the tokenizer has 450 words"),
+        ({}, {"sequence_length": 33}, "got 33, and the model has max_position_embeddings: 32"),
+    ],
+)
+def test_what_does_not_fit_the_folder(
+    saved: tuple[str, Any], model: dict[str, Any], data: dict[str, Any], message: str
+) -> None:
+    """A folder that is none, and a config, a tokenizer or a length that its model cannot take."""
+    chosen = recipe("masked-lm", {"pretrained": saved[0], **model}, {"tokenizer": saved[0], **data})
+    with pytest.raises(InputError, match=message):
+        build_model(chosen, Data(chosen))
+
+
+def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_path: Path) -> None:
+    """A language model that never padded classifies batches: it learns the tokenizer's padding word."""
+    import transformers
+
+    chosen = recipe("causal-lm", {"config": LLAMA})
+    folder = tmp_path / "llama"
+    language: Any = build_model(chosen, Data(chosen)).model
+    language.config.pad_token_id = None
+    language.save_pretrained(folder)
+    tokenizer = Data(chosen).tokenizer
+    tokenizer.save_pretrained(folder)
+    assert transformers.AutoConfig.from_pretrained(folder).pad_token_id is None
+    data = {"train": labels(tmp_path, 2), "tokenizer": str(folder)}
+    chosen = recipe("sequence-classification", {"pretrained": str(folder)}, data)
+    model = build_model(chosen, Data(chosen))
+    assert model(**collate([Data(chosen).train.sample(index, 0) for index in range(2)])).shape == ()
+    inner: Any = model.model
+    assert inner.config.pad_token_id == tokenizer.pad_token_id
+
+
+# --------------------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize(
+    ("asked", "engine", "config", "expected"),
+    [
+        ("auto", "ort", {"attention_probs_dropout_prob": 0.1}, "eager"),
+        ("auto", "ort", {"attention_dropout": 0.1}, "eager"),
+        ("auto", "ort", {"attn_pdrop": 0.1}, "eager"),
+        ("auto", "ort", {"attention_dropout": 0.0}, None),
+        ("auto", "ort", {"attention_dropout": None}, None),
+        ("auto", "ort", {}, None),
+        ("auto", "eager", {"attention_probs_dropout_prob": 0.1}, None),
+        ("auto", "inductor", {"attn_pdrop": 0.1}, None),
+        ("sdpa", "ort", {"attn_pdrop": 0.1}, "sdpa"),
+        ("eager", "inductor", {}, "eager"),
+    ],
+)
+def test_attention(asked: str, engine: str, config: dict[str, Any], expected: str | None) -> None:
+    """auto avoids sdpa only where ONNX Runtime meets attention dropout; what is asked for is kept."""
+    chosen = recipe("masked-lm", {"config": BERT, "attention": asked}, engine={"name": engine})
+    assert attention_of(chosen, types.SimpleNamespace(**config)) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "dropout", "config", "expected"),
+    [
+        ("ort", 0.1, BERT, "eager"),
+        ("ort", 0.0, BERT, "sdpa"),
+        ("eager", 0.1, BERT, "sdpa"),
+        ("eager", 0.1, BLOOM, "eager"),
+    ],
+)
+def test_attention_of_the_model(engine: str, dropout: float, config: dict[str, Any], expected: str) -> None:
+    """What auto means in the model that is built; a family without sdpa takes its own."""
+    if config is BERT:
+        config = {**config, "attention_probs_dropout_prob": dropout}
+    chosen = recipe("causal-lm" if config is BLOOM else "masked-lm", {"config": config}, engine={"name": engine})
+    model: Any = build_model(chosen, Data(chosen)).model
+    assert model.config._attn_implementation == expected
+
+
+# ------------------------------------------------------------------------------------------------ LoRA, own models
+
+
+def test_lora_trains_adapters_only() -> None:
+    """Only the adapters of the named layers are trained; the base is frozen, and the loss is the base's at first."""
+    base = built("causal-lm", LLAMA)
+    adapted = built("causal-lm", LLAMA, lora={"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert sorted(name.split("self_attn.")[1] for name in trained) == [
+        f"{layer}.lora_{side}.default.weight" for layer in ("q_proj", "v_proj") for side in ("A", "B")
+    ]
+    assert {tuple(p.shape) for p in trained.values()} == {(4, 16), (16, 4)}
+    ids = torch.arange(64).reshape(2, 32)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    torch.testing.assert_close(LossModule(adapted)(**batch), LossModule(base)(**batch))
+
+
+def test_lora_names_layers_that_are_not_there() -> None:
+    """A target that no layer has is an error with the key."""
+    with pytest.raises(InputError, match=r"model.lora.target_modules: .*nowhere"):
+        built("causal-lm", GPT2, lora={"target_modules": ["nowhere"]})
+
+
+class Net(nn.Module):
+    """Returns what it was made with, around its loss."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.weight, self.form = nn.Parameter(torch.tensor(2.0)), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.weight * x)
+
+
+FORMS = {
+    "tensor": lambda loss: loss,
+    "tuple": lambda loss: (loss, torch.ones(3)),
+    "list": lambda loss: [loss],
+    "mapping": lambda loss: {"logits": torch.ones(3), "loss": loss},
+    "object": lambda loss: types.SimpleNamespace(loss=loss, logits=torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_in_any_form(form: str) -> None:
+    """A loss by itself, first in a tuple, or by its name in a mapping or an object."""
+    loss = LossModule(Net(FORMS[form]))(x=torch.tensor(3.0))
+    assert float(loss.detach()) == 6.0
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (lambda loss: loss.expand(4, 2), r"found a tensor of shape \(4, 2\) in Tensor"),
+        (lambda loss: loss.reshape(1), r"found a tensor of shape \(1,\) in Tensor"),
+        (lambda loss: {"logits": loss}, "found NoneType in dict"),
+        (lambda loss: (torch.ones(2), loss), r"found a tensor of shape \(2,\) in tuple"),
+        (lambda loss: types.SimpleNamespace(loss=None), "found NoneType in SimpleNamespace"),
+        (lambda loss: None, "found NoneType in NoneType"),
+        (lambda loss: (), r"found tuple in tuple"),
+        (lambda loss: float(loss.detach()), "found float in float"),
+    ],
+)
+def test_no_loss(form: Any, message: str) -> None:
+    """A forward that returns something else is told what it should return."""
+    with pytest.raises(InputError, match=rf"the model's forward must return its loss, one number; {message}"):
+        LossModule(Net(form))(x=torch.tensor(3.0))
+
+
+OWN = "import torch\n\n\ndef model(size, kind=torch.nn.Linear):\n    return kind(size, 1) if size else None\n"
+
+
+def own(arguments: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> LossModule:
+    (folder / "own_net.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(folder))
+    chosen = recipe("custom", {"factory": "own_net:model", "arguments": arguments})
+    return build_model(chosen, Data(chosen))
+
+
+def test_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's factory is called with the recipe's arguments, after the seed is set."""
+    first, second = (own({"size": 5}, tmp_path, monkeypatch) for _ in range(2))
+    assert [tuple(p.shape) for p in first.parameters()] == [(1, 5), (1,)]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 0}, "model.factory returned NoneType; it must return a torch.nn.Module"),
+        ({"sise": 3}, "model.factory: own_net:model.* and its `arguments` differ"),
+    ],
+)
+def test_an_own_model_that_is_none(
+    arguments: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factory that returns no module or takes other arguments is an error."""
+    with pytest.raises(InputError, match=message):
+        own(arguments, tmp_path, monkeypatch)

@@ -1,0 +1,223 @@
+"""The plan: batch equation, ranks, what is handed to them, its text and its JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import PlanError
+from ortlaunch.hosts import Host
+from ortlaunch.plan import BatchPlan, Node, Plan, describe, human
+from ortlaunch.rank import Rank
+from tests.makers import BERT, bert, host, plan, recipe
+
+UNEVEN = (host("a", 2), Host("b", 1, (3,)), host("c", 3))
+
+
+def batch(global_size: int | None, micro: int | None, steps: int | None) -> dict[str, int | None]:
+    """The recipe's section."""
+    return {"global_size": global_size, "micro_size": micro, "accumulation_steps": steps}
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "solved"),
+    [
+        (batch(None, 4, 2), 1, (8, 4, 2)),
+        (batch(None, 4, 2), 6, (48, 4, 2)),
+        (batch(None, 4, None), 3, (12, 4, 1)),
+        (batch(64, 4, None), 1, (64, 4, 16)),
+        (batch(64, 4, None), 8, (64, 4, 2)),
+        (batch(64, None, 2), 8, (64, 4, 2)),
+        (batch(64, None, None), 8, (64, 8, 1)),
+        (batch(64, 4, 2), 8, (64, 4, 2)),
+        (batch(65536, 64, None), 32, (65536, 64, 32)),
+    ],
+)
+def test_batch_equation(given: dict[str, Any], ranks: int, solved: tuple[int, int, int]) -> None:
+    """What the recipe leaves out follows from the rest and the ranks."""
+    total, micro, steps = solved
+    made = plan(recipe(batch=given), [host("localhost", ranks)], "torchrun").batch
+    assert made == BatchPlan(total, micro, steps, ranks, None)
+    assert made.global_samples == made.micro_samples * made.accumulation_steps * made.data_parallel_ranks
+
+
+NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would do"
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "message"),
+    [
+        (batch(64, 6, None), 2, NOT_WHOLE % (64, "micro_size (6) x 2 ranks = 12", "60 or 72")),
+        (batch(4, 4, None), 2, NOT_WHOLE % (4, "micro_size (4) x 2 ranks = 8", "8")),
+        (batch(64, None, 3), 2, NOT_WHOLE % (64, "accumulation_steps (3) x 2 ranks = 6", "60 or 66")),
+        (
+            batch(64, 4, 4),
+            3,
+            "batch: global_size (64) != micro_size (4) x accumulation_steps (4) x 3 ranks = 48; "
+            "leave one of the three out, or run on 4 ranks",
+        ),
+    ],
+)
+def test_batch_without_a_whole_solution(given: dict[str, Any], ranks: int, message: str) -> None:
+    """The error shows the equation and what would be right."""
+    with pytest.raises(PlanError) as caught:
+        plan(recipe(batch=given), [host("localhost", ranks)], "torchrun")
+    assert str(caught.value) == message
+
+
+def test_tokens_per_step() -> None:
+    """A step's tokens are samples times sequence length; custom data has none."""
+    assert plan(bert(batch=batch(64, 4, None))).batch.tokens_per_step == 64 * 128
+    assert plan(recipe()).batch.tokens_per_step is None
+
+
+def test_ranks_follow_the_hosts_in_order() -> None:
+    """Every slot becomes a rank, host by host, and each knows its place on its host."""
+    made = plan(recipe(), UNEVEN, "mpi")
+    assert made.nodes == (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (3,)), Node("c", 3, 3, (0, 1, 2)))
+    assert made.world_size == 6
+    assert made.ranks == (
+        Rank(0, 6, 0, 2), Rank(1, 6, 1, 2), Rank(2, 6, 0, 1), Rank(3, 6, 0, 3), Rank(4, 6, 1, 3), Rank(5, 6, 2, 3),
+    )  # fmt: skip
+    assert [made.node_of(rank).host for rank in range(6)] == ["a", "a", "b", "c", "c", "c"]
+
+
+ZERO = {"stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 5e8}, "wall_clock_breakdown": True}}
+PLANS = {
+    "custom": plan(recipe()),
+    "uneven hosts": plan(recipe(), UNEVEN, "mpi"),
+    "inside": plan(recipe(), [host("localhost", 2)], "inside"),
+    "bert": plan(bert()),
+    "deepspeed": plan(bert(zero=ZERO, precision="bf16"), [host("localhost", 4)], "torchrun"),
+    "environment": plan(recipe(launch={"env": {"B": "two words", "A": "é"}}), environ={"HF_TOKEN": "s3cret"}),
+}
+
+
+@pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
+def test_json_comes_back(made: Plan) -> None:
+    """A plan reads back from its JSON as itself, and writes the same bytes again."""
+    text = made.to_json()
+    again = Plan.from_json(text)
+    assert again == made
+    assert again.to_json() == text
+    assert again.ranks == made.ranks
+    assert json.loads(text)["world_size"] == made.world_size
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Plan)])
+def test_every_field_is_in_the_json(field: str) -> None:
+    """No field is lost on the way: another value gives another text, and comes back."""
+    made = PLANS["deepspeed"]
+    other: dict[str, Any] = {"nodes": (Node("elsewhere", 4, 0, (0, 1, 2, 3)),), "memory": None, "deepspeed": None}
+    other |= {"batch": made.batch._replace(micro_samples=99), "argv": ("x",), "env": (("K", "v"),), "forward": ("F",)}
+    changed = dataclasses.replace(made, **{field: other.get(field, "another")})
+    assert changed != made
+    assert changed.to_json() != made.to_json()
+    assert Plan.from_json(changed.to_json()) == changed
+
+
+def test_json_is_stable() -> None:
+    """The order of variables in recipe and shell does not show, so that two plans can be compared by diff."""
+    names = {"NCCL_DEBUG": "1", "PATH": "2", "HF_HOME": "3", "OMP_NUM_THREADS": "4"}
+    texts = {
+        plan(recipe(launch={"env": dict(ours)}), environ=dict(theirs)).to_json()
+        for ours in itertools.permutations({"A": "1", "B": "2", "C": "3"}.items())
+        for theirs in itertools.permutations(names.items())
+    }
+    assert len(texts) == 1
+
+
+def test_json_of_another_format_is_refused() -> None:
+    """A plan.json that another ortlaunch wrote is not half understood."""
+    text = PLANS["custom"].to_json().replace('"format": 1', '"format": 2')
+    with pytest.raises(PlanError, match=r"^plan\.json was written by another version of ortlaunch$"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch", "forward"),
+    [
+        ({}, {}, ()),
+        ({"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "LANG": "C", "XNCCL_DEBUG": "1"}, {}, ()),
+        ({"PATH": "/bin", "LD_LIBRARY_PATH": "/lib", "PYTHONPATH": "."}, {}, ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH")),
+        (
+            {"NCCL_DEBUG": "1", "HF_TOKEN": "x", "OMP_NUM_THREADS": "1"},
+            {},
+            ("HF_TOKEN", "NCCL_DEBUG", "OMP_NUM_THREADS"),
+        ),
+        ({"WANDB_API_KEY": "x", "HOME": "y"}, {"forward": ["WANDB_API_KEY"]}, ("WANDB_API_KEY",)),
+        ({"NCCL_DEBUG": "INFO"}, {"env": {"NCCL_DEBUG": "WARN"}}, ()),
+        ({"KEY": "x"}, {"env": {"KEY": "y"}, "forward": ["KEY"]}, ()),
+    ],
+)
+def test_forwarded_names(environ: dict[str, str], launch: dict[str, Any], forward: tuple[str, ...]) -> None:
+    """Known and asked-for names are forwarded, sorted, once; the recipe's own value wins over the shell's."""
+    made = plan(recipe(launch=launch), environ=environ)
+    assert made.forward == forward
+    assert made.env == tuple(sorted(launch.get("env", {}).items()))
+
+
+def test_forwarding_what_is_not_set() -> None:
+    """A name to forward that this shell lacks is an error that names it."""
+    with pytest.raises(PlanError) as caught:
+        plan(recipe(launch={"forward": ["API_KEY", "HOME", "TOKEN"]}), environ={"HOME": "/root"})
+    assert str(caught.value) == "launch.forward: API_KEY, TOKEN is not set in this shell; export it, or take it out"
+
+
+def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
+    """Only the name of a secret is written."""
+    made = plan(recipe(launch={"forward": ["API_KEY"]}), environ={"API_KEY": "s3cret", "HF_TOKEN": "s3cret"})
+    assert made.forward == ("API_KEY", "HF_TOKEN")
+    for text in (made.to_json(), describe(made), repr(made)):
+        assert "s3cret" not in text
+        assert "API_KEY" in text
+
+
+def test_describe_names_every_part() -> None:
+    """The page for a person: hosts with their ranks, rendezvous, batch, memory with a mark at the chosen stage."""
+    made = plan(bert(zero={"stage": 1}, batch=batch(64, 4, None)), [host("a", 2), Host("b", 2, (0, 3))], "mpi")
+    lines = describe(made).splitlines()
+    assert lines[:4] == [
+        "made: 4 ranks on 2 hosts, cpu, launcher mpi",
+        "  a: ranks 0-1, slot 0,1",
+        "  b: ranks 2-3, slot 0,3",
+        "  rendezvous: rank 0 takes a free port on its routable address and shares both through MPI",
+    ]
+    assert lines[4] == "  forwarded by name: nothing"
+    assert lines[5] == "batch: 64 samples = 4 micro x 4 accumulation x 4 ranks, 8,192 tokens a step"
+    assert [line[:12] for line in lines[8:13]] == [
+        "    DDP     ",
+        *(f"  {'->' if n == 1 else '  '}ZeRO {n}  " for n in range(4)),
+    ]
+
+
+def test_describe_many_hosts_briefly() -> None:
+    """Ten thousand hosts do not fill the screen."""
+    made = plan(recipe(), [host(f"n{i}", 8) for i in range(10_000)], "mpi")
+    lines = describe(made).splitlines()
+    assert lines[0] == "made: 80,000 ranks on 10,000 hosts, cpu, launcher mpi"
+    assert lines[5] == "  ... 9994 more hosts"
+    assert lines[7].startswith("  n9999: ranks 79992-79999,")
+    assert len(lines) < 15
+
+
+def test_describe_a_model_that_is_not_known() -> None:
+    """A model whose size only transformers knows has no table of memory."""
+    made = plan(bert(model={"task": "causal-lm", "config": {"model_type": "gpt2"}}))
+    assert made.memory is None
+    assert "memory" not in describe(made)
+    assert "memory" in describe(plan(bert(model={"task": "masked-lm", "config": BERT})))
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**30, "5.0 GiB"),
+     (2**40, "1.0 TiB"), (2**50, "1024.0 TiB")],
+)  # fmt: skip
+def test_bytes_for_a_person(size: int, text: str) -> None:
+    """Bytes are shown with the unit that fits."""
+    assert human(size) == text

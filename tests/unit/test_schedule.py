@@ -1,0 +1,88 @@
+"""Learning rates against transformers' schedulers, and against NVIDIA's formula for BERT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ortlaunch.recipe.models import Schedule
+from ortlaunch.worker.schedule import factor, warmup_steps
+
+THEIRS = {
+    "linear": transformers.get_linear_schedule_with_warmup,
+    "cosine": transformers.get_cosine_schedule_with_warmup,
+    "constant": lambda optimizer, warmup, steps: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
+}
+LENGTHS = [(0, 20), (1, 20), (7, 20), (19, 20), (20, 20), (0, 1), (1, 1)]  # warm-up, max_steps
+
+
+def theirs(name: str, warmup: int, steps: int) -> list[float]:
+    """Factors of transformers' scheduler by its own count of steps, from 0."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule: Any = THEIRS[name](optimizer, warmup, steps)
+    return [float(schedule.lr_lambdas[0](step)) for step in range(steps)]
+
+
+@pytest.mark.parametrize(("warmup", "steps"), LENGTHS)
+@pytest.mark.parametrize("name", THEIRS)
+def test_as_in_transformers(name: str, warmup: int, steps: int) -> None:
+    """The warm-up is one step ahead of transformers', everything after it is the same."""
+    schedule = Schedule(name=name, warmup_steps=warmup)
+    # Theirs has no peak where the warm-up ends with the run: one more step shows it.
+    rising, falling = theirs(name, warmup, steps + 1)[1:], theirs(name, warmup, steps)
+    for step in range(steps):
+        expected = rising[step] if step < warmup else falling[step]
+        assert factor(schedule, step, steps) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("warmup", "steps"), LENGTHS)
+def test_polynomial_is_nvidias(warmup: int, steps: int, power: float) -> None:
+    """PolyWarmUpScheduler of NVIDIA's BERT: p / warmup for p < warmup, else (1 - p) ** power, p the share of steps."""
+    schedule = Schedule(name="polynomial", power=power, warmup_steps=warmup)
+    for step in range(steps):
+        progress = step / steps
+        expected = (step + 1) / warmup if step < warmup else (1.0 - progress) ** power
+        assert factor(schedule, step, steps) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "first", "peak", "last"),
+    [
+        ({"name": "linear", "warmup_steps": 5}, 0.2, 1.0, 1 / 15),
+        ({"name": "linear"}, 1.0, 1.0, 1 / 20),
+        ({"name": "cosine", "warmup_steps": 5}, 0.2, 1.0, 0.010926),
+        ({"name": "constant", "warmup_steps": 5}, 0.2, 1.0, 1.0),
+        ({"name": "constant"}, 1.0, 1.0, 1.0),
+        # No jump to the peak: after the warm-up NVIDIA's polynomial counts from the first step of all.
+        ({"name": "polynomial", "power": 0.5, "warmup_steps": 5}, 0.2, 1.0, (1 / 20) ** 0.5),
+        ({"name": "linear", "warmup_steps": 20}, 0.05, 1.0, 1.0),
+    ],
+)
+def test_ends(schedule: dict[str, Any], first: float, peak: float, last: float) -> None:
+    """No step is without effect: the first is above 0, the last too, and none is above the peak."""
+    factors = [factor(Schedule(**schedule), step, 20) for step in range(20)]
+    assert factors[0] == pytest.approx(first)
+    assert max(factors) == pytest.approx(peak)
+    assert factors[-1] == pytest.approx(last, rel=1e-4)
+    assert min(factors) > 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "expected"),
+    [
+        ({}, 100, 0),
+        ({"warmup_steps": 7}, 100, 7),
+        ({"warmup_ratio": 0.1}, 100, 10),
+        ({"warmup_ratio": 0.2843}, 7038, 2001),  # BERT-large, phase 1
+        ({"warmup_ratio": 0.128}, 1563, 200),  # phase 2
+        ({"warmup_ratio": 1.0}, 9, 9),
+        ({"warmup_ratio": 0.0}, 9, 0),
+    ],
+)
+def test_length_of_the_warm_up(schedule: dict[str, Any], steps: int, expected: int) -> None:
+    """Steps as given, or the nearest number of steps to the ratio."""
+    assert warmup_steps(Schedule(**schedule), steps) == expected

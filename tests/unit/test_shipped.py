@@ -1,0 +1,111 @@
+"""The shipped recipes by name: found, copied with what they extend, never over a file of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ortlaunch import recipe, shipped
+from ortlaunch.errors import InputError
+
+ROOT = Path(__file__).parents[2] / "recipes"
+FILES = ("bert/base", "bert/tiny", "llama/tiny")
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of three recipes, of which bert/tiny extends bert/base."""
+    folder = tmp_path / "library"
+    for name in FILES:
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# yaml-language-server: $schema=../schema.json\nname: {path.stem}\n")
+    with (folder / "bert" / "tiny.yaml").open("a") as file:
+        file.write("extends: base.yaml  # and changes nothing\n")
+    (folder / "schema.json").write_text("{}")
+    monkeypatch.setattr(shipped, "folder", lambda: folder)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_names(library: Path) -> None:
+    """Recipes are named by family and file, and nothing else is listed."""
+    assert shipped.names() == list(FILES)
+
+
+@pytest.mark.parametrize("name", ["bert/tiny", "bert/tiny.yaml"])
+def test_find(name: str, library: Path) -> None:
+    """With and without its ending."""
+    assert shipped.find(name) == library / "bert" / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bert/tinny", "no shipped recipe 'bert/tinny'; did you mean bert/tiny?"),
+        ("lama/tiny", "no shipped recipe 'lama/tiny'; did you mean llama/tiny?"),
+        ("zebra", "no shipped recipe 'zebra'; there are bert/base, bert/tiny, llama/tiny"),
+        ("../secret", "no shipped recipe '../secret'; there are bert/base, bert/tiny, llama/tiny"),
+        ("", "no shipped recipe ''; there are bert/base, bert/tiny, llama/tiny"),
+    ],
+)
+def test_there_is_no_such_recipe(name: str, message: str, library: Path) -> None:
+    """The error has the near name, or all of them."""
+    with pytest.raises(InputError) as caught:
+        shipped.find(name)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "new"),
+    [
+        ("llama/tiny", ".", ["tiny.yaml"]),
+        ("llama/tiny", "mine.yaml", ["mine.yaml"]),
+        ("llama/tiny", "new/folder/mine.yml", ["new/folder/mine.yml"]),
+        ("llama/tiny", "new/folder", ["new/folder/tiny.yaml"]),
+        ("bert/tiny", ".", ["tiny.yaml", "base.yaml"]),
+        ("bert/tiny", "new/mine.yaml", ["new/mine.yaml", "new/base.yaml"]),
+    ],
+)
+def test_copy(name: str, target: str, new: list[str], library: Path) -> None:
+    """To a file or a folder, with what it extends beside it; the editor's line leads to the schema from there too."""
+    assert shipped.copy(name, Path(target)) == [Path(path) for path in new]
+    text = (library / f"{name}.yaml").read_text()
+    assert Path(new[0]).read_text() == text.replace("../schema.json", str(library / "schema.json"))
+    assert sorted(str(path) for path in Path().rglob("*.y*ml") if "library" not in path.parts) == sorted(new)
+
+
+@pytest.mark.parametrize("there", ["tiny.yaml", "base.yaml"])
+def test_copy_never_overwrites(there: str, library: Path) -> None:
+    """A file in the way, also of what it extends, stops the copy before anything is written."""
+    Path(there).write_text("mine")
+    with pytest.raises(InputError, match=rf"^{there} exists already; give another name$"):
+        shipped.copy("bert/tiny", Path())
+    assert [path.name for path in Path().glob("*.yaml")] == [there]
+    assert Path(there).read_text() == "mine"
+
+
+def test_copy_to_an_impossible_place(library: Path) -> None:
+    """The system's reason is in the message."""
+    Path("file").write_text("")
+    with pytest.raises(InputError, match=r"^file: cannot be written: File exists$|file/x: .*Not a directory$"):
+        shipped.copy("llama/tiny", Path("file/x/tiny.yaml"))
+
+
+def test_the_real_ones_copy_and_load(tmp_path: Path) -> None:
+    """Every shipped recipe is valid where it lies and where it was copied to."""
+    assert shipped.folder() == ROOT
+    assert len(shipped.names()) >= 7
+    for number, name in enumerate(shipped.names()):
+        here = recipe.load(shipped.find(name)).recipe
+        copied = shipped.copy(name, tmp_path / str(number))
+        assert recipe.load(copied[0]).recipe == here
+        assert str(ROOT / "schema.json") in copied[0].read_text()
+
+
+def test_installed_recipes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkout around the package, they lie in the environment's share folder."""
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "site-packages" / "ortlaunch" / "shipped.py"))
+    monkeypatch.setattr(shipped.sys, "prefix", str(tmp_path))
+    assert shipped.folder() == tmp_path / "share" / "ortlaunch" / "recipes"
