@@ -95,8 +95,8 @@ def _hosts(recipe: Recipe, asked: Asked, gpus: int, inside: Rank | None) -> tupl
         return _of_launcher(inside), ()
     if (recipe.launch.nodes or 1) > 1:
         raise PlanError(
-            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, start under a scheduler, or "
-            "override launch.nodes=1 to train on this host alone"
+            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or start under a scheduler, "
+            "or override launch.nodes=1 to train on this host alone"
         )
     slots = per_node or gpus or 1
     return (Host("localhost", slots, tuple(range(slots))),), ()
@@ -122,8 +122,8 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     per_node = inside.local_world_size
     if inside.world_size % per_node:
         raise PlanError(
-            f"the launcher started {inside.world_size} ranks, {per_node} of them on this host: hosts have different "
-            "numbers of ranks, so give --hostfile to say which has how many"
+            f"the launcher started {inside.world_size} ranks, {per_node} of them on this host: the hosts have "
+            "different numbers of ranks, so give --hostfile to say which has how many"
         )
     count = inside.world_size // per_node
     names = ("localhost",) if count == 1 else tuple(f"node{i}" for i in range(count))
@@ -151,7 +151,8 @@ def _launcher(recipe: Recipe, asked: Asked, hosts: tuple[Host, ...], found: tupl
     if chosen == "torchrun" and not here:
         raise PlanError(
             "launcher torchrun starts the ranks of this host only, and the hosts are "
-            f"{', '.join(h.name for h in hosts[:4])}; use mpi, or run `torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each"
+            f"{', '.join(h.name for h in hosts[:4])}; use mpi, or run "
+            "`torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each"
         )
     return chosen
 
@@ -190,6 +191,6 @@ def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, from_file:
             )
         if device == "cpu" and from_file and host.slots > cores():
             raise PlanError(
-                f"{host.name} has {cores()} cores and no GPU, and the host file gives it {host.slots} slots; lower them, "
-                "or use --nproc-per-node without a host file to put more ranks than cores on this machine"
+                f"{host.name} has {cores()} cores and no GPU, and the host file gives it {host.slots} slots; "
+                "lower them, or use --nproc-per-node without a host file to put more ranks than cores on this machine"
             )

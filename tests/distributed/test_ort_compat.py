@@ -504,7 +504,8 @@ def test_an_extension_that_does_not_load_says_how_to_build_it_again(built: None,
     environment = {**os.environ, "ORTLAUNCH_CACHE": str(tmp_path)}
     damage = (
         "from ortlaunch import extensions as e; from ortlaunch.worker.ort import compat; "
-        "e.cache_dir().mkdir(parents=True); [(e.cache_dir() / f'{n}.so').write_text('') for n in e.wanted()]; compat.import_ortmodule()"
+        "e.cache_dir().mkdir(parents=True); [(e.cache_dir() / f'{n}.so').write_text('') for n in e.wanted()]; "
+        "compat.import_ortmodule()"
     )
     done = subprocess.run(
         [sys.executable, "-c", damage], env=environment, capture_output=True, text=True, timeout=60, check=False
