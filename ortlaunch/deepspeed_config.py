@@ -25,9 +25,8 @@ def deepspeed_config(recipe: Recipe, micro_samples: int, accumulation_steps: int
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": NEVER,
+        "gradient_clipping": recipe.train.max_grad_norm or 0.0,  # DeepSpeed clips to 1.0 where nothing is said
     }
-    if recipe.train.max_grad_norm is not None:
-        config["gradient_clipping"] = recipe.train.max_grad_norm
     if recipe.precision != "fp32":
         config[recipe.precision] = {"enabled": True}
     return _merged(config, recipe.zero.deepspeed)

@@ -108,7 +108,7 @@ def _from_file(asked: Asked, per_node: int | None) -> tuple[tuple[Host, ...], tu
     hosts = select(listed.hosts, asked.include, asked.exclude)
     if asked.processes_per_node:
         hosts = tuple(_first_slots(host, asked.processes_per_node) for host in hosts)
-    return hosts, (f"{asked.hostfile}: read as {listed.dialect}, {len(hosts)} hosts",)
+    return hosts, (f"{asked.hostfile}: read as {listed.dialect}; hosts: {len(hosts)}",)
 
 
 def _first_slots(host: Host, slots: int) -> Host:

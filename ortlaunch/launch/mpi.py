@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ortlaunch.errors import MissingDependency
+from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.launch import Request
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import LOCAL_NAMES, Node, Plan
@@ -61,7 +61,9 @@ def _open_mpi_line(node: Node) -> str:
 
 def _hydra_line(node: Node) -> str:
     user, _, name = node.host.rpartition("@")
-    return f"{f'[{name}]' if ':' in name else name}:{node.slots}{f' user={user}' if user else ''}"
+    if ":" in name:
+        raise PlanError(f"{name}: the host files of MPICH and Intel MPI take no IPv6 address; give the host a name")
+    return f"{name}:{node.slots}{f' user={user}' if user else ''}"
 
 
 def find_mpirun() -> str:

@@ -29,6 +29,7 @@ _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remot
                  "Timed out waiting", "Socket closed", "DistBackendError", "DistNetworkError")  # fmt: skip
 _FINISHED = b"finished"
 _PR_SET_PDEATHSIG = 1
+_EXIT_SECONDS = 30
 
 
 def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
@@ -61,7 +62,16 @@ def _be_the_rank(rank: Rank, run: RunDir, live: Callable[[], None], ends: dict[s
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        if status == 0 and "PMI_RANK" in os.environ:
+            _sign_off()
         os._exit(status)
+
+
+def _sign_off() -> None:
+    """Run C's exit handlers: in one of them MPICH 5 takes leave of Hydra, which else kills the ranks that still live."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_EXIT_SECONDS)
+    ctypes.CDLL(None).exit(0)
 
 
 def _record_exception(rank: Rank, run: RunDir, error: BaseException) -> int:
@@ -159,7 +169,7 @@ def _conclude(rank: Rank, run: RunDir, child: int, status: int, finished: bool, 
     """Account for what the rank could not tell itself, and end as it ended."""
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     code = 128 + number if number else os.WEXITSTATUS(status)
-    if finished and code == 0:
+    if finished:  # whatever became of it in exit handlers
         return 0
     left, code = code, code or 1  # os._exit(0) in the middle of training
     if not run.error(rank.rank).exists():

@@ -140,7 +140,7 @@ class DeepSpeedStepper:
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         self.module: Any = self.engine
-        self.clips = "gradient_clipping" in config
+        self.clips = bool(config["gradient_clipping"])
 
     def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -154,9 +154,18 @@ class DeepSpeedStepper:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
         skipped = self.engine.skipped_steps
+        norm = self._plain_norm() if self.clips else None
         self.engine.step()
-        norm = self.engine.get_global_grad_norm() if self.clips else None
+        if self.clips and norm is None:
+            norm = self.engine.get_global_grad_norm()
         return Stepped(None if norm is None else float(norm), skipped=self.engine.skipped_steps > skipped)
+
+    def _plain_norm(self) -> torch.Tensor | None:
+        """The gradient norm at stage 0 in fp32, where DeepSpeed clips and does not tell; else None."""
+        if hasattr(self.engine.optimizer, "_global_grad_norm"):
+            return None
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         self.engine.save_checkpoint(

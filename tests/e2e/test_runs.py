@@ -16,12 +16,14 @@ import pytest
 import torch
 import yaml
 
-from ortlaunch.cache import cache_root
+from ortlaunch import extensions
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("ortlaunch")
 TWO_RANKS = ("--launcher=torchrun", "--nproc-per-node=2")
 EAGER = {"engine": {"name": "eager"}}
+INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
 
 TOYS = '''
 import os
@@ -129,9 +131,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     (home / "toys.py").write_text(TOYS)
     (home / "cache").mkdir()
-    extensions = cache_root() / "extensions"
-    if extensions.exists():
-        (home / "cache" / "extensions").symlink_to(extensions.resolve())
+    if INSTALLED:
+        if not extensions.is_built():
+            subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
+        (home / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
     for name, lines in (("train", 400), ("held-out", 24)):
         text = [f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(lines)]
         (home / f"{name}.txt").write_text("\n\n".join(text))
@@ -330,6 +333,7 @@ def bert(train: Train) -> Run:
     return ended_well(train("bert", BERT))
 
 
+@needs_ort
 def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
     """The loss falls, every training pass and every evaluation pass is ONNX Runtime's, and nothing fell back."""
     losses = bert.losses()
@@ -343,6 +347,7 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
     assert truth["attention"] == "eager"  # the model has attention dropout
 
 
+@needs_ort
 def test_the_export_is_the_trained_model(bert: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers loads model and tokenizer from export/, and without dropout finds the run's last evaluation loss."""
     import transformers
@@ -364,12 +369,14 @@ def test_the_export_is_the_trained_model(bert: Run, home: Path, monkeypatch: pyt
     assert bert.values("evaluation_loss")[-1] == (12, pytest.approx(expected, rel=1e-4))
 
 
+@needs_ort
 def test_classes_on_onnx_runtime(train: Train) -> None:
-    """Labelled JSON lines and a tokenizer trained on them: three classes are learnt."""
+    """Labelled JSON lines and a tokenizer trained on them: three classes are learnt, through sdpa with a mask."""
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     recipe = merged(
         BERT,
         {
-            "model": {"task": "sequence-classification"},
+            "model": {"task": "sequence-classification", "config": {**no_dropout, "initializer_range": 0.2}},
             "data": {"train": {"format": "jsonl", "path": ["labels.jsonl"]}, "sequence_length": 8},
             "train": {"max_steps": 20, "evaluate_every_steps": None},
         },
@@ -377,11 +384,13 @@ def test_classes_on_onnx_runtime(train: Train) -> None:
     recipe["data"] = {**recipe["data"], "evaluation": {"format": "jsonl", "path": ["labels.jsonl"]}}
     run = ended_well(train("classes", recipe))
     assert run.losses()[0] == pytest.approx(1.1, abs=0.4)  # ln 3
-    assert run.values("evaluation_loss")[-1][1] < 0.1
+    assert run.values("evaluation_loss")[-1][1] < 0.5
+    assert run.truth()["attention"] == "sdpa"
     assert json.loads((run.folder / "export/config.json").read_text())["id2label"].keys() == {"0", "1", "2"}
     assert run.truth()["engine"]["used"] == "ort"
 
 
+@needs_ort
 def test_low_rank_adapters(train: Train) -> None:
     """LoRA on Llama: ONNX Runtime's curve is eager's; only adapters are trained, saved and exported."""
     recipe = {
@@ -413,6 +422,7 @@ def test_low_rank_adapters(train: Train) -> None:
 # ----------------------------------------------------------------------------------------------------- engine truth
 
 
+@needs_ort
 def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
     """It ends before step 1, with a status, the reason and what to try; nothing was trained."""
     run = train("attending", merged(TOY, {"model": {"factory": "toys:attending"}}))
@@ -426,6 +436,7 @@ def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
     assert not (run.folder / "checkpoints").exists()
 
 
+@needs_ort
 def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
     """With allow_fallback it trains in eager PyTorch; the output and engine.json say so, with the reason."""
     fallback = {"model": {"factory": "toys:attending"}, "engine": {"name": "ort", "allow_fallback": True}}
@@ -442,20 +453,23 @@ def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
 # -------------------------------------------------------------------------------------------- precision, batches
 
 
-@pytest.mark.parametrize(
-    ("precision", "zero"), [("bf16", None), ("bf16", {"stage": 2}), ("fp16", None)], ids=["bf16", "bf16-zero2", "fp16"]
-)
-def test_lower_precision(precision: str, zero: Any, train: Train) -> None:
-    """bf16 with and without ZeRO 2, and fp16 by autocast, train on a CPU, with evaluation."""
-    recipe = merged(FULL, {"precision": precision, "zero": zero, "log": {"trackers": []}, "train": {"max_steps": 20}})
-    recipe["model"] = TOY["model"]
-    run = ended_well(train(f"{precision}-{bool(zero)}", recipe))
-    losses = run.losses()
-    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
-    assert run.truth()["precision"] == precision
-    assert run.values("evaluation_loss")[-1][1] == pytest.approx(losses[-1], rel=0.5)
-    norms = [norm for _, norm in run.values("gradient_norm")]
-    assert all(norm is not None for norm in norms)
+def test_lower_precision(train: Train) -> None:
+    """bf16 with and without ZeRO 2, and fp16 by autocast, train on a CPU, nearly alike, evaluated and clipped."""
+    batch, rate = {"global_size": 64, "micro_size": 16}, {"learning_rate": 3e-2}
+    curves = {}
+    for precision, zero in (("bf16", None), ("bf16", {"stage": 2}), ("fp16", None)):
+        recipe = merged(FULL, {"precision": precision, "zero": zero, "batch": batch, "optimizer": rate})
+        run = ended_well(train(f"{precision}-{bool(zero)}", {**recipe, "model": TOY["model"]}))
+        assert run.truth()["precision"] == precision
+        assert all(norm > 0 for _, norm in run.values("gradient_norm"))
+        evaluations = [loss for _, loss in run.values("evaluation_loss")]
+        assert evaluations == sorted(evaluations, reverse=True)
+        curves[precision, bool(zero)] = [*run.losses(), *evaluations]
+    first, *others = curves.values()
+    assert sum(first[7:10]) < 0.7 * sum(first[:3])
+    for other in others:
+        assert other == pytest.approx(first, rel=0.02)
+        assert other != first
 
 
 def test_fp16_skips_steps_that_overflow(train: Train) -> None:
@@ -497,6 +511,7 @@ def test_inductor(train: Train, full: Run) -> None:
 # ---------------------------------------------------------------------------------------------------------- README
 
 
+@needs_ort
 def test_a_model_of_your_own(home: Path, tmp_path: Path) -> None:
     """README's example, cut out of README and started by README's command in an empty folder, trains."""
     section = (ROOT / "README.md").read_text().split("## A model of your own")[1].split("\n## ")[0]

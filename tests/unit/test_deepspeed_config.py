@@ -19,6 +19,7 @@ PLAIN = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
     "steps_per_print": 10**9,
+    "gradient_clipping": 0.0,  # without it DeepSpeed clips to 1.0
 }
 
 

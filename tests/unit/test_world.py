@@ -159,7 +159,7 @@ def test_host_file(
     found = settled(launch, asked._replace(hostfile=path))
     assert (found.hosts, found.launcher, found.inside) == (hosts, launcher, None)
     assert found.notes[0].startswith(f"{path}: read as ")
-    assert found.notes[0].endswith(f", {len(hosts)} hosts")
+    assert found.notes[0].endswith(f"; hosts: {len(hosts)}")
     assert (NO_GPU_NOTE in found.notes) == (hosts[0].name in ("a", "b", "far"))
 
 

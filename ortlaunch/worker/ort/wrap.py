@@ -78,6 +78,8 @@ def _with_threads(original: Callable[..., Any], manager: Any) -> Any:
     """ORT's sessions take every physical core, whatever the number of ranks on the machine."""
     session_options, providers, provider_options = original(manager)
     session_options.intra_op_num_threads = getattr(manager, _THREADS, 0)
+    # Waiting threads that spin take the cores from torch's own threads, which run the optimizer and the data.
+    session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return session_options, providers, provider_options
 
 
