@@ -110,8 +110,13 @@ class TorchStepper:
             )
 
     def load(self, folder: Path) -> dict[str, Any]:
+        if not (folder / _STATE_FILE).exists():
+            raise CheckpointError(f"{folder} was written with DeepSpeed; continue it with the same `zero`")
         saved = torch.load(folder / _STATE_FILE, map_location="cpu", weights_only=True)
-        found = self.model.load_state_dict(saved["model"], strict=False)
+        try:
+            found = self.model.load_state_dict(saved["model"], strict=False)
+        except RuntimeError as error:  # other shapes
+            raise CheckpointError(f"{folder} is of another model: {error}") from None
         lost = set(found.missing_keys) & set(_trained_state(self.model))
         if lost or found.unexpected_keys:
             raise CheckpointError(
@@ -174,6 +179,8 @@ class DeepSpeedStepper:
 
     def load(self, folder: Path) -> dict[str, Any]:
         _, client = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        if client is None:
+            raise CheckpointError(f"{folder} was written without DeepSpeed; continue it with the same `zero`")
         state: dict[str, Any] = client["ortlaunch"]
         return state
 

