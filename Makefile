@@ -30,6 +30,7 @@ bench: $(INSTALLED)
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m compileall -q ortlaunch
 	$(BIN)/ortlaunch setup
 	@touch $@
 

@@ -132,11 +132,10 @@ def train(
     settled = control.settle_run(
         recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ
     )
-    run = control.run_folder(run_dir, settled.plan.name, settled.world, os.environ)
     if dry_run:
-        typer.echo(control.dry_run(settled, run))
+        typer.echo(control.dry_run(settled, control.run_folder(run_dir, settled, os.environ)))
         return
-    raise typer.Exit(control.train(settled, run))
+    raise typer.Exit(control.train(settled, run_dir))
 
 
 @app.command()
@@ -186,7 +185,7 @@ def main() -> None:
     """Entry point: errors for the user are printed without a traceback."""
     gc.disable()  # with the freeze below, a tenth of the time that a short command takes
     try:
-        app()
+        app(prog_name="ortlaunch")
     except (RecipeError, HostfileError) as error:  # their lines begin with file:line:column, for editors
         print(error, file=sys.stderr)
         sys.exit(error.exit_status)

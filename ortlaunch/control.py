@@ -5,6 +5,7 @@ Everything that `ortlaunch train` does before and after the ranks live. Never im
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend
 from ortlaunch.launch.cause import explain_end
 from ortlaunch.plan import Plan, describe, make_plan
+from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.rules import device_rules
 from ortlaunch.rundir import RunDir, write_json, write_text
@@ -53,19 +55,23 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
     return Settled(loaded, world, plan)
 
 
-def run_folder(chosen: Path | None, name: str, world: World, environ: Mapping[str, str]) -> RunDir:
+def run_folder(chosen: Path | None, settled: Settled, environ: Mapping[str, str]) -> RunDir:
     """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
+    name, rank = settled.plan.name, settled.world.inside
     if chosen is not None:
         return RunDir(chosen)
-    if world.inside is None or world.inside.world_size == 1:
+    if rank is None or rank.world_size == 1:
         return RunDir(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return RunDir(Path("runs") / f"{name}-{_launch_id(world, environ)}")
+    launch = _launch_id(rank, environ)
+    if launch is None:
+        raise PlanError(
+            "the ranks' launcher gives no name that they could agree on; add --run-dir, the same for all ranks"
+        )
+    return RunDir(Path("runs") / f"{name}-{launch}")
 
 
-def _launch_id(world: World, environ: Mapping[str, str]) -> str:
-    """What all ranks of this launch share and no other launch has."""
-    rank = world.inside
-    assert rank is not None
+def _launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
+    """What all ranks of this launch share and no other launch has, or None where the launcher gives no such thing."""
     if rank.local_world_size == rank.world_size:
         parent = os.getppid()
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
@@ -75,7 +81,7 @@ def _launch_id(world: World, environ: Mapping[str, str]) -> str:
     for name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID"):
         if environ.get(name) and environ[name] != "none":
             return "".join(c if c.isalnum() else "-" for c in environ[name])
-    raise PlanError("the ranks' launcher gives no name that they could agree on; add --run-dir, the same for all ranks")
+    return None
 
 
 def dry_run(settled: Settled, run: RunDir) -> str:
@@ -89,10 +95,13 @@ def _request(plan: Plan, run: RunDir) -> Request:
     return backend(plan.launcher).request(plan, run)
 
 
-def train(settled: Settled, run: RunDir) -> int:
+def train(settled: Settled, chosen: Path | None) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
+    run = run_folder(chosen, settled, os.environ)
     if settled.world.inside is not None:
-        return _be_a_rank(settled, run)
+        return _be_a_rank(settled, run, settled.world.inside)
+    _check_means(settled, run)
+    run = _claimed(run) if chosen is None else run
     request = _prepare(settled, run)
     if sys.stdout.isatty():
         os.environ[_PROGRESS_VARIABLE] = "1"
@@ -103,12 +112,12 @@ def train(settled: Settled, run: RunDir) -> int:
     return end.status
 
 
-def _be_a_rank(settled: Settled, run: RunDir) -> int:
+def _be_a_rank(settled: Settled, run: RunDir, rank: Rank) -> int:
     """This process is a rank already: rank 0 prepares the folder, then each becomes the worker."""
-    rank = settled.world.inside
-    assert rank is not None
-    mark = run.ready / _launch_id(settled.world, os.environ)
+    mark = run.ready / (_launch_id(rank, os.environ) or "launch")
     if rank.rank == 0:
+        mark.unlink(missing_ok=True)
+        _check_means(settled, run)
         _prepare(settled, run)
         write_text(mark, "")
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -122,13 +131,26 @@ def _be_a_rank(settled: Settled, run: RunDir) -> int:
     os.execve(argv[0], argv, {**os.environ, **dict(settled.plan.env)})
 
 
+def _check_means(settled: Settled, run: RunDir) -> None:
+    """What the run takes is there, or an error says what to type; nothing has been written yet."""
+    doctor.require(settled.file.recipe, settled.plan)
+    _request(settled.plan, run)
+    _check_folder(run, settled.file.recipe)
+
+
+def _claimed(run: RunDir) -> RunDir:
+    """The folder, new and this run's own: runs that start in the same second must not share one."""
+    for path in (run.path, *(Path(f"{run}-{number}") for number in range(2, 1000))):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return RunDir(path)
+    raise LaunchError(f"there are a thousand folders {run}-*")
+
+
 def _prepare(settled: Settled, run: RunDir) -> Request:
-    """Check what must be there, write the run folder, say what will run."""
-    plan, current = settled.plan, settled.file.recipe
-    doctor.require(current, plan)
-    request = _request(plan, run)
-    _check_folder(run, current)
-    write_text(run.recipe, recipe.to_yaml(current))
+    """Write the run folder, say what will run."""
+    plan, request = settled.plan, _request(settled.plan, run)
+    write_text(run.recipe, recipe.to_yaml(settled.file.recipe))
     write_text(run.plan, plan.to_json())
     if plan.deepspeed is not None:
         write_json(run.deepspeed, plan.deepspeed)
@@ -144,6 +166,8 @@ def _prepare(settled: Settled, run: RunDir) -> Request:
 
 def _check_folder(run: RunDir, current: Recipe) -> None:
     """A folder with something else in it is refused; one of an earlier run of this recipe is continued."""
+    if run.path.exists() and not run.path.is_dir():
+        raise PlanError(f"--run-dir {run}: is a file; give a folder")
     if run.path.exists() and not run.recipe.exists() and any(path != run.ready for path in run.path.iterdir()):
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if not run.recipe.exists():

@@ -16,8 +16,10 @@ _LEFT_BY_LAUNCHERS = (
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the variables of launchers out of the environment, of this process and of what it starts."""
+def _no_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes launchers' variables, and GPUs but for tests marked gpu, from this process and what it starts."""
     for name in list(os.environ):
         if name in VARIABLES or name.startswith(_LEFT_BY_LAUNCHERS):
             monkeypatch.delenv(name)
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

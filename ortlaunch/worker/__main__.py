@@ -29,8 +29,8 @@ def main() -> int:
 
 def live(run: RunDir, rank: Rank) -> None:
     """Join the world, build, train, leave."""
-    recipe = parse_resolved(run.recipe.read_text(encoding="utf-8"))
-    plan = Plan.from_json(run.plan.read_text(encoding="utf-8"))
+    texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
+    recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
     sys.path.insert(0, os.path.abspath(plan.modules))
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     if recipe.engine.name == "ort":
@@ -47,6 +47,7 @@ def live(run: RunDir, rank: Rank) -> None:
     from ortlaunch.worker.train import train
 
     with distributed.group(plan, rank, run) as group:
+        distributed.agree_on_files(group, run, texts)
         data = Data(recipe)
         model = build_model(recipe, data)
         batches = Batches(data.train, plan.batch, recipe.seed)

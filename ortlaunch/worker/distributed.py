@@ -6,6 +6,7 @@ Owns torch.distributed's start and end, and the one place that writes rank varia
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import time
@@ -70,7 +71,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Group]:
     _export(rank)
     yield Group(rank, device)
     dist.destroy_process_group()
-    if _uses_mpi(launcher):
+    if _uses_mpi(launcher) and rank.world_size > 1:
         from mpi4py import MPI
 
         MPI.Finalize()
@@ -86,6 +87,17 @@ def agree(plan: Plan, rank: Rank) -> None:
     planned = plan.ranks[rank.rank]
     if rank != planned:
         raise LaunchError(f"rank {rank.rank} should be {planned}, the launcher made it {rank}")
+
+
+def agree_on_files(group: Group, run: RunDir, texts: list[str]) -> None:
+    """All ranks must have read the same recipe and plan: one that came early may have met an older run's."""
+    digest = hashlib.sha256("".join(texts).encode()).hexdigest()
+    other = next((rank for rank, found in enumerate(group.gather(digest)) if found != digest), None)
+    if other is not None:
+        raise LaunchError(
+            f"rank {group.rank} and rank {other} have read different files in {run}; start again, in a folder that all "
+            "hosts share"
+        )
 
 
 def _device(plan: Plan, rank: Rank) -> torch.device:
@@ -144,7 +156,8 @@ def _through_mpi(rank: Rank) -> str:
 
 def _through_folder(rank: Rank, run: RunDir) -> str:
     """Rank 0's address and free port, told through the run folder (Slurm steps without MPI)."""
-    path = run.ready / f"rendezvous-{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")  # a requeued job keeps its first two
+    path = run.ready / f"rendezvous-{'.'.join(os.environ.get(name, '') for name in names)}"
     if rank.rank == 0:
         local = rank.local_world_size == rank.world_size
         write_text(path, _offer([socket.gethostname()] if local else [socket.gethostname(), ""]))

@@ -68,7 +68,7 @@ def _be_the_rank(rank: Rank, run: RunDir, live: Callable[[], None], ends: dict[s
 
 
 def _sign_off() -> None:
-    """Run C's exit handlers: in one of them MPICH 5 takes leave of Hydra, which else kills the ranks that still live."""
+    """Run C's exit handlers: in one of them MPICH 5 takes leave of Hydra, which else kills the ranks that still run."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_EXIT_SECONDS)
     ctypes.CDLL(None).exit(0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ortlaunch.worker import lamb
 from ortlaunch.worker.lamb import Lamb
 
 RATES = (0.05, 0.1, 0.1, 0.02, 0.0, 0.07)
@@ -46,6 +47,12 @@ def tensors(seed: int) -> Arrays:
     ]
 
 
+def noise(steps: int = len(RATES)) -> list[Arrays]:
+    """Gradients of each step for each of the tensors."""
+    random = np.random.default_rng(1)
+    return [[np.asarray(random.normal(size=array.shape)) for array in tensors(0)] for _ in range(steps)]
+
+
 def train(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], gradients: list[Arrays]) -> None:
     """One step with each of RATES."""
     for rate, step in zip(RATES, gradients):
@@ -60,10 +67,14 @@ def parameters_of(arrays: Arrays, dtype: torch.dtype = torch.float64) -> list[to
     return [torch.tensor(array, dtype=dtype, requires_grad=True) for array in arrays]
 
 
+@pytest.mark.parametrize("portion", [1, 16, 1 << 25])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_it_is_the_paper_formula(dtype: torch.dtype, tolerance: float) -> None:
+def test_it_is_the_paper_formula(
+    dtype: torch.dtype, tolerance: float, portion: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six steps of both groups at once equal the formula, tensor by tensor, with zeros among weights and gradients."""
-    start, gradients = tensors(0), [tensors(1 + step) for step in range(len(RATES))]
+    monkeypatch.setattr(lamb, "_PORTION", portion)
+    start, gradients = tensors(0), noise()
     for step in gradients:
         step[1][:] = 0.0  # a tensor that never gets a gradient still decays
     gradients[2][0][:] = 0.0
@@ -77,7 +88,7 @@ def test_it_is_the_paper_formula(dtype: torch.dtype, tolerance: float) -> None:
 
 def test_without_decay_it_is_adam() -> None:
     """The trust ratio stays 1 where there is no weight decay, so the weights are those of Adam."""
-    start, gradients = tensors(0), [tensors(1 + step) for step in range(len(RATES))]
+    start, gradients = tensors(0), noise()
     ours, theirs = parameters_of(start), parameters_of(start)
     train(Lamb(ours, betas=BETAS, eps=EPS), ours, gradients)
     train(torch.optim.AdamW(theirs, betas=BETAS, eps=EPS, weight_decay=0.0), theirs, gradients)
@@ -110,7 +121,7 @@ def test_nothing_to_do_changes_nothing() -> None:
 
 def test_a_saved_state_goes_on_where_it_was() -> None:
     """Moments and step count survive state_dict: the rest of the steps are the same."""
-    start, gradients = tensors(0), [tensors(1 + step) for step in range(2 * len(RATES))]
+    start, gradients = tensors(0), noise(2 * len(RATES))
     whole = parameters_of(start)
     optimizer = Lamb(whole, betas=BETAS, eps=EPS, weight_decay=DECAY)
     train(optimizer, whole, gradients[: len(RATES)])

@@ -1,0 +1,256 @@
+"""The command line: every verb, what goes to which stream, and the exit status."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from ortlaunch import __version__, cli, doctor
+from ortlaunch.plan import Plan
+from tests.makers import BERT, CUSTOM, WORDS
+
+ROOT = Path(__file__).parents[2]
+VERBS = {
+    "validate": "Check a recipe",
+    "plan": "Show ranks, batch, memory",
+    "train": "Train a recipe.",
+    "setup": "Build the torch extensions",
+    "schema": "Print the recipe's JSON schema",
+    "recipes": "The shipped recipes",
+    "recipes list": "Name the shipped recipes.",
+    "recipes show": "Print a shipped recipe.",
+    "recipes copy": "Copy a shipped recipe",
+}
+
+
+class Ended(NamedTuple):
+    """A command's exit status and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def ortlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in a folder with a good recipe and a bad one."""
+    monkeypatch.chdir(tmp_path)
+    Path("good.yaml").write_text(yaml.safe_dump(CUSTOM))
+    Path("bert.yaml").write_text(
+        yaml.safe_dump({**CUSTOM, "name": "bert", "model": {"task": "masked-lm", "config": BERT}, "data": WORDS})
+    )
+    Path("bad.yaml").write_text(yaml.safe_dump({**CUSTOM, "presicion": "fp32", "seed": "x", "train": {}}))
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["ortlaunch", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        gc.unfreeze()
+        gc.enable()
+        code = caught.value.code
+        return Ended(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str, flag: str, ortlaunch: Run) -> None:
+    """Help of each verb is on stdout, with its first sentence."""
+    ended = ortlaunch(*verb.split(), flag)
+    assert (ended.status, ended.err) == (0, "")
+    assert f"Usage: ortlaunch {verb}" in ended.out
+    assert VERBS[verb] in ended.out
+
+
+def test_help_names_every_verb(ortlaunch: Run) -> None:
+    """The front page has every verb and nothing that is not there; no argument at all shows it too."""
+    ended = ortlaunch("--help")
+    listed = [line.split()[0] for line in ended.out.partition("Commands:")[2].splitlines() if line.startswith("  ")]
+    assert set(listed) & set(VERBS) == {verb for verb in VERBS if " " not in verb}
+    assert "ONNX Runtime" in ended.out
+    assert ended.out.strip() in {ortlaunch().out.strip(), ortlaunch().err.strip()}
+
+
+def test_version(ortlaunch: Run) -> None:
+    """The package's version alone."""
+    assert ortlaunch("--version") == Ended(0, f"{__version__}\n", "")
+
+
+def test_schema_is_the_shipped_one(ortlaunch: Run) -> None:
+    """What the verb prints is what editors are pointed at, byte for byte."""
+    assert ortlaunch("schema") == Ended(0, (ROOT / "recipes" / "schema.json").read_text(encoding="utf-8"), "")
+
+
+def test_validate(ortlaunch: Run) -> None:
+    """A good recipe is one line on stdout."""
+    assert ortlaunch("validate", "good.yaml") == Ended(0, "good.yaml: valid (made)\n", "")
+    assert ortlaunch("validate", "good.yaml", "name=other") == Ended(0, "good.yaml: valid (other)\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate", "bad.yaml"],
+        ["plan", "bad.yaml"],
+        ["plan", "bad.yaml", "--json"],
+        ["train", "bad.yaml"],
+        ["train", "bad.yaml", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
+    """Every verb that reads a recipe gives all errors on stderr, nothing on stdout, status 2, and starts nothing."""
+    ended = ortlaunch(*arguments)
+    assert (ended.status, ended.out) == (2, "")
+    lines = ended.err.splitlines()
+    assert all(line.startswith("bad.yaml:") for line in lines)
+    assert [word for word in ("presicion", "precision", "seed", "train.max_steps") if word not in ended.err] == []
+    assert len(lines) == 3
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["validate", "absent.yaml"], "absent.yaml"),
+        (["validate", "good.yaml", "trian.max_steps=1"], "train"),
+        (["validate", "good.yaml", "train.max_steps"], "train.max_steps"),
+        (["plan", "good.yaml", "--hostfile", "/nope"], "/nope: cannot be read"),
+        (["plan", "good.yaml", "--include", "a"], "ortlaunch: --include and --exclude choose from a host file"),
+        (["plan", "good.yaml", "--launcher", "srun"], "got srun; one of auto, local, torchrun, mpi"),
+        (["plan", "good.yaml", "--nproc-per-node", "0"], "--nproc-per-node"),
+        (
+            ["plan", "good.yaml", "--launcher", "local", "--nproc-per-node", "2"],
+            "ortlaunch: launcher local is one process",
+        ),
+        (["train", "good.yaml", "launch.forward=[NOT_SET]"], "ortlaunch: launch.forward: NOT_SET is not set"),
+        (["train", "good.yaml", "--run-dir", "good.yaml"], "ortlaunch: --run-dir good.yaml: is a file"),
+        (["train"], "Missing argument"),
+        (["trian"], "No such command 'trian'"),
+        (["recipes", "show", "bert-large/tinny"], "did you mean bert-large/tiny?"),
+        (["recipes", "copy", "nothing-like-it"], "ortlaunch: no shipped recipe 'nothing-like-it'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_user_got_wrong(arguments: list[str], said: str, ortlaunch: Run) -> None:
+    """Status 2, the reason on stderr without a traceback, nothing on stdout."""
+    ended = ortlaunch(*arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_plan(ortlaunch: Run) -> None:
+    """The page for a person ends with the command that `train` would run."""
+    ended = ortlaunch("plan", "bert.yaml", "--nproc-per-node", "2")
+    assert (ended.status, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert lines[0] == "bert: 2 ranks on 1 host, cpu, launcher torchrun"
+    assert any(line.startswith("batch: 4 samples = 2 micro") for line in lines)
+    assert any(line.startswith("memory: ") for line in lines)
+    assert lines[-1].startswith("command: OMP_NUM_THREADS=1 ")
+    assert lines[-1].endswith("-m ortlaunch.worker runs/bert-TIME")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("hosts", [None, "a slots=2\nb slots=1\n"])
+def test_plan_json_is_json_only(hosts: str | None, ortlaunch: Run) -> None:
+    """Nothing but the plan, which reads back as itself, also where there are notes for a person."""
+    more = []
+    if hosts:
+        Path("hosts").write_text(hosts)
+        more = ["--hostfile", "hosts"]
+    ended = ortlaunch("plan", "bert.yaml", "--json", *more)
+    assert (ended.status, ended.err) == (0, "")
+    assert json.loads(ended.out)["world_size"] == (3 if hosts else 1)
+    assert Plan.from_json(ended.out).to_json() + "\n" == ended.out
+
+
+def test_plan_tells_how_a_host_file_was_read(ortlaunch: Run) -> None:
+    """Notes come first."""
+    Path("hosts").write_text("localhost slots=1\n")
+    assert ortlaunch("plan", "good.yaml", "--hostfile", "hosts").out.startswith("hosts: read as DeepSpeed / Open MPI")
+
+
+def test_ten_thousand_hosts(ortlaunch: Run) -> None:
+    """80,000 ranks plan, print and read back; benchmarks/startup.py takes the time."""
+    Path("hosts").write_text("".join(f"node{number} slots=8\n" for number in range(10_000)))
+    ended = ortlaunch("plan", "good.yaml", "--hostfile", "hosts", "--json")
+    plan = Plan.from_json(ended.out)
+    assert (plan.world_size, plan.ranks[-1].rank) == (80_000, 79_999)
+    assert plan.to_json() + "\n" == ended.out
+
+
+def test_dry_run(ortlaunch: Run) -> None:
+    """The command alone, and nothing written."""
+    ended = ortlaunch("train", "good.yaml", "--dry-run", "--run-dir", "here")
+    assert ended == Ended(0, f"{sys.executable} -m ortlaunch.worker here\n", "")
+    assert not Path("here").exists()
+
+
+def test_recipes_list(ortlaunch: Run) -> None:
+    """One name a line, each of which can be shown."""
+    ended = ortlaunch("recipes", "list")
+    names = ended.out.splitlines()
+    assert {"bert-large/phase1", "bert-large/phase2", "bert-large/tiny", "llama2-7b/tiny"} <= set(names)
+    assert len(names) == len(list((ROOT / "recipes").rglob("*.yaml")))
+
+
+def test_recipes_show(ortlaunch: Run) -> None:
+    """The file as it is."""
+    text = (ROOT / "recipes" / "bert-large" / "phase2.yaml").read_text(encoding="utf-8")
+    assert ortlaunch("recipes", "show", "bert-large/phase2") == Ended(0, text, "")
+
+
+def test_recipes_copy(ortlaunch: Run) -> None:
+    """What it extends comes along, the copy is valid, and a second copy overwrites nothing."""
+    assert ortlaunch("recipes", "copy", "bert-large/phase2", "mine") == Ended(
+        0, "mine/phase2.yaml\nmine/phase1.yaml\n", ""
+    )
+    Path("mine/phase2.yaml").unlink()
+    ended = ortlaunch("recipes", "copy", "bert-large/phase2", "mine")
+    assert ended == Ended(2, "", "ortlaunch: mine/phase1.yaml exists already; give another name\n")
+    assert not Path("mine/phase2.yaml").exists()
+    assert ortlaunch("recipes", "copy", "bert-large/tiny", "own.yaml").status == 0
+    assert ortlaunch("validate", "own.yaml").status == 0
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_setup_builds_in_a_process_of_its_own(status: int, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verb ends as the build does, and this process never imports torch for it."""
+    sent: list[Any] = []
+
+    def run(command: list[str], **_: object) -> Any:
+        sent.append(command)
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert ortlaunch("setup") == Ended(status, "", "")
+    assert sent == [[sys.executable, "-m", "ortlaunch.extensions"]]
+    assert doctor.set_up() == status
+
+
+def test_the_installed_command(tmp_path: Path) -> None:
+    """The entry point is this command, with its statuses and streams."""
+    (tmp_path / "bad.yaml").write_text("name: [\n")
+    command = str(Path(sys.executable).with_name("ortlaunch"))
+    good = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
+    assert (good.returncode, good.stdout, good.stderr) == (0, f"{__version__}\n", "")
+    bad = subprocess.run([command, "validate", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (bad.returncode, bad.stdout, bad.stderr.startswith("bad.yaml:")) == (2, "", True)
+    env = {**os.environ, "PYTHONWARNINGS": "error"}
+    module = [sys.executable, "-m", "ortlaunch.cli", "--version"]
+    assert subprocess.run(module, env=env, capture_output=True, text=True, check=False).stdout == good.stdout
