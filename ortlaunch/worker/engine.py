@@ -7,6 +7,7 @@ With worker/ort/, the only place that names ORTModule, FusedAdam and FP16_Optimi
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -170,8 +171,9 @@ def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: Group, sample
 
 def _brief(reason: str) -> str:
     """The telling part of an exporter's page of text."""
-    lines = [line for line in reason.splitlines() if line.strip()]
-    return " ".join(lines[:3])[:600]
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return " ".join([*lines[:1], *raised[-1:]])[:600]
 
 
 def _hint(model: LossModule) -> str:

@@ -81,6 +81,8 @@ def _transformers_model(recipe: Recipe, data: Data) -> nn.Module:
             )
     except (OSError, ValueError) as error:
         raise InputError(f"model: {str(error).splitlines()[0]}") from error
+    except (TypeError, KeyError, AttributeError) as error:  # a value that the config's class let through
+        raise InputError(f"model.config: {type(error).__name__}: {error}") from error
     return model
 
 

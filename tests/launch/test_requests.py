@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -280,13 +281,35 @@ def test_the_status_is_the_commands_own(code: str, status: int, state: JobState,
     assert (processes.state(job), job.signal) == (state, None)
 
 
-def test_cancel_ends_the_whole_group(tmp_path: Path) -> None:
-    """A job that is cancelled takes along what it started, also what does not listen to SIGTERM at once."""
-    child = "import time; time.sleep(600)"
+def in_group(group: int) -> list[str]:
+    """The living processes of a process group."""
+    stats = [stat_of(path) for path in Path("/proc").glob("[0-9]*/stat")]
+    return [stat[0] for stat in stats if stat[1:] and stat[1] != "Z" and stat[3] == str(group)]
+
+
+def stat_of(path: Path) -> list[str]:
+    """Id, state, parent and group of a process; nothing where it is gone."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return []
+    return [path.parent.name, *text.rpartition(")")[2].split()]
+
+
+def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is cancelled takes along what it started, also what does not listen to SIGTERM."""
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
+    here = tmp_path / "deaf"
+    deaf = f"import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path({str(here)!r}).touch()\n"
+    child = f"{deaf}time.sleep(600)"
     code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
     job = processes.submit(Request((sys.executable, "-c", code)))
     assert processes.state(job) is JobState.RUNNING
+    while not here.exists():
+        time.sleep(0.01)
     processes.cancel(job)
     assert processes.state(job) is JobState.FAILED
-    with pytest.raises(ProcessLookupError):
-        os.killpg(job.process.pid, 0)
+    deadline = time.monotonic() + 2
+    while in_group(job.process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert in_group(job.process.pid) == []

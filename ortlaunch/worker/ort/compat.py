@@ -145,6 +145,19 @@ def refuse_custom_backward() -> bool:
     return True
 
 
+def skip_sparsity_hooks() -> bool:
+    """Torch 2.7 and later: ORT marks sparse labels and padding with a Python operator, which takes torch_interop_utils.
+
+    A model with an `nn.CrossEntropyLoss` inside and few valid labels (DistilBERT's masked-lm) could not be exported.
+    """
+    if "torch_interop_utils" in extensions.wanted():
+        return False
+    manager = importlib.import_module(f"{_ORTMODULE}._graph_transition_manager").GraphTransitionManager
+    for hook in ("_add_check_label_sparsity_hook", "_add_check_embedding_sparsity_hook"):
+        setattr(manager, hook, staticmethod(lambda *args: []))
+    return True
+
+
 def quiet_ort_export() -> bool:
     """Every torch: warnings of the export that a user cannot act on.
 
@@ -189,6 +202,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     stand_in_for_interop,
     export_with_torchscript,
     refuse_custom_backward,
+    skip_sparsity_hooks,
     quiet_ort_export,
     skip_nvtx_without_cuda,
 )
