@@ -1,7 +1,6 @@
 """The command line: each verb adapts its arguments and calls one function. Heavy modules load inside the verbs."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: on Python 3.9 Typer would see texts in place of Annotated.
 import gc
 import os
 import sys
@@ -69,9 +68,7 @@ def _root(
     """Options of the command itself."""
 
 
-def _asked(
-    launcher: str | None, nproc: int | None, hostfile: str | None, include: str | None, exclude: str | None
-) -> Any:
+def _asked(launcher: Launcher, nproc: PerNode, hostfile: Hostfile, include: Include, exclude: Exclude) -> Any:
     from ortlaunch.world import Asked
 
     if launcher not in (None, "auto", "local", "torchrun", "mpi"):

@@ -31,7 +31,7 @@ def explain_end(run: RunDir, status: int, stopped_by: int | None = None) -> End:
             status,
             f"ortlaunch: the launcher ended with status {status}, and no rank says why; see above, and {run.logs}",
         )
-    return End(first["exit_status"], _text(run, first))
+    return End(first["exit_status"], _text(first))
 
 
 def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -49,7 +49,7 @@ def _vanished(run: RunDir, records: list[dict[str, Any]]) -> list[int]:
 
 
 def _stopped_text(run: RunDir, first: dict[str, Any] | None, number: int) -> str:
-    told = f"{_text(run, first)}\n" if first and not first["secondary"] else ""
+    told = f"{_text(first)}\n" if first and not first["secondary"] else ""
     saved = run.complete_checkpoints()
     mend = f"; to go on after step {saved[-1][0]}, give --run-dir {run}" if saved else ""
     return f"{told}ortlaunch: stopped by {signal.Signals(number).name}{mend}"
@@ -69,9 +69,6 @@ def _host(nodes: list[dict[str, Any]], rank: int) -> str:
     return name
 
 
-def _text(run: RunDir, first: dict[str, Any]) -> str:
-    where = f"rank {first['rank']} on host {first['host']} (local rank {first['local_rank']})"
-    how = first["message"] if first["type"] in ("Signal", "Exit") else f"failed with {first['type']}"
-    log = run.log(first["rank"], "err")
+def _text(first: dict[str, Any]) -> str:
     said = f"{first['traceback'].rstrip()}\n\n" if first["traceback"] else ""
-    return f"{said}ortlaunch: {where} {how}; exit status {first['exit_status']}; log: {log}"
+    return f"{said}ortlaunch: {first['summary']}"

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.rundir import RunDir, write_json
+from ortlaunch.rundir import RunDir, read_json, write_json
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
@@ -96,7 +96,11 @@ def _status_of(error: BaseException) -> int:
 
 
 def _write(rank: Rank, run: RunDir, pid: int, record: dict[str, Any]) -> None:
-    where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": socket.gethostname(), "pid": pid}
+    host = socket.gethostname()
+    how = record["message"] if record["type"] in ("Signal", "Exit") else f"failed with {record['type']}"
+    place = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
+    summary = f"{place} {how}; exit status {record['exit_status']}; log: {run.log(rank.rank, 'err')}"
+    where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": host, "pid": pid, "summary": summary}
     with contextlib.suppress(OSError):  # a full disk must not hide the exit status
         write_json(run.error(rank.rank), {**where, **record})
 
@@ -181,11 +185,21 @@ def _conclude(rank: Rank, run: RunDir, child: int, status: int, finished: bool, 
         _write(
             rank, run, child, {"exit_status": code, "signal": number, **record, "secondary": asked, "time": time.time()}
         )
+    _tell(rank, run)
     if number:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
         os.kill(os.getpid(), number)
     return code
+
+
+def _tell(rank: Rank, run: RunDir) -> None:
+    """Say why this rank failed where nobody else will: under a launcher of the user's own."""
+    with contextlib.suppress(OSError):
+        record = read_json(run.error(rank.rank))
+        if not record["secondary"] and read_json(run.plan)["launcher"] == "inside":
+            said = f"{record['traceback']}\n" if rank.rank else ""  # rank 0's output is on the terminal already
+            print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
 
 
 def _last_words(run: RunDir, rank: Rank) -> str:

@@ -102,22 +102,24 @@ def test_ranks_of_several_hosts(launcher: str, hosts: tuple[Host, ...]) -> None:
     assert found == plan(recipe(), hosts, "mpi").ranks
 
 
-START = {
-    "torchrun": [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2", "--no-python"],
-    "mpi": ["mpirun", "-n", "2", "--host", "localhost:2", "--bind-to", "none"],
-}
+def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Two ranks of the command, started by the user's own launcher."""
+    argv = {
+        "torchrun": [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node=2", "--no-python"],
+        "mpi": ["mpirun", "-n", "2", "--host", "localhost:2", "--bind-to", "none"],
+    }[launcher]
+    if launcher == "mpi":
+        argv[0] = mpi.find_mpirun()
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    command, env = [*argv, ORTLAUNCH, "train", RECIPE], {**os.environ, **root}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
     """Started by the user's own launcher, the command is its rank: one run folder, one training on two ranks."""
     write_recipe(tmp_path, train={"max_steps": 3}, launch={"env": {"NOTE": "two words"}})
-    start = START[launcher] if launcher == "torchrun" else [mpi.find_mpirun(), *START[launcher][1:]]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-    command = [*start, ORTLAUNCH, "train", RECIPE]
-    result = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **root}, capture_output=True, text=True, timeout=60, check=False
-    )
+    result = start(launcher, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     folders = list((tmp_path / "runs").iterdir())
     assert len(folders) == 1
@@ -130,6 +132,19 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert json.loads(run.engine.read_text())["ranks"] == 2
     assert [step for step, _ in run.complete_checkpoints()] == [3]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_inside_a_launcher_the_failing_rank_speaks(launcher: str, tmp_path: Path) -> None:
+    """No command of ours around the ranks can tell the cause: the rank does, once, with traceback and host."""
+    write_recipe(tmp_path, fails=True)
+    result = start(launcher, tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.count('raise ValueError("planted")') == 1
+    told = [line for line in result.stderr.splitlines() if line.startswith("ortlaunch: rank")]
+    assert len(told) == 1
+    assert told[0].startswith("ortlaunch: rank 1 on host ")
+    assert " (local rank 1) failed with ValueError; exit status 1; log: runs/" in told[0]
 
 
 @needs_mpi

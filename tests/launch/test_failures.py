@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.tiny import LAUNCHERS
+
 MODULE = """
 import os, signal, sys, time, torch
 
@@ -131,7 +133,7 @@ def wait_for_steps(folder: Path, count: int) -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("how", ENDS)
 def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, launcher: str, how: str):
     """The command's status is the first failing rank's, the cause is printed last, and nothing is left."""
@@ -145,7 +147,7 @@ def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, laun
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_ends_everything(start, tmp_path: Path, launcher: str):
     """SIGINT to the command ends every rank; the status is 130, as a shell's."""
     process = start(launcher, "slow")
@@ -158,7 +160,7 @@ def test_ctrl_c_ends_everything(start, tmp_path: Path, launcher: str):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_command_leaves_no_orphan(start, tmp_path: Path, launcher: str):
     """After `kill -9` of the command its launcher and ranks end by themselves."""
     process = start(launcher, "slow")

@@ -1,4 +1,4 @@
-"""A user's own tiny model and data beside a recipe, the command as a user types it, and the processes of a run."""
+"""A user's own tiny model and data beside a recipe, and the command as a user types it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,54 +32,32 @@ def _lacking_for_mpi() -> str:
 NO_MPI = _lacking_for_mpi()
 needs_mpi = pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
 LAUNCHERS = ("torchrun", pytest.param("mpi", marks=needs_mpi))
-MODULE = '''
-"""A model of five weights that can be told to fail in one rank at one step."""
-import os, signal, sys, time
+MODULE = """
+import os
 import torch
 
 class Model(torch.nn.Module):
-    def __init__(self, how, rank, step):
+    def __init__(self, fails):
         super().__init__()
-        self.linear = torch.nn.Linear(4, 1)
-        self.how, self.rank, self.step, self.passes = how, rank, step, 0
+        self.linear, self.fails = torch.nn.Linear(4, 1), fails
 
     def forward(self, x, y):
-        self.passes += 1
-        if int(os.environ["RANK"]) == self.rank and self.passes == self.step:
-            self.fail()
+        if self.fails and os.environ["RANK"] == "1":
+            raise ValueError("planted")
         return ((self.linear(x) - y) ** 2).mean()
 
-    def fail(self):
-        if self.how == "exits":
-            sys.exit(7)
-        if self.how == "raises":
-            raise ValueError("planted")
-        if self.how == "leaves":
-            os._exit(0)
-        if self.how == "is killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "loses its guardian":
-            os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(60)
-        if self.how == "waits":
-            open("waiting", "w").close()
-            time.sleep(600)
-
-def model(how="trains", rank=1, step=2):
-    return Model(how, rank, step)
+def model(fails=False):
+    return Model(fails)
 
 def data():
-    generator = torch.Generator().manual_seed(0)
-    def draw(size):
-        return torch.randn(size, generator=generator)
-    return [{"x": draw(4), "y": draw(1)} for _ in range(64)]
-'''
+    return [{"x": torch.ones(4) * i / 64, "y": torch.ones(1)} for i in range(64)]
+"""
 
 
-def write_recipe(folder: Path, how: str = "trains", **sections: Any) -> Path:
-    """Write the module and its recipe; returns the recipe."""
+def write_recipe(folder: Path, fails: bool = False, **sections: Any) -> Path:
+    """Write the module and its recipe, whose rank 1 may fail; returns the recipe."""
     (folder / "mine.py").write_text(MODULE)
-    model = {**CUSTOM["model"], "arguments": {"how": how}}
+    model = {**CUSTOM["model"], "arguments": {"fails": fails}}
     path = folder / RECIPE
     path.write_text(yaml.safe_dump({**CUSTOM, "model": model, **sections}))
     return path
@@ -97,25 +74,3 @@ def ortlaunch(folder: Path, *arguments: str, timeout: float = 60, **environ: str
         timeout=timeout,
         check=False,
     )
-
-
-def processes_in(folder: Path) -> dict[int, str]:
-    """Command lines of the living processes whose working directory is `folder`, by id."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if (entry / "cwd").readlink() == folder and (entry / "stat").read_text().rpartition(")")[2].split()[
-                0
-            ] != "Z":
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:  # gone in the meantime, or not ours
-            continue
-    return found
-
-
-def wait_until_gone(folder: Path, seconds: float = 5.0) -> dict[int, str]:
-    """Processes in `folder` that still live after `seconds`; returns early when there are none."""
-    deadline = time.monotonic() + seconds
-    while (left := processes_in(folder)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
