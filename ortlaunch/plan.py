@@ -21,8 +21,8 @@ from ortlaunch.recipe import Recipe
 # Variables of the user's shell that every rank gets, by name; their values are never written or shown.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "HTTPS_PROXY", "NO_PROXY")
 FORWARDED_PREFIXES = (
-    "NCCL_", "GLOO_", "UCX_", "FI_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "ORTMODULE_",
-    "ORTLAUNCH_", "TORCH_", "TORCHINDUCTOR_", "DS_", "CUDA_LAUNCH_BLOCKING", "PYTORCH_",
+    "NCCL_", "GLOO_", "UCX_", "FI_", "I_MPI_", "MPI4PY_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_",
+    "ORTMODULE_", "ORTLAUNCH_", "TORCH_", "TORCHINDUCTOR_", "DS_", "CUDA_LAUNCH_BLOCKING", "PYTORCH_",
 )  # fmt: skip
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 

@@ -37,16 +37,13 @@ def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
     _die_with_parent(signal.SIGTERM)
     streams = {name: os.pipe() for name in ("out", "err", "finished")}
     signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until there is a rank to pass them on to
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # one that comes too early to be passed on waits
     child = os.fork()
     if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         _be_the_rank(rank, run, live, {name: ends[1] for name, ends in streams.items()})
     for _, write_end in streams.values():
         os.close(write_end)
     passed_on = _pass_signals_to(child)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
     finished, status = _relay(child, rank, run, {name: ends[0] for name, ends in streams.items()})
     return _conclude(rank, run, child, status, finished, passed_on)
