@@ -21,11 +21,10 @@ from ortlaunch.plan import Plan, describe, make_plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.rules import device_rules
-from ortlaunch.rundir import RunDir, write_json, write_text
+from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir, write_json, write_text
 from ortlaunch.world import Asked, World, settle
 
 _JOIN_SECONDS = 120
-_PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"
 
 
 class Settled(NamedTuple):
@@ -104,7 +103,7 @@ def train(settled: Settled, chosen: Path | None) -> int:
     run = _claimed(run) if chosen is None else run
     request = _prepare(settled, run)
     if sys.stdout.isatty():
-        os.environ[_PROGRESS_VARIABLE] = "1"
+        os.environ[PROGRESS_VARIABLE] = "1"
     launcher = backend(settled.plan.launcher)
     job = launcher.submit(request)
     end = explain_end(run, launcher.wait(job), stopped_by=job.signal)
@@ -172,7 +171,7 @@ def _check_folder(run: RunDir, current: Recipe) -> None:
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if not run.recipe.exists():
         return
-    before = recipe.parse_resolved(run.recipe.read_text(encoding="utf-8"))
+    before = recipe.load(run.recipe).recipe
     changed = list(differences(before.model_dump(mode="json"), current.model_dump(mode="json")))
     other = [
         line for line in changed if line.split(".")[0].split(":")[0] in ("model", "data", "seed", "batch", "optimizer")

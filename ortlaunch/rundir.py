@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # set for the ranks where the command's output is a terminal
+
 
 class RunDir:
     """The folder of one run; the only thing that crosses from the control side to the worker."""

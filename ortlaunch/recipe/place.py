@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple, Union
 
 Key = Union[str, int]
 KeyPath = tuple[Key, ...]
 Problem = tuple[tuple[str, ...], str]  # dotted paths involved, the first is where it is reported; what is wrong
+# Names whose values are never shown.
+SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$", re.IGNORECASE)
 
 
 class Place(NamedTuple):

@@ -11,7 +11,7 @@ from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.families import attention_dropout
 from ortlaunch.recipe.model_rules import function, model_rules
 from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
-from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.place import SECRET, Problem
 
 _FORMAT_FIELDS = {
     "text": ("path",),
@@ -31,7 +31,6 @@ _DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write nu
 # What the launcher itself tells every rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$", re.IGNORECASE)
 
 
 def broken(recipe: Recipe) -> Iterator[Problem]:
@@ -261,7 +260,7 @@ def _launch(recipe: Recipe) -> Iterator[Problem]:
             yield (f"launch.env.{name}",), "is no name of a variable: letters, digits and `_`"
         elif name in _RANK_VARIABLES:
             yield (f"launch.env.{name}",), "is set by the launcher for each rank; leave it out"
-        elif _SECRET.search(name):
+        elif SECRET.search(name):
             yield (
                 (f"launch.env.{name}",),
                 "looks like a secret, and the run folder keeps the recipe; export it in your shell and name it in "

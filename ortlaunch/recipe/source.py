@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.recipe.place import Line, Place, SourceError, dotted
+from ortlaunch.recipe.place import SECRET, Line, Place, SourceError, dotted
 from ortlaunch.recipe.tree import Tree, merge
 from ortlaunch.recipe.yaml_text import parse
 
@@ -60,8 +60,8 @@ def _read_base(base: Tree, path: Path, problems: list[Line], seen: Sequence[Path
 def override(tree: Tree, assignments: Iterable[str], problems: list[Line]) -> Tree:
     """`tree` with every `key.path=value` set; the value is read as YAML and replaces what was there."""
     for assignment in assignments:
-        place = Place(f"override {assignment!r}")
         path, equals, text = assignment.partition("=")
+        place = Place(f"override {path + '=...' if SECRET.search(path.strip()) else assignment!r}")
         names = tuple(name.strip() for name in path.split("."))
         if not equals or not all(names) or path.startswith("-"):
             problems.append(Line(place, "write it as key.path=value, for example train.max_steps=100"))

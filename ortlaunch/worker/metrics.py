@@ -11,9 +11,7 @@ import torch
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir, write_text
-
-PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # set by the command where its output is a terminal
+from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir, write_text
 
 
 class Metrics:

@@ -121,6 +121,15 @@ def test_a_folder_of_something_else() -> None:
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
 
 
+def test_an_edited_recipe_in_a_run_folder() -> None:
+    """A run folder whose recipe is no valid one any more is refused with file, line and column."""
+    run = older("mine")
+    write_text(run.recipe, run.recipe.read_text().replace("name: made", "nam: made"))
+    with pytest.raises(RecipeError) as caught:
+        control.train(settled(), Path("mine"))
+    assert caught.value.problems[0].startswith("mine/recipe.yaml:1:1: nam: unknown key; did you mean name?")
+
+
 CHANGED = {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "train": {"max_steps": 9}}
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir
+from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir
 from ortlaunch.worker import metrics as metrics_module
-from ortlaunch.worker.metrics import PROGRESS_VARIABLE, Metrics, duration, flops_per_token, measured_peak_flops
+from ortlaunch.worker.metrics import Metrics, duration, flops_per_token, measured_peak_flops
 
 VALUES = {
     "loss": 1.25, "samples_per_second": 1234.56, "tokens_per_second": 98765.4, "mfu": 0.0525,

@@ -88,6 +88,13 @@ def test_a_broken_override_is_named(assignment: str) -> None:
     assert found[0].startswith(f"override {assignment!r}: {EXPECTED['overrides'][assignment]}"), found[0]
 
 
+def test_a_refused_secret_is_not_shown() -> None:
+    """The value of an override that looks like a secret stays out of the error, which may be logged."""
+    found = problems(RECIPES / "bert-large/tiny.yaml", "launch.env.HF_TOKEN=hf_abc123")
+    assert found[0].startswith("override 'launch.env.HF_TOKEN=...': launch.env.HF_TOKEN: looks like a secret"), found[0]
+    assert "hf_abc123" not in found[0]
+
+
 def test_errors_of_file_and_overrides_come_together() -> None:
     """One run shows what is wrong in the file, in what it extends and on the command line."""
     found = problems(FOLDER / "extends-broken.yaml", "nam=x", "train.max_steps")

@@ -68,6 +68,17 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def wrap_method(owner: Any, method: str, around: Callable[..., Any]) -> None:
+    """Let `around(original, *args, **kwargs)` stand in for a method of a class."""
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, method, wrapped)
+
+
 # --------------------------------------------------------------------------------- repairs before the import
 
 

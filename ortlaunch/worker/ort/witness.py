@@ -5,11 +5,10 @@ Owns the counters and the wrappers that feed them. Must not decide anything: the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from ortlaunch.worker.ort.compat import import_ortmodule
+from ortlaunch.worker.ort.compat import import_ortmodule, wrap_method
 
 
 class Witness:
@@ -38,7 +37,7 @@ class Witness:
         self._count(_execution_agent.TrainingAgent, "run_forward", "forward_passes")
         self._count(_execution_agent.TrainingAgent, "run_backward", "backward_passes")
         self._count(_execution_agent.InferenceAgent, "run_forward", "inference_passes")
-        _wrap(_fallback._FallbackManager, "fallback", self._record_fallback)
+        wrap_method(_fallback._FallbackManager, "fallback", self._record_fallback)
 
     def _count(self, owner: Any, method: str, counter: str) -> None:
         def counted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +45,7 @@ class Witness:
             setattr(self, counter, getattr(self, counter) + 1)
             return result
 
-        _wrap(owner, method, counted)
+        wrap_method(owner, method, counted)
 
     def _record_fallback(self, original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
         # With retry on, ORT forgets the exception inside the call: read it first.
@@ -55,13 +54,3 @@ class Witness:
         if reason not in self.fallback_reasons:
             self.fallback_reasons.append(reason)
         return original(manager, *args, **kwargs)
-
-
-def _wrap(owner: Any, method: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, method)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, method, wrapped)

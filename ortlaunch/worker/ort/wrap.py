@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.worker.ort.compat import environment, import_ortmodule, record
+from ortlaunch.worker.ort.compat import environment, import_ortmodule, record, wrap_method
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,12 +65,12 @@ def _repair_classes() -> None:
     from onnxruntime.training.ortmodule import _graph_execution_manager, _graph_transition_manager, _training_manager
 
     transition = _graph_transition_manager.GraphTransitionManager
-    _wrap(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _with_threads)
-    _wrap(transition, "get_post_processed_model", _with_memory_level)
+    wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _with_threads)
+    wrap_method(transition, "get_post_processed_model", _with_memory_level)
     record("limit_session_threads", "keep_memory_level_for_export")
     if _NAMES_EVERY_PARAMETER in inspect.getsource(_graph_transition_manager):
         transition._export_model = staticmethod(_without_frozen(transition._export_model))
-        _wrap(_training_manager.TrainingManager, "forward", _rebuilding_when_unfrozen)
+        wrap_method(_training_manager.TrainingManager, "forward", _rebuilding_when_unfrozen)
         record("skip_frozen_gradients")
 
 
@@ -114,13 +114,3 @@ def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args:
         parameters = manager._flattened_module.parameters()
         manager._ortlaunch_frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     return original(manager, *args, **kwargs)
-
-
-def _wrap(owner: Any, method: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, method)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, method, wrapped)
