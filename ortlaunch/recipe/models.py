@@ -64,6 +64,9 @@ class Lora(Section):
     """Dropout before the adapters."""
     target_modules: OneOrMore = ("q_proj", "v_proj")
     """Names of the linear layers that get an adapter."""
+    merge: bool = True
+    """Export the whole model with the adapters merged into its weights; false: the adapters alone, as peft
+    writes them. Checkpoints hold the adapters alone in any case."""
 
 
 class Model(Section):
