@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
@@ -189,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 def _records_until(run: RunDir, step: int) -> list[Record]:
     """What an earlier life of this run compared before the checkpoint that it goes on from."""
-    if not step or not os.path.exists(run.parity):
+    if not run.parity.exists():
         return []
     records = [json.loads(line) for line in run.parity.read_text(encoding="utf-8").splitlines()]
     return [record for record in records if record["step"] <= step]
