@@ -160,6 +160,7 @@ VERB = (
         ["plan", "recipe.json"],
         ["plan", "recipe.json", "--json"],
         ["train", "recipe.json", "--dry-run"],
+        ["parity", "recipe.json", "--dry-run", "engine.name=inductor"],
         ["train", "recipe.json", "--dry-run", "--nproc-per-node=2"],
     ],
     ids=" ".join,

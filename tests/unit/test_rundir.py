@@ -22,6 +22,7 @@ PATHS = {
     "errors": "errors",
     "ready": "ready",
     "metrics": "metrics.jsonl",
+    "parity": "parity.jsonl",
     "engine": "engine.json",
     "tensorboard": "tensorboard",
     "checkpoints": "checkpoints",
