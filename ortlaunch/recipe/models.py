@@ -174,8 +174,9 @@ class Optimizer(Section):
     """How weights change."""
 
     name: Literal["fused_adam", "adamw", "lamb", "sgd"] = "adamw"
-    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (said in engine.json). `lamb`: the
-    large-batch optimizer of BERT; not above ZeRO 0, where its trust ratio would be wrong."""
+    """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (said in engine.json); both as torch's AdamW,
+    decay before the step by rate x weight_decay. `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where
+    its trust ratio would be wrong."""
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(_tuple_of)] = (0.9, 0.999)

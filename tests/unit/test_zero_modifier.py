@@ -256,29 +256,32 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
 
 
 FUSED = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"
+LEFT = "FP16_Optimizer: not applied"
+WITHOUT = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
+EAGER, CPU_ORT = "engine eager runs without ONNX Runtime", "ONNX Runtime's is for CUDA"
+OFF, OFFLOAD = "zero.fused_gradient_norm is false", "with CPU offload DeepSpeed measures gradients as it copies them"
 
 
 @pytest.mark.parametrize(
-    ("used", "made", "optimizer", "fp16", "lines"),
+    ("used", "made", "fields", "fp16", "lines"),
     [
-        ("eager", {}, None, Applied(False, None, "it modifies DeepSpeed's ZeRO optimizer, and this run is without "
-                                                 "DeepSpeed"), []),
-        ("eager", {"zero": {}}, zero(gradients(3)), Applied(True, "ortlaunch", "engine eager runs without ONNX Runtime"),
-         [f"{FUSED} (engine eager runs without ONNX Runtime)"]),
-        ("ort", {"zero": {"stage": 2}}, zero(gradients(3)), Applied(True, "ortlaunch", "ONNX Runtime's is for CUDA"),
-         [f"{FUSED} (ONNX Runtime's is for CUDA)"]),
-        ("inductor", {"zero": {"fused_gradient_norm": False}}, zero(gradients(3)),
-         Applied(False, None, "zero.fused_gradient_norm is false"),
-         ["FP16_Optimizer: not applied: zero.fused_gradient_norm is false"]),
-        ("eager", {"zero": {}}, zero(gradients(3), cpu_offload=True),
-         Applied(False, None, "engine eager runs without ONNX Runtime; with CPU offload DeepSpeed measures gradients as "
-                              "it copies them"),
-         ["FP16_Optimizer: not applied: engine eager runs without ONNX Runtime; with CPU offload DeepSpeed measures "
-          "gradients as it copies them"]),
+        ("eager", {}, None, (False, None, WITHOUT), []),
+        ("ort", {}, None, (False, None, WITHOUT), [f"{LEFT}: {WITHOUT}"]),
+        ("eager", {"zero": {}}, {}, (True, "ortlaunch", EAGER), [f"{FUSED} ({EAGER})"]),
+        ("ort", {"zero": {"stage": 2}}, {}, (True, "ortlaunch", CPU_ORT), [f"{FUSED} ({CPU_ORT})"]),
+        ("inductor", {"zero": {"fused_gradient_norm": False}}, {}, (False, None, OFF), [f"{LEFT}: {OFF}"]),
+        (
+            "eager",
+            {"zero": {}},
+            {"cpu_offload": True},
+            (False, None, f"{EAGER}; {OFFLOAD}"),
+            [f"{LEFT}: {EAGER}; {OFFLOAD}"],
+        ),
     ],
-)  # fmt: skip
-def test_it_is_recorded_and_said(used: str, made: Any, optimizer: Any, fp16: Applied, lines: list[str]) -> None:
+)
+def test_it_is_recorded_and_said(used: str, made: Any, fields: Any, fp16: Any, lines: list[str]) -> None:
     """engine.json and the plan say whose fused pass runs, or why none does; and none runs where that is said."""
+    optimizer = None if fields is None else zero(gradients(3), **fields)
     found, said = told(recipe(**made), used, optimizer)
-    assert (found, said) == (fp16._asdict(), lines)
-    assert optimizer is None or ("get_grad_norm_direct" in vars(optimizer)) == fp16.applied
+    assert (found, said) == (Applied(*fp16)._asdict(), lines)
+    assert optimizer is None or ("get_grad_norm_direct" in vars(optimizer)) == fp16[0]
