@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("zero") / "found.json"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
+    process = subprocess.Popen(
         [*launcher, "-m", "tests.distributed.zero_steps", str(file)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False,
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-4000:]
+    try:
+        _, said = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-4000:]
     read: dict[str, Any] = json.loads(file.read_text())
     return read
 
