@@ -168,6 +168,10 @@ def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home:
     """The same with ZeRO 1 on two ranks, each with its own part of the optimizer's state."""
     assert {f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")} <= sharded.files()
     assert json.loads((sharded.folder / "deepspeed.json").read_text())["zero_optimization"] == {"stage": 1}
+    assert (sharded.truth()["fp16_optimizer"]["applied"], sharded.truth()["fp16_optimizer"]["by"]) == (
+        True,
+        "ortlaunch",
+    )
     resumed = interrupted(train, home, "sharded-resumed", SHARDED, *TWO_RANKS)
     assert "resumed after step 5 from" in resumed.out
     assert resumed.losses() == sharded.losses()
