@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
+from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
 from ortlaunch.recipe.families import attention_dropout
 from ortlaunch.recipe.model_rules import function, model_rules
 from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
@@ -35,7 +36,19 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def broken(recipe: Recipe) -> Iterator[Problem]:
     """Every rule that the recipe breaks."""
-    rules = (model_rules, _corpora, _data, _batch, _optimizer, _schedule, _engine, deepspeed_rules, _train, _launch)
+    rules = (
+        model_rules,
+        _corpora,
+        _data,
+        _batch,
+        _optimizer,
+        _schedule,
+        _engine,
+        engine_rules,
+        deepspeed_rules,
+        _train,
+        _launch,
+    )
     for rule in rules:
         yield from rule(recipe)
     if recipe.launch.device != "auto":
@@ -43,7 +56,8 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
 
 
 def device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
-    """Precision against engine, DeepSpeed and a known device, `cpu` or `cuda`."""
+    """Precision and the engine's settings against a known device, `cpu` or `cuda`."""
+    yield from engine_device_rules(recipe, device)
     if device == "cpu" and recipe.engine.name == "ort" and recipe.precision != "fp32":
         yield (
             ("precision", "engine.name", "launch.device"),

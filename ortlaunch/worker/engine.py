@@ -63,13 +63,7 @@ class Engine:
             return {**self.report, "inductor": _compiled()}
         if self.witness is None:
             return self.report
-        counts = {
-            "forward_passes": self.witness.forward_passes,
-            "backward_passes": self.witness.backward_passes,
-            "evaluation_passes": self.witness.inference_passes,
-            "fallbacks": self.witness.fallbacks,
-            "fallback_reasons": self.witness.fallback_reasons,
-        }
+        counts = self.witness.counts()
         return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts}}
 
 
@@ -127,6 +121,7 @@ def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Gro
 
 def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tuple[Any, Any, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
+    from ortlaunch.worker.ort.options import require_effect
     from ortlaunch.worker.ort.witness import Witness
     from ortlaunch.worker.ort.wrap import wrap
 
@@ -134,19 +129,17 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
     witness.install()
     reason, wrapped = "", None
     try:
-        settings = recipe.engine
-        wrapped = wrap(
-            model, threads=threads(group), opset=settings.opset, memory_optimization=settings.memory_optimization
-        )
+        wrapped = wrap(model, recipe.engine, threads=threads(group), ranks_here=group.local.local_world_size)
         _probe(recipe, wrapped, model, group, sample)
-    except MissingDependency:
+        require_effect(recipe.engine, witness.graphs)
+    except (MissingDependency, EngineError):
         raise
     except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
         reason = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} {_where(error)}"
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_hint(model)}{_ADVICE}")
-    witness.reset()
+    witness.restart()
     return (model, witness, reason) if reason else (wrapped, witness, "")
 
 
@@ -221,9 +214,9 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime() -> dict[str, Any]:
-    from ortlaunch.worker.ort import compat
+    from ortlaunch.worker.ort import compat, options
 
-    return {"repairs": list(compat.applied())}
+    return {"repairs": list(compat.applied()), **options.report()}
 
 
 def _fp16_optimizer(used: str, stepper: Stepper, group: Group) -> dict[str, Any]:
