@@ -77,7 +77,7 @@ def read_graph(model: Any, training: bool, memory_efficient: bool) -> Graph:
 
 
 def _needed(nodes: Sequence[Any], end: int) -> set[int]:
-    """Nodes that node `end` needs, and the shapes of what these make: ORT takes shapes as soon as it can."""
+    """`end`, nodes that it needs, and the shapes of what these make: ORT takes shapes as soon as it can."""
     maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
     found: set[int] = set()
     waiting = [end]
@@ -87,7 +87,8 @@ def _needed(nodes: Sequence[Any], end: int) -> set[int]:
             found.add(i)
             waiting.extend(maker[name] for name in nodes[i].input if name in maker)
     shapes = (i for i, node in enumerate(nodes) if node.op_type in ("Shape", "Size"))
-    return found | {i for i in shapes if all(maker.get(name) in found for name in nodes[i].input)}
+    needed = found - {end}  # whose output is the gradient that the backward pass begins with
+    return found | {i for i in shapes if all(maker.get(name) in needed for name in nodes[i].input)}
 
 
 def _called(nodes: Sequence[Any], attribute: str, *kinds: str) -> Counter[str]:
