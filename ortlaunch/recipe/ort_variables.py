@@ -6,6 +6,7 @@ reason, for outside a recipe nothing would show it. Pure; both sides of a run im
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -110,7 +111,12 @@ def _yaml(value: Any) -> str:
 def _without_field(name: str) -> str:
     if name in LEFT_OUT:
         return f"{LEFT_OUT[name]}; take it out"
-    guess = closest(name[len(PREFIX) :], [known[len(PREFIX) :] for known in FIELDS])
-    field = FIELDS[PREFIX + guess].field if guess else ""
-    meant = f"; did you mean {PREFIX}{guess}? That is engine.{field}" if guess else "; take it out"
+    known = {_core(variable): variable for variable in FIELDS}
+    guess = known.get(closest(_core(name), known) or "")
+    meant = f"; did you mean {guess}? That is engine.{FIELDS[guess].field}" if guess else "; take it out"
     return f"is no variable of ORTModule 1.19.2{meant}"
+
+
+def _core(name: str) -> str:
+    """What tells names apart."""
+    return re.sub(rf"^{PREFIX}((ENABLE|USE)_)?", "", name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -29,7 +30,9 @@ def _settings(ort: dict[str, Any]) -> list[str]:
     """Settings of engine ort that are not their defaults, and what was decided for the one left open."""
     lines = []
     if ort.get("settings"):
-        lines.append("settings: " + ", ".join(f"{name} {value}" for name, value in ort["settings"].items()))
+        lines.append(
+            "settings: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in ort["settings"].items())
+        )
     copy = ort.get("deepcopy_before_export")
     if copy and not copy["used"] and "deepcopy_before_export" not in ort["settings"]:
         lines.append(
