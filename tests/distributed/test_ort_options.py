@@ -95,6 +95,19 @@ class Custom(Words):
         return Doubled.apply(super().forward(ids))
 
 
+class FewLabels(Words):
+    """One label in eight counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(32, 30), nn.CrossEntropyLoss()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(self.words(ids)))
+        labels = torch.where(ids % 8 == 0, ids, torch.full_like(ids, -100))
+        return self.loss(self.head(hidden).reshape(-1, 30), labels.reshape(-1))
+
+
 class Copied(Words):
     """Counts its copies."""
 
@@ -181,16 +194,23 @@ def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 
 def sparsity_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    assert "without compute_optimizer: true" in refused(sparsity_optimizer=True, compute_optimizer=False)
+    off = executed(witness, FewLabels(), sparsity_optimizer=False)
     if not INTEROP:
         refuses_without_interop(sparsity_optimizer=True)
-    assert "without compute_optimizer: true" in refused(sparsity_optimizer=True, compute_optimizer=False)
-    assert not executed(witness, Words(), sparsity_optimizer=False).python
+        return
+    on = executed(witness, FewLabels(), sparsity_optimizer=True)
+    assert on.forward["ShrunkenGather"] > off.forward["ShrunkenGather"] == 0
 
 
 def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    assert "without sparsity_optimizer" in refused(print_input_density=True, sparsity_optimizer=False)
     if not INTEROP:
         refuses_without_interop(print_input_density=True)
-    assert "without sparsity_optimizer" in refused(print_input_density=True, sparsity_optimizer=False)
+        return
+    silent, printing = (executed(witness, FewLabels(), print_input_density=wanted) for wanted in (False, True))
+    assert size(printing.python) > size(silent.python)
+    assert "label tensor density" in capfd.readouterr().out
 
 
 def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
@@ -440,7 +460,7 @@ def test_a_host_whose_environment_contradicts_is_refused() -> None:
 # ------------------------------------------------------------------------------------------- each repair is needed
 
 WITHOUT_REPAIR = """
-import sys
+import json, sys
 from ortlaunch.worker.ort import compat, setting_repairs
 from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort.wrap import wrap
@@ -458,7 +478,7 @@ class Loss(torch.nn.Module):
         self.linear = torch.nn.Linear(4, 1)
     def forward(self, x):
         return self.linear(x).sum()
-for settings in ({"compute_optimizer": False}, {"sparsity_optimizer": False}):
+for settings in json.loads(sys.argv[2]):
     model = Loss()
     wrap(model, Engine(**settings), threads=1)(torch.ones(2, 4)).backward()
     assert model.linear.weight.grad.tolist() == [[2.0] * 4]
@@ -466,16 +486,32 @@ print("applied:", *compat.applied())
 """
 
 
+def steps_without(skipped: str, *settings: dict[str, bool]) -> subprocess.CompletedProcess[str]:
+    """A fresh process that leaves out one repair and takes a step with each of these settings."""
+    command = [sys.executable, "-c", WITHOUT_REPAIR, skipped, json.dumps(settings)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 @pytest.mark.parametrize("skipped", ["nothing", "switch_off_sparsity"])
 def test_switching_sparsity_off_needs_its_repair(skipped: str, witness: Witness) -> None:
     """Stock ORTModule walks through None where compute or sparsity optimization is off."""
-    command = [sys.executable, "-c", WITHOUT_REPAIR, skipped]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = steps_without(skipped, {"compute_optimizer": False}, {"sparsity_optimizer": False})
     if skipped == "nothing":
         assert done.returncode == 0, done.stderr
         assert "switch_off_sparsity" in done.stdout.split("applied:")[1].split()
     else:
         assert "'NoneType' object is not iterable" in done.stderr
+
+
+@pytest.mark.skipif(not INTEROP, reason="needs ORT's extension torch_interop_utils")
+@pytest.mark.parametrize("skipped", ["nothing", "manage_gradients_on_device"])
+def test_gradient_management_needs_its_repair(skipped: str, witness: Witness) -> None:
+    """Stock ORTModule gives parameters where torch.zeros wants a device."""
+    done = steps_without(skipped, {"memory_efficient_grad_management": True})
+    if skipped == "nothing":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "zeros()" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------- the witness is exact

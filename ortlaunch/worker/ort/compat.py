@@ -246,12 +246,17 @@ _inline: contextvars.ContextVar[bool] = contextvars.ContextVar("inline", default
 
 @contextlib.contextmanager
 def inlining(wanted: bool) -> Iterator[None]:
-    """Let ORT derive the forward of custom autograd functions in exports of this with-block; False: refuse them."""
+    """Let ORT derive the forward of custom autograd functions in exports of this with-block; False: call them."""
+    calls = importlib.import_module(f"{_ORTMODULE}._custom_autograd_function")
+    called = calls.custom_autograd_function_enabler.state
     token = _inline.set(wanted)
+    if wanted:  # the exporter inlines no function that ORT exports as a call
+        calls.enable_custom_autograd_support(False)
     try:
         yield
     finally:
         _inline.reset(token)
+        calls.enable_custom_autograd_support(called)
 
 
 def _without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
