@@ -7,11 +7,12 @@ at its default, so that a variable from outside cannot change one. Must not know
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,14 @@ from ortlaunch import extensions
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe.models import Engine
 from ortlaunch.recipe.ort_variables import contradictions, seen
-from ortlaunch.worker.ort.compat import environment, import_ortmodule
+from ortlaunch.worker.ort.compat import environment, import_ortmodule, inlining
 from ortlaunch.worker.ort.graph import Graph
 
 if TYPE_CHECKING:
     from torch import nn
 
 _NEEDS_INTEROP = ("sparsity_optimizer", "print_input_density", "memory_efficient_grad_management")
+_INLINE = "_ortlaunch_inline"
 _report: dict[str, Any] = {}
 
 
@@ -164,10 +166,18 @@ def set_attributes(wrapped: Any, engine: Engine) -> None:
         options.propagate_cast_ops_level = engine.cast_propagation_level
         if engine.custom_autograd == "inline":
             options.enable_custom_autograd_function = False
-            options._ortlaunch_inline = True  # to compat, where it forbids that on torch 2.7 and later
+            setattr(options, _INLINE, True)
     if engine.triton_config is not None:
         # Read when a session is made, which may be at any later pass.
         os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _json_file(engine.triton_config)
+
+
+@contextlib.contextmanager
+def during_export(runtime_options: Any) -> Iterator[None]:
+    """What ORT and the exporter look up outside a module's own options, as this module has it."""
+    level = str(int(runtime_options.memory_optimization_level))
+    with environment(ORTMODULE_MEMORY_OPT_LEVEL=level), inlining(getattr(runtime_options, _INLINE, False)):
+        yield
 
 
 def settle_deepcopy(module: nn.Module, engine: Engine, ranks_here: int) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort import options
-from ortlaunch.worker.ort.compat import environment, import_ortmodule, inlining, record, wrap_method
+from ortlaunch.worker.ort.compat import environment, import_ortmodule, record, wrap_method
 from ortlaunch.worker.ort.setting_repairs import repair_settings
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def _with_threads(original: Callable[..., Any], manager: Any) -> Any:
 
 def _with_memory_level(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
     """ORT's stand-in for torch.utils.checkpoint reads the level from the environment again, during the export."""
-    options = manager._runtime_options
-    level = environment(ORTMODULE_MEMORY_OPT_LEVEL=str(int(options.memory_optimization_level)))
-    with level, inlining(getattr(options, "_ortlaunch_inline", False)):
+    with options.during_export(manager._runtime_options):
         return original(manager, *args)
 
 
