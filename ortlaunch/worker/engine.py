@@ -76,13 +76,7 @@ class Engine:
             return {**self.report, "inductor": _compiled()}
         if self.witness is None:
             return self.report
-        counts = {
-            "forward_passes": self.witness.forward_passes,
-            "backward_passes": self.witness.backward_passes,
-            "evaluation_passes": self.witness.inference_passes,
-            "fallbacks": self.witness.fallbacks,
-            "fallback_reasons": self.witness.fallback_reasons,
-        }
+        counts = self.witness.counts()
         return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts}}
 
 
@@ -141,6 +135,7 @@ def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Gro
 
 def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tuple[Any, Any, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
+    from ortlaunch.worker.ort.options import require_effect
     from ortlaunch.worker.ort.witness import Witness
 
     witness = Witness()
@@ -149,22 +144,22 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
     try:
         wrapped = _wrapped(recipe, model, group)
         _probe(recipe, wrapped, model, group, sample)
-    except MissingDependency:
+        require_effect(recipe.engine, witness.graphs)
+    except (MissingDependency, EngineError):
         raise
     except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
         reason = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} {_where(error)}"
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_hint(model)}{_ADVICE}")
-    witness.reset()
+    witness.restart()
     return (model, witness, reason) if reason else (wrapped, witness, "")
 
 
 def _wrapped(recipe: Recipe, model: LossModule, group: Group) -> Any:
     from ortlaunch.worker.ort.wrap import wrap
 
-    settings = recipe.engine
-    return wrap(model, threads=threads(group), opset=settings.opset, memory_optimization=settings.memory_optimization)
+    return wrap(model, recipe.engine, threads=threads(group), ranks_here=group.local.local_world_size)
 
 
 def _where(error: Exception) -> str:
@@ -248,9 +243,9 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime() -> dict[str, Any]:
-    from ortlaunch.worker.ort import compat
+    from ortlaunch.worker.ort import compat, options
 
-    return {"repairs": list(compat.applied())}
+    return {"repairs": list(compat.applied()), **options.report()}
 
 
 def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -> dict[str, Any]:

@@ -7,6 +7,7 @@ and torch as the user's code sees it stays as it is. Must not import the rest of
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
@@ -240,10 +241,28 @@ def _wrap_ort_export(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
     caller.torch = _Seen(caller.torch, onnx=_Seen(onnx, export=wrapper(onnx.export)))
 
 
+_inline: contextvars.ContextVar[bool] = contextvars.ContextVar("inline", default=False)
+
+
+@contextlib.contextmanager
+def inlining(wanted: bool) -> Iterator[None]:
+    """Let ORT derive the forward of custom autograd functions in exports of this with-block; False: call them."""
+    calls = importlib.import_module(f"{_ORTMODULE}._custom_autograd_function")
+    called = calls.custom_autograd_function_enabler.state
+    token = _inline.set(wanted)
+    if wanted:  # the exporter inlines no function that ORT exports as a call
+        calls.enable_custom_autograd_support(False)
+    try:
+        yield
+    finally:
+        _inline.reset(token)
+        calls.enable_custom_autograd_support(called)
+
+
 def _without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(export)
     def export_without_inlining(*args: Any, **kwargs: Any) -> Any:
-        return export(*args, **{**kwargs, "autograd_inlining": False})
+        return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
 
     return export_without_inlining
 

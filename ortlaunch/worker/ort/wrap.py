@@ -1,7 +1,7 @@
 """Wraps a module in ORTModule with settings that hold for this one module.
 
-Owns the settings' way into ORT and the repairs of ORTModule's behaviour that a wrapped module relies on.
-Must not know recipes, DeepSpeed or the training loop.
+Owns the repairs of ORTModule's behaviour that a wrapped module relies on; `options` turns settings into ORT's names.
+Must not know DeepSpeed or the training loop.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ortlaunch.recipe.models import Engine
+from ortlaunch.worker.ort import options
 from ortlaunch.worker.ort.compat import environment, import_ortmodule, record, wrap_method
+from ortlaunch.worker.ort.setting_repairs import repair_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,43 +23,26 @@ if TYPE_CHECKING:
 _THREADS = "_ortlaunch_threads"
 
 
-def wrap(
-    module: nn.Module,
-    *,
-    threads: int,
-    opset: int | None,
-    memory_optimization: int,
-    log_level: str = "ERROR",
-    allow_fallback: bool = False,
-) -> Any:
+def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1, allow_fallback: bool = False) -> Any:
     """`module` as an ORTModule; the graph is exported and built in its first forward.
 
+    engine: the recipe's settings; what ORT reads at its import must have been given to `options.prepare`.
     threads: CPU threads of each of its two sessions (training, evaluation); 0 lets ORT take every core.
-    opset: ONNX opset to export to; None is ORT's own, 17.
-    memory_optimization: 0 keeps activations, 1 recomputes them layer by layer, 2 also where only a part is saved.
-    log_level: VERBOSE, DEVINFO, INFO, WARNING, ERROR or FATAL; WARNING prints ORT's table of features.
+    ranks_here: ranks that share this host's memory.
     allow_fallback: let ORT run what it cannot as plain PyTorch; otherwise that raises in the first forward.
     """
     ortmodule = import_ortmodule()
     _repair_classes()
-    options = ortmodule.DebugOptions(log_level=ortmodule.LogLevel[log_level])
-    with environment(**_settings(opset, memory_optimization, allow_fallback)):
-        wrapped = ortmodule.ORTModule(module, options)
+    repair_settings()
+    deepcopy = options.settle_deepcopy(module, engine, ranks_here)
+    with environment(**options.variables(engine, deepcopy, allow_fallback)):
+        wrapped = ortmodule.ORTModule(module, options.debug_options(engine))
+    options.set_attributes(wrapped, engine)
     for training in (True, False):
         setattr(wrapped._torch_module._execution_manager(training), _THREADS, threads)
     # This logger of ORT's is under no option; it says what it guessed about shapes.
     logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
     return wrapped
-
-
-def _settings(opset: int | None, memory_optimization: int, allow_fallback: bool) -> dict[str, str]:
-    """ORT reads these while it is constructed, and has no other way in."""
-    values = {"ORTMODULE_MEMORY_OPT_LEVEL": str(memory_optimization)}
-    if opset is not None:
-        values["ORTMODULE_ONNX_OPSET_VERSION"] = str(opset)
-    if not allow_fallback:
-        values["ORTMODULE_FALLBACK_POLICY"] = "FALLBACK_DISABLE"
-    return values
 
 
 @functools.cache
@@ -85,7 +71,7 @@ def _with_threads(original: Callable[..., Any], manager: Any) -> Any:
 
 def _with_memory_level(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
     """ORT's stand-in for torch.utils.checkpoint reads the level from the environment again, during the export."""
-    with environment(ORTMODULE_MEMORY_OPT_LEVEL=str(int(manager._runtime_options.memory_optimization_level))):
+    with options.during_export(manager._runtime_options):
         return original(manager, *args)
 
 
