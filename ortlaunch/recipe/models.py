@@ -218,6 +218,9 @@ class Engine(Section):
     accuracy of the plan. Saves memory, costs about a forward pass."""
     opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
     """ort: ONNX opset of the export; null: ORTModule's own (17)."""
+    export_cache: bool = True
+    """ort: keep exported graphs in the cache folder (`exports`, at most 64 files and 4 GiB), so that a restart of the
+    same model and code skips the export, seconds to minutes. False: export every time."""
 
 
 class Zero(Section):

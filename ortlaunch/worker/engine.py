@@ -70,7 +70,7 @@ class Engine:
             "fallbacks": self.witness.fallbacks,
             "fallback_reasons": self.witness.fallback_reasons,
         }
-        return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts}}
+        return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts, **_exports()}}
 
 
 def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sample: Batch) -> Engine:
@@ -98,7 +98,8 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     stepper = _stepper(recipe, plan, module, chosen, group)
     report = _report(recipe, plan, used, fallback, chosen, group, model)
     report["fp16_optimizer"] = _fp16_optimizer(used, stepper, group)
-    return Engine(stepper, module, report, group.device, dtype, flops, witness, chosen.notes)
+    notes = (*chosen.notes, *(_ort_notes() if witness else ()))
+    return Engine(stepper, module, report, group.device, dtype, flops, witness, notes)
 
 
 def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
@@ -136,7 +137,11 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
     try:
         settings = recipe.engine
         wrapped = wrap(
-            model, threads=threads(group), opset=settings.opset, memory_optimization=settings.memory_optimization
+            model,
+            threads=threads(group),
+            opset=settings.opset,
+            memory_optimization=settings.memory_optimization,
+            export_cache=settings.export_cache,
         )
         _probe(recipe, wrapped, model, group, sample)
     except MissingDependency:
@@ -223,7 +228,23 @@ def _attention(model: LossModule) -> str | None:
 def _onnxruntime() -> dict[str, Any]:
     from ortlaunch.worker.ort import compat
 
-    return {"repairs": list(compat.applied())}
+    return {"repairs": list(compat.applied()), "repairs_not_applied": compat.not_applied()}
+
+
+def _exports() -> dict[str, Any]:
+    """What was exported so far, and how the model's own ways were mapped to ONNX Runtime's."""
+    from ortlaunch.worker.ort.tally import tally
+
+    return tally.truth()
+
+
+def _ort_notes() -> tuple[str, ...]:
+    from ortlaunch.worker.ort import compat
+    from ortlaunch.worker.ort.tally import tally
+
+    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in compat.not_applied().items())
+    not_cached = (f"the exported graph is not kept for a restart: {why}" for why in tally.not_cached)
+    return (*left_out, *tally.notes, *not_cached)
 
 
 def _fp16_optimizer(used: str, stepper: Stepper, group: Group) -> dict[str, Any]:

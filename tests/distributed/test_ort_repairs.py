@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-trainin
 
 
 def wrapped(module: nn.Module, **settings: Any) -> Any:
-    return wrap(module, **{"threads": 1, "opset": None, "memory_optimization": 0, **settings})
+    """An ORTModule; exported anew, so that what is tested is not an earlier run's."""
+    return wrap(module, **{"threads": 1, "opset": None, "memory_optimization": 0, "export_cache": False, **settings})
 
 
 def same(ours: nn.Module, eager: nn.Module, atol: float = 1e-6) -> None:
@@ -320,6 +322,7 @@ WITHOUT = {
     "keep_graphs_for_backward": "test_backward_after_another_forward",
     "keep_buffers_exact": "test_batch_normalization_is_eagers[trained]",
     "map_gradient_checkpointing": "test_checkpointing_becomes_recomputation[0-False]",
+    "cache_exports": "test_the_same_model_is_exported_once",
 }
 RUN = """
 import sys, pytest
@@ -333,7 +336,8 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
 
 def run_without(repair: str) -> subprocess.CompletedProcess[str]:
     """A fresh process that runs the repair's test without the repair."""
-    command = [sys.executable, "-c", RUN, repair, f"{__file__}::{WITHOUT[repair]}"]
+    file = Path(__file__).with_name("test_ort_export_cache.py" if repair == "cache_exports" else "test_ort_repairs.py")
+    command = [sys.executable, "-c", RUN, repair, f"{file}::{WITHOUT[repair]}"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from ortlaunch.extensions import ORT_VERSION
 from ortlaunch.worker.ort import compat
 from ortlaunch.worker.ort.buffers import keep_buffers_exact
+from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
 from ortlaunch.worker.ort.tally import tally, traced
 
@@ -260,4 +261,5 @@ REPAIRS = (
             "options:_RuntimeOptions.memory_optimizer_is_enabled",
         ),
     ),
+    Repair(cache_exports, (*_EXPORT, f"{TRANSITION}.get_post_processed_model")),  # last: it stands around the others
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ortlaunch.worker.ort.buffers import kept_modes
 from ortlaunch.worker.ort.compat import environment, import_ortmodule, record, wrap_method
+from ortlaunch.worker.ort.export_cache import ENABLED
 from ortlaunch.worker.ort.repairs import apply_repairs
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def wrap(
     memory_optimization: int,
     log_level: str = "ERROR",
     allow_fallback: bool = False,
+    export_cache: bool = True,
 ) -> Any:
     """`module` as an ORTModule; the graph is exported and built in its first forward.
 
@@ -37,6 +39,7 @@ def wrap(
     memory_optimization: 0 keeps activations, 1 recomputes them layer by layer, 2 also where only a part is saved.
     log_level: VERBOSE, DEVINFO, INFO, WARNING, ERROR or FATAL; WARNING prints ORT's table of features.
     allow_fallback: let ORT run what it cannot as plain PyTorch; otherwise that raises in the first forward.
+    export_cache: read the exported graph from ortlaunch's cache where it is the same, and keep it there.
     """
     ortmodule = import_ortmodule()
     _limit_session_threads()
@@ -46,7 +49,9 @@ def wrap(
     with environment(**_settings(opset, memory_optimization, allow_fallback)), kept_modes(module):
         wrapped = ortmodule.ORTModule(module, options)
     for training in (True, False):
-        setattr(wrapped._torch_module._execution_manager(training), _THREADS, threads)
+        manager = wrapped._torch_module._execution_manager(training)
+        setattr(manager, _THREADS, threads)
+        setattr(manager._graph_transition_manager, ENABLED, export_cache)
     # This logger of ORT's is under no option; it says what it guessed about shapes.
     logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
     return wrapped
