@@ -313,6 +313,31 @@ def test_no_checkpointing_no_recomputation() -> None:
     assert level(module) == 0
 
 
+# ------------------------------------------------------------------------------------------------ the model's own
+
+
+def test_a_wrapped_model_answers_as_the_model() -> None:
+    """Names of weights, buffers and layers, and attributes, are the model's; loading its state reaches it."""
+    model = Normalized()
+    model.config = {"a": 1}  # type: ignore[assignment]
+    module = wrapped(model)
+    for names in ("named_parameters", "named_buffers", "named_modules"):
+        assert [name for name, _ in getattr(module, names)()] == [name for name, _ in getattr(model, names)()]
+    assert list(module.state_dict()) == list(model.state_dict())
+    assert module.config is model.config
+    module.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
+def test_frozen_layers_stay_in_their_mode() -> None:
+    """Wrapping and exporting leave every layer in training or evaluation as it was."""
+    model = Normalized()
+    model.first.eval()
+    module = wrapped(model)
+    module(images(1)[0]).backward()
+    assert [layer.training for layer in (model, model.first, model.second)] == [True, False, True]
+
+
 # ------------------------------------------------------------------------------------------- each repair is needed
 
 # The test of each repair that must fail in a process without it.
