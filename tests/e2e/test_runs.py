@@ -474,6 +474,7 @@ def test_low_rank_adapters(train: Train) -> None:
     assert ort.losses() == pytest.approx(eager.losses(), rel=1e-4)
     assert ort.losses()[-1] < ort.losses()[0]
     assert ort.truth()["onnxruntime"]["backward_passes"] == 12
+    assert ort.truth()["onnxruntime"]["not_cached"] == []
     trained = 2 * 2 * 2 * 4 * 32  # layers, modules, sides, rank, hidden
     for run in (ort, eager):
         assert run.truth()["trained_parameters"] == trained < run.truth()["parameters"]

@@ -42,8 +42,8 @@ def _with_buffers_kept(original: Callable[..., Any], **kwargs: Any) -> Any:
     training = kwargs["model_info_for_export"].export_mode == torch.onnx.TrainingMode.TRAINING
     with kept_modes(module), _kept_buffers(module) as changed, _frozen_norms_written_out(training):
         model, schema = original(**kwargs)
+    layers = _layers(module, changed)
     if training:
-        layers = _layers(module, changed)
         traced(kwargs["stage3_param_handle"])["batch_norms"] = layers
         _refuse_frozen_nodes(model)
         if kwargs["device"].type == "cpu":  # on CUDA it is cuDNN, which does as PyTorch
@@ -124,7 +124,8 @@ def _kept_buffers(module: nn.Module) -> Iterator[dict[str, int]]:
         for name, old in kept.items():
             new = old.owner._buffers[old.name]
             if _differs(old.value, new):
-                changed[name] = int(new - old.value) // max(1, len(passes)) if old.value.numel() == 1 else 0
+                counts = old.value.dtype == torch.long and old.value.numel() == 1
+                changed[name] = int(new - old.value) // max(1, len(passes)) if counts else 0
     finally:
         hook.remove()
         with torch.no_grad():
@@ -139,7 +140,7 @@ def _differs(before: torch.Tensor, after: torch.Tensor | None) -> bool:
 
 
 def _layers(module: nn.Module, changed: dict[str, int]) -> list[str]:
-    """The BatchNorm layers that a training pass updates, each once.
+    """The BatchNorm layers that a pass updates, each once.
 
     Raises:
         EngineError: a buffer that ONNX Runtime's graph would not change as the model does.
@@ -231,5 +232,7 @@ def _norms(manager: Any) -> dict[str, Any]:
 def _unbias(norm: Any, before: torch.Tensor, size: int) -> None:
     """From new = (1 - m) before + m biased to (1 - m) before + m biased n / (n - 1)."""
     values = size // norm.running_var.numel()
+    if values < 2:  # PyTorch's words
+        raise ValueError(f"Expected more than 1 value per channel when training, got {values}")
     share = norm.running_var - (1 - norm.momentum) * before
     norm.running_var.add_(share, alpha=1 / (values - 1))
