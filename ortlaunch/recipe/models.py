@@ -294,6 +294,9 @@ class Engine(Section):
     """ort, CUDA: longest time to try variants of one operator; null: no limit."""
     tuning_results: Optional[Text] = None
     """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without it."""
+    export_cache: bool = True
+    """ort: keep exported graphs in the cache folder (`exports`, at most 64 files and 4 GiB), so that a restart of the
+    same model and code skips the export, seconds to minutes. False: export every time."""
 
 
 class Zero(Section):

@@ -77,7 +77,7 @@ class Engine:
         if self.witness is None:
             return self.report
         counts = self.witness.counts()
-        return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts}}
+        return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts, **_exports()}}
 
 
 def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sample: Batch) -> Engine:
@@ -106,7 +106,8 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     report = _report(recipe, plan, used, fallback, chosen, group, model)
     report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
     another = functools.partial(_wrapped, recipe, model, group) if used == "ort" else lambda: module
-    return Engine(stepper, module, report, group.device, dtype, flops, witness, chosen.notes, model, another)
+    notes = (*chosen.notes, *(_ort_notes() if witness else ()))
+    return Engine(stepper, module, report, group.device, dtype, flops, witness, notes, model, another)
 
 
 def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
@@ -245,7 +246,27 @@ def _attention(model: LossModule) -> str | None:
 def _onnxruntime() -> dict[str, Any]:
     from ortlaunch.worker.ort import compat, options
 
-    return {"repairs": list(compat.applied()), **options.report()}
+    return {
+        "repairs": list(compat.applied()),
+        "repairs_not_applied": compat.not_applied(),
+        **options.report(),
+    }
+
+
+def _exports() -> dict[str, Any]:
+    """What was exported so far, and how the model's own ways were mapped to ONNX Runtime's."""
+    from ortlaunch.worker.ort.tally import tally
+
+    return tally.truth()
+
+
+def _ort_notes() -> tuple[str, ...]:
+    from ortlaunch.worker.ort import compat
+    from ortlaunch.worker.ort.tally import tally
+
+    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in compat.not_applied().items())
+    not_cached = (f"the exported graph is not kept for a restart: {why}" for why in tally.not_cached)
+    return (*left_out, *tally.notes, *not_cached)
 
 
 def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -> dict[str, Any]:

@@ -408,6 +408,11 @@ labels = torch.full((40,), -100)
 labels[:2] = 1
 wrap(FewLabels(), Engine(), threads=1)(torch.ones(40, 4), labels).backward()
 try:
+    convolution = wrap(torch.nn.Conv2d(1, 1, 3), threads=1, opset=None, memory_optimization=0)
+    convolution(torch.ones(1, 1, 4, 4)).sum().backward()
+except Exception as error:
+    raise SystemExit(f"a convolution: {error}")
+try:
     assert gradient(custom=True) == [-2.0] * 4, "a custom backward was replaced"
 except Exception as error:
     if "Couldn't export Python operator" not in str(error):
@@ -424,6 +429,7 @@ WITHOUT = {
     "refuse_custom_backward": "a custom backward was replaced",
     "skip_sparsity_hooks": "Couldn't export Python operator",
     "quiet_ort_export": "warnings of the export",
+    "restore_convolution_symbolics": "a convolution: ",
     "skip_nvtx_without_cuda": "NVTX functions not installed",
 }
 

@@ -174,9 +174,8 @@ def set_attributes(wrapped: Any, engine: Engine) -> None:
 
 @contextlib.contextmanager
 def during_export(runtime_options: Any) -> Iterator[None]:
-    """What ORT and the exporter look up outside a module's own options, as this module has it."""
-    level = str(int(runtime_options.memory_optimization_level))
-    with environment(ORTMODULE_MEMORY_OPT_LEVEL=level), inlining(getattr(runtime_options, _INLINE, False)):
+    """What the exporter looks up outside a module's own options, as this module has it."""
+    with inlining(getattr(runtime_options, _INLINE, False)):
         yield
 
 
