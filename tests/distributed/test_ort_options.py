@@ -34,6 +34,14 @@ pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-trainin
 INTEROP = "torch_interop_utils" in extensions.wanted()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache of exports, so that each setting meets an export of its own."""
+    if INSTALLED:
+        compat.import_ortmodule()  # its extensions are in the real one
+        monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def installed_witness() -> Witness:
     if not extensions.is_built():

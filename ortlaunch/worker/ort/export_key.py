@@ -48,8 +48,23 @@ def key_of(export: dict[str, Any]) -> str:
         "installed": installed(),
         "sources": dict(_sources()),
         "globals": _globals(plain),
+        "symbolics": _symbolics(plain),
     }
     return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def _symbolics(plain: Plain) -> list[Any]:
+    """Translations of operators to ONNX that somebody else than torch and ORT registered in this process."""
+    try:
+        from torch.onnx._internal.torchscript_exporter import registration
+    except ImportError:  # before torch 2.9
+        from torch.onnx._internal import registration
+    found = []
+    for name, group in sorted(registration.registry._registry.items()):
+        for opset, function in sorted(group._functions._overrides.items()):
+            if not getattr(function, "__module__", "").startswith("onnxruntime."):
+                found.append((name, opset, plain(function, f"the ONNX translation of {name}")))
+    return found
 
 
 def _registered(module: nn.Module) -> dict[int, str]:
