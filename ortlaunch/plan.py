@@ -167,7 +167,7 @@ def make_plan(
         argv=tuple(worker),
         env=tuple(sorted(recipe.launch.env.items())),
         forward=_forwarded(recipe, environ),
-        memory=estimate(recipe, batch.micro_samples, first),
+        memory=estimate(recipe, batch.micro_samples, first, device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, first),
     )
 
@@ -251,13 +251,18 @@ def _memory_lines(plan: Plan) -> list[str]:
     lines = [
         f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "
         f"a checkpoint takes {human(memory.checkpoint)}; on each rank:",
-        f"    {'':8}{'weights':>11}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'total':>11}",
+        f"    {'':8}{'weights':>11}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'buckets':>11}{'total':>11}",
     ]
     for stage, parts in memory.by_stage:
         mark = "->" if stage == memory.chosen else "  "
-        cells = "".join(f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11)))
+        cells = "".join(
+            f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11, 11))
+        )
         lines.append(f"  {mark}{stage:8}{cells}")
-    return [*lines, "    activations are an estimate; the rest is exact, without framework overhead"]
+    return [
+        *lines,
+        "    activations are an estimate, buckets an upper bound; the rest is exact, without framework overhead",
+    ]
 
 
 def _count(number: int, noun: str) -> str:

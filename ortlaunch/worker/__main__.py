@@ -10,7 +10,7 @@ from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import parse_resolved
-from ortlaunch.rundir import RunDir
+from ortlaunch.rundir import RunDir, write_json
 from ortlaunch.worker.shepherd import watch
 
 
@@ -42,22 +42,27 @@ def live(run: RunDir, rank: Rank) -> None:
     from ortlaunch.worker.data import Batches, Data
     from ortlaunch.worker.engine import build_engine
     from ortlaunch.worker.export import export
+    from ortlaunch.worker.memory_use import MemoryUse, memory_line
     from ortlaunch.worker.model import build_model
     from ortlaunch.worker.tell import outcome_lines, plan_lines
     from ortlaunch.worker.train import train
 
     with distributed.group(plan, rank, run) as group:
         distributed.agree_on_files(group, run, texts)
+        memory = MemoryUse(group.device)
         data = Data(recipe)
         model = build_model(recipe, data)
         batches = Batches(data.train, plan.batch, recipe.seed)
         engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
+        engine.memory = memory
         if group.rank == 0:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
+        used = memory.record(plan, group)
         export(run, group, engine.stepper, model.model, data.tokenizer)
         if group.rank == 0:
-            print(*outcome_lines(engine.truth()), sep="\n", flush=True)
+            write_json(run.memory, used)
+            print(*outcome_lines(engine.truth()), memory_line(used), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
@@ -51,6 +52,7 @@ class Engine:
     input_dtype: torch.dtype | None
     flops_per_token: float | None
     witness: Any = None
+    memory: MemoryUse | None = None
     notes: tuple[str, ...] = field(default=())
 
     def take(self, batch: Batch) -> Batch:
@@ -98,7 +100,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     stepper = _stepper(recipe, plan, module, chosen, group)
     report = _report(recipe, plan, used, fallback, chosen, group, model)
     report["fp16_optimizer"] = _fp16_optimizer(used, stepper, group)
-    return Engine(stepper, module, report, group.device, dtype, flops, witness, chosen.notes)
+    return Engine(stepper, module, report, group.device, dtype, flops, witness, notes=chosen.notes)
 
 
 def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:

@@ -1,0 +1,101 @@
+"""Two gloo ranks a case that train a BERT of 5 million parameters for two steps: planned and measured bytes, as JSON.
+
+Each case has two processes of its own, forked when everything heavy is imported, so that none sees another's memory.
+`python -m tests.distributed.memory_ranks FOLDER '{"name": {recipe's sections}}'`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ortlaunch.hosts import Host
+from ortlaunch.rank import Rank
+from ortlaunch.worker.data import Batches, make_samples  # noqa: F401  (imported before the fork)
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.engine import build_engine
+from ortlaunch.worker.memory_use import MemoryUse
+from ortlaunch.worker.model import build_model
+from tests.makers import bert, plan
+
+RANKS, ACCUMULATION = 2, 2
+MODEL = {"model_type": "bert", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "intermediate_size": 1024, "vocab_size": 8000}  # fmt: skip
+
+
+class NoData:
+    """Stands in for Data: words and labels decide nothing here."""
+
+    tokenizer = train = evaluation = None
+
+
+def measure(rank: int, folder: Path, sections: dict[str, Any]) -> dict[str, Any]:
+    """Be one rank of a case; its memory record."""
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
+    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    group = Group(Rank(rank, RANKS, rank, RANKS), torch.device("cpu"))
+    model = {"task": "masked-lm", "config": MODEL, **sections.pop("model", {})}
+    batch = {"micro_size": 2, "accumulation_steps": ACCUMULATION}
+    recipe = bert(model=model, **{"batch": batch, **sections})
+    settled = plan(recipe, [Host("localhost", RANKS, tuple(range(RANKS)))], "torchrun")
+    memory = MemoryUse(group.device)
+    words = torch.arange(64).reshape(2, 32)
+    sample = {"input_ids": words, "labels": words}
+    engine = build_engine(recipe, settled, build_model(recipe, NoData()), group, sample)  # type: ignore[arg-type]
+    for _ in range(2):
+        for accumulation in range(ACCUMULATION):
+            engine.stepper.micro_step(engine.take(sample), last=accumulation == ACCUMULATION - 1)
+        memory.look(engine.stepper)
+        engine.stepper.apply(1e-4)
+        memory.look(engine.stepper)
+    record = memory.record(settled, group)
+    torch.distributed.destroy_process_group()
+    return record
+
+
+def fork(rank: int, folder: Path, sections: dict[str, Any]) -> int:
+    """Start one rank; it writes its record, or leaves with status 1."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        found = measure(rank, folder, sections)
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def main(folder: Path, cases: dict[str, Any]) -> None:
+    """Run the cases one after another."""
+    import deepspeed  # noqa: F401
+    import peft  # noqa: F401
+    from transformers import BertForMaskedLM  # noqa: F401
+
+    found = {}
+    for number, (name, sections) in enumerate(cases.items()):
+        own = folder / str(number)
+        own.mkdir()
+        children = [fork(rank, own, dict(sections)) for rank in range(RANKS)]
+        if any([os.waitpid(child, 0)[1] for child in children]):
+            sys.exit(f"{name} failed")
+        found[name] = json.loads((own / "0.json").read_text())
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
