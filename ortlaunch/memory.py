@@ -2,7 +2,8 @@
 
 Weights, gradients and optimizer state are exact counts, held against the live tensors of two ranks in
 tests/distributed/test_memory_use.py; activations are an estimate after Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (2022), section 4.1. Only BERT and Llama configs are counted here; other models give None and are counted by the worker.
+Recomputation in Large Transformer Models" (2022), section 4.1. Only BERT and Llama configs are counted here; other
+models give None and are counted by the worker.
 """
 
 from __future__ import annotations
@@ -201,5 +202,6 @@ def _activations(recipe: Recipe, c: dict[str, Any], micro: int) -> int:
     scores = 0.0 if recipe.model.attention == "sdpa" else 5.0 * c["num_attention_heads"] * s / h
     a_layer = s * micro * h * (34 + scores) * width
     kept = layers * a_layer if not recipe.engine.memory_optimization else layers * 2 * s * micro * h * width + a_layer
-    logits = 0 if recipe.model.task == "sequence-classification" else micro * s * c["vocab_size"] * 8
+    # Logits, their log-softmax and the gradients of both, in float32: seen on CPU with BERT and Llama, fp32 and bf16.
+    logits = 0 if recipe.model.task == "sequence-classification" else micro * s * c["vocab_size"] * 16
     return int(kept + logits)

@@ -49,9 +49,9 @@ def live(run: RunDir, rank: Rank) -> None:
 
     with distributed.group(plan, rank, run) as group:
         distributed.agree_on_files(group, run, texts)
-        memory = MemoryUse(group.device)
         data = Data(recipe)
         model = build_model(recipe, data)
+        memory = MemoryUse(group.device, model)
         batches = Batches(data.train, plan.batch, recipe.seed)
         engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
         engine.memory = memory

@@ -1,6 +1,6 @@
 """What this rank's memory really holds: exact bytes of the live tensors by kind, and the peak of the process.
 
-The plan (`ortlaunch/memory.py`) says beforehand; this looks. DeepSpeed's own names of its buffers are in this file only.
+The plan (`ortlaunch/memory.py`) says beforehand; this looks. The only place that names DeepSpeed's buffers.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Footprint(NamedTuple):
 
 
 class MemoryUse:
-    """Looks at one rank from before its model is built; what was resident then does not count."""
+    """Looks at one rank from when its model was built; Python and the libraries that were resident do not count."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
         self.device, self.looks = device, 0
         self.largest = Footprint(0, 0, 0, 0, 0)
         self.resets = _reset_peak(device)
-        self.baseline = _resident() if device.type == "cpu" else 0
+        self.baseline = _resident() - _count(model.parameters(), {}) if device.type == "cpu" else 0
 
     def look(self, stepper: Stepper) -> None:
         """Count the live tensors, before and after each of the first two steps; later calls cost nothing."""
@@ -83,7 +83,7 @@ class MemoryUse:
     def peak(self) -> int:
         """Most bytes at once since this object was made."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return int(torch.cuda.max_memory_allocated(self.device))
         return max(0, _peak_resident() - self.baseline)
 
     def record(self, plan: Plan, group: Group) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class MemoryUse:
 
 
 _PEAK_IS = {
-    "cpu": "most resident bytes of the process, less what was resident before the model was built",
+    "cpu": "most resident bytes of the process, less what was resident, without the weights, when the model was built",
     "cuda": "torch.cuda.max_memory_allocated",
 }
 
@@ -124,7 +124,7 @@ def live_bytes(stepper: Stepper) -> Footprint:
     seen: dict[int, int] = {}
     sharder = getattr(stepper, "engine", None) and stepper.engine.optimizer  # type: ignore[attr-defined]
     parameters = list(stepper.module.parameters())
-    optimizer = getattr(sharder, "optimizer", None) or getattr(stepper, "optimizer", None) or sharder
+    optimizer: Any = getattr(sharder, "optimizer", None) or getattr(stepper, "optimizer", None) or sharder
     masters = [p for group in optimizer.param_groups for p in group["params"]] + list(_held(sharder, _MASTERS))
     weights = _count([*_weights(parameters), *_held(sharder, _WEIGHTS)], seen)
     buckets = _count(_buckets(sharder), seen)  # before gradients, which lie in them for a while

@@ -44,14 +44,15 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> dict[str, Any]
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     group = Group(Rank(rank, RANKS, rank, RANKS), torch.device("cpu"))
-    model = {"task": "masked-lm", "config": MODEL, **sections.pop("model", {})}
+    kind = {"task": "masked-lm", "config": MODEL, **sections.pop("model", {})}
     batch = {"micro_size": 2, "accumulation_steps": ACCUMULATION}
-    recipe = bert(model=model, **{"batch": batch, **sections})
+    recipe = bert(model=kind, **{"batch": batch, **sections})
     settled = plan(recipe, [Host("localhost", RANKS, tuple(range(RANKS)))], "torchrun")
-    memory = MemoryUse(group.device)
     words = torch.arange(64).reshape(2, 32)
     sample = {"input_ids": words, "labels": words}
-    engine = build_engine(recipe, settled, build_model(recipe, NoData()), group, sample)  # type: ignore[arg-type]
+    model = build_model(recipe, NoData())  # type: ignore[arg-type]
+    memory = MemoryUse(group.device, model)
+    engine = build_engine(recipe, settled, model, group, sample)
     for _ in range(2):
         for accumulation in range(ACCUMULATION):
             engine.stepper.micro_step(engine.take(sample), last=accumulation == ACCUMULATION - 1)
@@ -91,7 +92,8 @@ def main(folder: Path, cases: dict[str, Any]) -> None:
         own = folder / str(number)
         own.mkdir()
         children = [fork(rank, own, dict(sections)) for rank in range(RANKS)]
-        if any([os.waitpid(child, 0)[1] for child in children]):
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        if any(statuses):
             sys.exit(f"{name} failed")
         found[name] = json.loads((own / "0.json").read_text())
     (folder / "found.json").write_text(json.dumps(found))

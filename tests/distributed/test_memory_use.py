@@ -69,6 +69,7 @@ def test_plan_is_what_two_ranks_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(960)
 def test_plan_is_what_two_ranks_hold_in_every_way_to_train(tmp_path: Path) -> None:
     """DDP and ZeRO 0 to 3, fp32 and bf16, three optimizers, all weights and LoRA."""
     hold(measured(ALL, tmp_path, timeout=900))
