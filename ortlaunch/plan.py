@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -172,6 +172,21 @@ def make_plan(
     )
 
 
+def replan(recipe: Recipe, plan: Plan) -> Plan:
+    """The same world with another batch.
+
+    Raises:
+        PlanError: the batch equation has no whole solution on these ranks.
+    """
+    batch, ranks = _batch(recipe, plan.world_size), plan.world_size
+    return replace(
+        plan,
+        batch=batch,
+        memory=estimate(recipe, batch.micro_samples, ranks, plan.device),
+        deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, ranks),
+    )
+
+
 _RENDEZVOUS = {
     "local": "none: one process",
     "torchrun": "torchrun's c10d store on this host, on a port that the kernel chooses",
@@ -191,6 +206,8 @@ def _forwarded(recipe: Recipe, environ: Mapping[str, str]) -> tuple[str, ...]:
 def _batch(recipe: Recipe, ranks: int) -> BatchPlan:
     """Solve global = micro x accumulation x ranks for the one that the recipe leaves out."""
     total, micro, steps = recipe.batch.global_size, recipe.batch.micro_size, recipe.batch.accumulation_steps
+    if micro == "auto":
+        micro = 1  # until it is found (micro_size.py)
     if total is None:
         micro, steps = micro or 1, steps or 1
         total = micro * steps * ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.plan import Plan
@@ -14,8 +15,8 @@ from ortlaunch.rundir import RunDir, write_json
 from ortlaunch.worker.shepherd import watch
 
 
-def main() -> int:
-    """Find out which rank this is, and watch over its life."""
+def main(work: Callable[..., None] | None = None) -> int:
+    """Find out which rank this is, and watch over its life; `work` in place of training (see trial.py)."""
     run = RunDir(sys.argv[1])
     try:
         rank = Rank.from_environ(os.environ)
@@ -24,10 +25,10 @@ def main() -> int:
     except (InputError, LaunchError) as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
-    return watch(rank, run, functools.partial(live, run, rank))
+    return watch(rank, run, functools.partial(live, run, rank, work))
 
 
-def live(run: RunDir, rank: Rank) -> None:
+def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> None:
     """Join the world, build, train, leave."""
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
@@ -55,6 +56,9 @@ def live(run: RunDir, rank: Rank) -> None:
         batches = Batches(data.train, plan.batch, recipe.seed)
         engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
         engine.memory = memory
+        if work is not None:
+            work(recipe, plan, run, group, engine, batches)
+            return
         if group.rank == 0:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
