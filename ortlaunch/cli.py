@@ -98,6 +98,7 @@ def plan(
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.control import dry_run, settle_run
+    from ortlaunch.micro_size import note
     from ortlaunch.plan import describe
     from ortlaunch.rundir import RunDir
 
@@ -108,7 +109,8 @@ def plan(
         typer.echo(settled.plan.to_json())
         return
     command = dry_run(settled, RunDir(f"runs/{settled.plan.name}-TIME")).splitlines()[-1]
-    typer.echo("\n".join([*settled.world.notes, describe(settled.plan), f"command: {command}"]))
+    notes = note(settled.file.recipe, settled.plan)
+    typer.echo("\n".join([*settled.world.notes, describe(settled.plan), *notes, f"command: {command}"]))
 
 
 @app.command()

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch import __version__, doctor, recipe
+from ortlaunch import __version__, doctor, micro_size, recipe
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend
 from ortlaunch.launch.cause import explain_end
-from ortlaunch.plan import Plan, describe, make_plan
+from ortlaunch.plan import Plan, describe, make_plan, replan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.ort_variables import contradictions, seen
@@ -120,10 +120,13 @@ def _request(plan: Plan, run: RunDir) -> Request:
 def train(settled: Settled, chosen: Path | None) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
     run = run_folder(chosen, settled, os.environ)
+    settled = _with_known_size(settled, run)
     if settled.world.inside is not None:
         return _be_a_rank(settled, run, settled.world.inside)
     _check_means(settled, run)
     run = _claimed(run) if chosen is None else run
+    if micro_size.is_asked(settled.file.recipe):
+        settled = _with_size(settled, micro_size.find(settled.file.recipe, settled.plan, run))
     request = _prepare(settled, run)
     if sys.stdout.isatty():
         os.environ[PROGRESS_VARIABLE] = "1"
@@ -132,6 +135,21 @@ def train(settled: Settled, chosen: Path | None) -> int:
     end = explain_end(run, launcher.wait(job), stopped_by=job.signal)
     print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
+
+
+def _with_known_size(settled: Settled, run: RunDir) -> Settled:
+    """`micro_size: auto` with the number that an earlier start in this run folder found."""
+    if not micro_size.is_asked(settled.file.recipe):
+        return settled
+    found = micro_size.known(settled.file.recipe, settled.plan, run)
+    if found is None and settled.world.inside is not None:
+        micro_size.refuse_inside()
+    return settled if found is None else _with_size(settled, found)
+
+
+def _with_size(settled: Settled, size: int) -> Settled:
+    file = settled.file.with_micro_size(size)
+    return Settled(file, settled.world, replan(file.recipe, settled.plan))
 
 
 def _be_a_rank(settled: Settled, run: RunDir, rank: Rank) -> int:
@@ -191,7 +209,11 @@ def _check_folder(run: RunDir, current: Recipe) -> None:
     """A folder with something else in it is refused; one of an earlier run of this recipe is continued."""
     if run.path.exists() and not run.path.is_dir():
         raise PlanError(f"--run-dir {run}: is a file; give a folder")
-    if run.path.exists() and not run.recipe.exists() and any(path != run.ready for path in run.path.iterdir()):
+    if (
+        run.path.exists()
+        and not run.recipe.exists()
+        and any(path not in (run.ready, run.trials) for path in run.path.iterdir())
+    ):
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if not run.recipe.exists():
         return

@@ -1,8 +1,9 @@
 """Parameters, bytes per rank and FLOPs of a recipe, from its numbers alone. Pure.
 
-Weights, gradients and optimizer state are exact counts; activations are an estimate after Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1.
-Only BERT and Llama configs are counted here; other models give None and are counted by the worker.
+Weights, gradients and optimizer state are exact counts, held against the live tensors of two ranks in
+tests/distributed/test_memory_use.py; activations are an estimate after Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (2022), section 4.1. Only BERT and Llama configs are counted here; other
+models give None and are counted by the worker.
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ from ortlaunch.recipe.families import complete
 from ortlaunch.recipe.models import Lora, TokenizerTraining
 
 _STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
+# DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
+_PERSISTENT, _BUCKET = 100_000, 500_000_000
 
 
 class Bytes(NamedTuple):
-    """Bytes on one rank."""
+    """Bytes on one rank; `buckets` hold gradients on their way to other ranks."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    buckets: int = 0
+
+    @property
+    def model(self) -> int:
+        """What is exact: weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
@@ -57,55 +66,60 @@ def full_config(recipe: Recipe) -> dict[str, Any] | None:
 
 def count_parameters(config: dict[str, Any], task: str) -> int:
     """Parameters of a BERT or Llama model with the head of `task`; tied weights count once."""
+    return sum(tensor_sizes(config, task))
+
+
+def tensor_sizes(config: dict[str, Any], task: str) -> list[int]:
+    """Elements of each parameter of a BERT or Llama model with the head of `task`; tied weights are one."""
     return _bert(config, task) if config["model_type"] == "bert" else _llama(config, task)
 
 
-def _bert(c: dict[str, Any], task: str) -> int:
+def _bert(c: dict[str, Any], task: str) -> list[int]:
     h, i, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
-    embeddings = (vocab + c["max_position_embeddings"] + c["type_vocab_size"] + 2) * h
-    layer = 4 * (h * h + h) + (h * i + i) + (i * h + h) + 4 * h
-    pooler = h * h + h
-    words = h * h + h + 2 * h + vocab + (0 if c.get("tie_word_embeddings", True) else vocab * h + vocab)
+    embeddings = [vocab * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
+    layer = [*[h * h, h] * 4, h * i, i, i * h, h, *[h] * 4]
+    pooler = [h * h, h]
+    words = [h * h, h, h, h, vocab, *([] if c.get("tie_word_embeddings", True) else [vocab * h, vocab])]
     labels = c.get("num_labels", 2)
     heads = {
-        "pretraining": pooler + words + 2 * h + 2,
+        "pretraining": [*pooler, *words, 2 * h, 2],
         "masked-lm": words,
         "causal-lm": words,
-        "sequence-classification": pooler + labels * h + labels,
+        "sequence-classification": [*pooler, labels * h, labels],
     }
-    total: int = embeddings + c["num_hidden_layers"] * layer + heads[task]
-    return total
+    return [*embeddings, *layer * c["num_hidden_layers"], *heads[task]]
 
 
-def _llama(c: dict[str, Any], task: str) -> int:
+def _llama(c: dict[str, Any], task: str) -> list[int]:
     h, i, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     heads, kv = c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"]
     width = c["head_dim"] or h // heads
-    attention = 2 * h * heads * width + 2 * h * kv * width
-    attention += (heads * width + 2 * kv * width + h) if c["attention_bias"] else 0
-    mlp = 3 * h * i + ((2 * i + h) if c["mlp_bias"] else 0)
-    head = c.get("num_labels", 2) * h if task == "sequence-classification" else vocab * h
+    attention = [h * heads * width, h * kv * width, h * kv * width, heads * width * h]
+    attention += [heads * width, kv * width, kv * width, h] if c["attention_bias"] else []
+    mlp = [h * i, h * i, i * h, *([i, i, h] if c["mlp_bias"] else [])]
+    head = [c.get("num_labels", 2) * h if task == "sequence-classification" else vocab * h]
     if task != "sequence-classification" and c.get("tie_word_embeddings", False):
-        head = 0
-    total: int = vocab * h + c["num_hidden_layers"] * (attention + mlp + 2 * h) + h + head
-    return total
+        head = []
+    return [vocab * h, *[*attention, *mlp, h, h] * c["num_hidden_layers"], h, *head]
 
 
-def estimate(recipe: Recipe, micro_samples: int, ranks: int) -> Memory | None:
+def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu") -> Memory | None:
     """Bytes per rank of a recipe on `ranks` data-parallel ranks, or None for models not known here."""
     config = full_config(recipe)
     if config is None or (config["model_type"] == "llama" and recipe.model.task in ("pretraining", "masked-lm")):
         return None
-    parameters = trainable = count_parameters(config, recipe.model.task)
+    tensors = trained = tensor_sizes(config, recipe.model.task)
     if recipe.model.lora:
-        adapters = _lora_parameters(recipe.model.lora, config)
+        adapters = _lora_tensors(recipe.model.lora, config)
         if adapters is None:
             return None
-        parameters, trainable = parameters + adapters, adapters
+        tensors, trained = [*tensors, *adapters], adapters
+    parameters, trainable = sum(tensors), sum(trained)
     activations = _activations(recipe, config, micro_samples)
     stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
     for stage in range(4):
-        stages.append((f"ZeRO {stage}", _zero(recipe, parameters, trainable, activations, stage, ranks)))
+        exact = _zero(recipe, tensors, trainable, activations, stage, ranks)
+        stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable))
 
@@ -122,29 +136,52 @@ def _plain(recipe: Recipe, parameters: int, trainable: int, activations: int) ->
     return Bytes(4 * parameters, 4 * trainable, _state_bytes(recipe) * trainable, activations)
 
 
-def _zero(recipe: Recipe, parameters: int, trainable: int, activations: int, stage: int, ranks: int) -> Bytes:
-    width = 4 if recipe.precision == "fp32" else 2
+def _width(recipe: Recipe) -> int:
+    return 4 if recipe.precision == "fp32" else 2
+
+
+def _zero(recipe: Recipe, tensors: list[int], trainable: int, activations: int, stage: int, ranks: int) -> Bytes:
+    width = _width(recipe)
     # DeepSpeed keeps a float32 master copy beside the weights, also in fp32 from stage 1 on.
     master = 0 if stage == 0 and width == 4 else 4
     optimizer = (master + _state_bytes(recipe)) * trainable
     return Bytes(
-        weights=-(-width * parameters // (ranks if stage == 3 else 1)),
+        weights=width * (sum(tensors) if stage < 3 else _kept_by_zero_3(recipe, tensors, ranks)),
         gradients=-(-width * trainable // (ranks if stage >= 2 else 1)),
         optimizer=-(-optimizer // (ranks if stage >= 1 else 1)),
         activations=activations,
     )
 
 
+def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:
+    """Elements on each rank: a piece of every tensor, and the small ones, once gathered, whole beside their pieces."""
+    small = int(_setting(recipe, "stage3_param_persistence_threshold", _PERSISTENT))
+    return sum(-(-size // ranks) for size in tensors) + sum(size for size in tensors if size <= small)
+
+
+def _bucket(recipe: Recipe, trainable: int, stage: int, ranks: int, device: str) -> int:
+    """What DeepSpeed takes to reduce gradients; the kernel gives a process only the pages that it writes, CUDA all."""
+    size = int(_setting(recipe, "reduce_bucket_size", _BUCKET)) if stage else _BUCKET
+    whole = stage > 0 and device == "cuda"
+    return _width(recipe) * (size if whole else min(size, trainable)) if ranks > 1 or stage else 0
+
+
+def _setting(recipe: Recipe, name: str, default: float) -> float:
+    """One of DeepSpeed's own settings under zero_optimization."""
+    section = recipe.zero.deepspeed.get("zero_optimization", {}) if recipe.zero else {}
+    value = section.get(name, default) if isinstance(section, dict) else default
+    return value if isinstance(value, (int, float)) else default
+
+
 def _checkpoint(recipe: Recipe, trainable: int) -> int:
     """Bytes of one checkpoint, all ranks together; frozen weights come from where they came from."""
     if recipe.zero is None:
         return (4 + _state_bytes(recipe)) * trainable
-    whole = _zero(recipe, trainable, trainable, 0, recipe.zero.stage, 1)
-    return whole.weights + whole.optimizer
+    return _width(recipe) * trainable + _zero(recipe, [trainable], trainable, 0, recipe.zero.stage, 1).optimizer
 
 
-def _lora_parameters(lora: Lora, c: dict[str, Any]) -> int | None:
-    """Parameters of the adapters, or None where a target module is not known here."""
+def _lora_tensors(lora: Lora, c: dict[str, Any]) -> list[int] | None:
+    """Elements of each adapter's two matrices, or None where a target module is not known here."""
     h, i, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
     width = (c.get("head_dim") or h // heads) * heads
     narrow = width // heads * (c.get("num_key_value_heads") or heads)
@@ -155,8 +192,8 @@ def _lora_parameters(lora: Lora, c: dict[str, Any]) -> int | None:
     shapes = llama if c["model_type"] == "llama" else {"query": (h, h), "key": (h, h), "value": (h, h)}
     if not set(lora.target_modules) <= set(shapes):
         return None
-    total: int = c["num_hidden_layers"] * sum(lora.r * sum(shapes[name]) for name in set(lora.target_modules))
-    return total
+    layer = [lora.r * side for name in sorted(set(lora.target_modules)) for side in shapes[name]]
+    return layer * int(c["num_hidden_layers"])
 
 
 def _activations(recipe: Recipe, c: dict[str, Any], micro: int) -> int:
@@ -165,5 +202,6 @@ def _activations(recipe: Recipe, c: dict[str, Any], micro: int) -> int:
     scores = 0.0 if recipe.model.attention == "sdpa" else 5.0 * c["num_attention_heads"] * s / h
     a_layer = s * micro * h * (34 + scores) * width
     kept = layers * a_layer if not recipe.engine.memory_optimization else layers * 2 * s * micro * h * width + a_layer
-    logits = 0 if recipe.model.task == "sequence-classification" else micro * s * c["vocab_size"] * 8
+    # Logits, their log-softmax and the gradients of both, in float32: seen on CPU with BERT and Llama, fp32 and bf16.
+    logits = 0 if recipe.model.task == "sequence-classification" else micro * s * c["vocab_size"] * 16
     return int(kept + logits)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -167,8 +167,23 @@ def make_plan(
         argv=tuple(worker),
         env=tuple(sorted(recipe.launch.env.items())),
         forward=_forwarded(recipe, environ),
-        memory=estimate(recipe, batch.micro_samples, first),
+        memory=estimate(recipe, batch.micro_samples, first, device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, first),
+    )
+
+
+def replan(recipe: Recipe, plan: Plan) -> Plan:
+    """The same world with another batch.
+
+    Raises:
+        PlanError: the batch equation has no whole solution on these ranks.
+    """
+    batch, ranks = _batch(recipe, plan.world_size), plan.world_size
+    return replace(
+        plan,
+        batch=batch,
+        memory=estimate(recipe, batch.micro_samples, ranks, plan.device),
+        deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, ranks),
     )
 
 
@@ -191,6 +206,8 @@ def _forwarded(recipe: Recipe, environ: Mapping[str, str]) -> tuple[str, ...]:
 def _batch(recipe: Recipe, ranks: int) -> BatchPlan:
     """Solve global = micro x accumulation x ranks for the one that the recipe leaves out."""
     total, micro, steps = recipe.batch.global_size, recipe.batch.micro_size, recipe.batch.accumulation_steps
+    if micro == "auto":
+        micro = 1  # until it is found (micro_size.py)
     if total is None:
         micro, steps = micro or 1, steps or 1
         total = micro * steps * ranks
@@ -251,13 +268,18 @@ def _memory_lines(plan: Plan) -> list[str]:
     lines = [
         f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "
         f"a checkpoint takes {human(memory.checkpoint)}; on each rank:",
-        f"    {'':8}{'weights':>11}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'total':>11}",
+        f"    {'':8}{'weights':>11}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'buckets':>11}{'total':>11}",
     ]
     for stage, parts in memory.by_stage:
         mark = "->" if stage == memory.chosen else "  "
-        cells = "".join(f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11)))
+        cells = "".join(
+            f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11, 11))
+        )
         lines.append(f"  {mark}{stage:8}{cells}")
-    return [*lines, "    activations are an estimate; the rest is exact, without framework overhead"]
+    return [
+        *lines,
+        "    activations are an estimate, buckets an upper bound; the rest is exact, without framework overhead",
+    ]
 
 
 def _count(number: int, noun: str) -> str:

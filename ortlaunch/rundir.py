@@ -3,8 +3,9 @@
 runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
-  metrics.jsonl parity.jsonl engine.json tensorboard/                  written by rank 0
+  metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
+  micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.parity = self.path / "parity.jsonl"
         self.engine = self.path / "engine.json"
+        self.memory = self.path / "memory.json"
+        self.micro_size = self.path / "micro_size.json"
+        self.trials = self.path / "micro_size"
+        self.trial = self.path / "trial.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
@@ -54,6 +59,10 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint after `step` optimizer steps."""
         return self.checkpoints / f"step_{step:08d}"
+
+    def trial_of(self, micro_size: int) -> RunDir:
+        """Folder of one try of `micro_size: auto`: a run of its own, which writes trial.json."""
+        return RunDir(self.trials / str(micro_size))
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
         """(step, folder) of every checkpoint that was written to its end, oldest first."""

@@ -27,6 +27,11 @@ class RecipeFile:
     def __init__(self, recipe: Recipe, tree: Tree) -> None:
         self.recipe, self._tree = recipe, tree
 
+    def with_micro_size(self, size: int) -> RecipeFile:
+        """The same file with a number in place of `batch.micro_size: auto`."""
+        batch = self.recipe.batch.model_copy(update={"micro_size": size})
+        return RecipeFile(self.recipe.model_copy(update={"batch": batch}), self._tree)
+
     def explain(self, problem: Problem) -> str:
         """A rule's problem as a line with its place."""
         paths, message = problem

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ortlaunch.recipe.messages import missing, wrong
-from ortlaunch.recipe.models import MAPPING, WORD, Recipe
+from ortlaunch.recipe.models import MAPPING, NUMBER, WORD, Recipe
 from ortlaunch.recipe.names import settle
 from ortlaunch.recipe.place import KeyPath, Line, dotted, keys
 from ortlaunch.recipe.rules import broken
@@ -69,7 +69,7 @@ def _path(details: ErrorDetails, tree: Tree) -> KeyPath:
     path: KeyPath = ()
     for key in details["loc"]:
         here = tree.find(path)
-        if key in (MAPPING, WORD):
+        if key in (MAPPING, WORD, NUMBER):
             continue
         if here is not None and here.kind == "scalar":
             break  # `path: 3` is one value that may also be a list

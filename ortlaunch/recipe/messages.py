@@ -92,7 +92,8 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
         return f"it must be {_BOUNDS[kind]} {next(iter(context.values()))}"
     if kind in _KINDS:
         about = f", as {EXAMPLES[path]}" if path in EXAMPLES else f": {description(path)}" if description(path) else ""
-        return f"it must be {_KINDS[kind]}{about}"
+        words = choices(path) if "number" in _KINDS[kind] else ()
+        return f"it must be {' or '.join((_KINDS[kind], *words))}{about}{_guess(closest(raw, words))}"
     if kind in ("missing", "too_short", "too_long", "string_too_short"):
         return f"write it as {EXAMPLES[path]}" if path in EXAMPLES else "it must not be empty"
     if kind == "string_pattern_mismatch":

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
-# Branches of "a word or a mapping", as they appear in pydantic's locations.
-WORD, MAPPING = "<word>", "<mapping>"
+# Branches of "a word or a mapping" and of "a number or auto", as they appear in pydantic's locations.
+WORD, MAPPING, NUMBER = "<word>", "<mapping>", "<number>"
 
 
 def _tuple_of(value: object) -> object:
@@ -28,6 +28,10 @@ def _kind(value: object) -> str:
     return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
 
 
+def _number_or_auto(value: object) -> str:
+    return WORD if value == "auto" else NUMBER
+
+
 Text = Annotated[str, Field(min_length=1)]
 Words = Annotated[tuple[Text, ...], BeforeValidator(_tuple_of)]
 OneOrMore = Annotated[
@@ -39,6 +43,10 @@ OneOrMore = Annotated[
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveOrAuto = Annotated[
+    Union[Annotated[Positive, Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
+    Discriminator(_number_or_auto),
+]
 
 
 class Section(BaseModel):
@@ -167,8 +175,10 @@ class Batch(Section):
 
     global_size: Optional[Positive] = None
     """Samples an optimizer step, over all ranks."""
-    micro_size: Optional[Positive] = None
-    """Samples a rank takes through one forward and backward pass."""
+    micro_size: Optional[PositiveOrAuto] = None
+    """Samples a rank takes through one forward and backward pass. `auto`: the largest that fits into memory, found by
+    trying before the run (seconds a try); `global_size` is kept by accumulation, so give it, and no
+    accumulation_steps. The number found is in the run folder's recipe.yaml, the tries in its micro_size.json."""
     accumulation_steps: Optional[Positive] = None
     """Forward and backward passes of each rank before an optimizer step."""
 

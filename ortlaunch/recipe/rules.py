@@ -149,6 +149,9 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
             "global_size = micro_size x accumulation_steps x ranks",
         )
         return
+    if micro == "auto":
+        yield from _auto(recipe)
+        micro, steps = 1, None  # the smallest that will be tried
     per_rank = (micro or 1) * (steps or 1)
     if total is None:
         return
@@ -163,6 +166,20 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     elif launch.nodes and launch.processes_per_node:
         yield from _batch_on(
             total, per_rank, shown, launch.nodes * launch.processes_per_node, exact=bool(micro and steps)
+        )
+
+
+def _auto(recipe: Recipe) -> Iterator[Problem]:
+    total, steps = recipe.batch.global_size, recipe.batch.accumulation_steps
+    if total is None:
+        yield (
+            ("batch.micro_size", "batch.global_size"),
+            "got auto, which keeps a global batch by accumulation; give batch.global_size",
+        )
+    if steps is not None:
+        yield (
+            ("batch.accumulation_steps", "batch.micro_size"),
+            f"got {steps} beside micro_size: auto, from which accumulation follows; leave it out, or write null",
         )
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import parse_resolved
-from ortlaunch.rundir import RunDir
+from ortlaunch.rundir import RunDir, write_json
 from ortlaunch.worker.shepherd import watch
 
 
-def main() -> int:
-    """Find out which rank this is, and watch over its life."""
+def main(work: Callable[..., None] | None = None) -> int:
+    """Find out which rank this is, and watch over its life; `work` in place of training (see trial.py)."""
     run = RunDir(sys.argv[1])
     try:
         rank = Rank.from_environ(os.environ)
@@ -24,10 +25,10 @@ def main() -> int:
     except (InputError, LaunchError) as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
-    return watch(rank, run, functools.partial(live, run, rank))
+    return watch(rank, run, functools.partial(live, run, rank, work))
 
 
-def live(run: RunDir, rank: Rank) -> None:
+def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> None:
     """Join the world, build, train, leave."""
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
@@ -36,14 +37,13 @@ def live(run: RunDir, rank: Rank) -> None:
     if recipe.engine.name == "ort":
         from ortlaunch.worker.ort.options import prepare
 
-        prepare(
-            recipe.engine
-        )  # imports ORTModule: before transformers, which keeps the functions that ORTModule replaces
+        prepare(recipe.engine)  # imports ORTModule: before transformers, which keeps the functions that it replaces
 
     from ortlaunch.worker import distributed
     from ortlaunch.worker.data import Batches, Data
     from ortlaunch.worker.engine import build_engine
     from ortlaunch.worker.export import export
+    from ortlaunch.worker.memory_use import MemoryUse, memory_line
     from ortlaunch.worker.model import build_model
     from ortlaunch.worker.tell import outcome_lines, plan_lines
     from ortlaunch.worker.train import train
@@ -52,15 +52,24 @@ def live(run: RunDir, rank: Rank) -> None:
         distributed.agree_on_files(group, run, texts)
         data = Data(recipe)
         model = build_model(recipe, data)
+        memory = MemoryUse(group.device, model)
         batches = Batches(data.train, plan.batch, recipe.seed)
         engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
+        engine.memory = memory
+        if work is not None:
+            work(recipe, plan, run, group, engine, batches)
+            return
         if group.rank == 0:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
+        last = outcome_lines(engine.truth())
         if not recipe.engine.parity_only:
+            used = memory.record(plan, group)
             export(recipe, run, group, engine.stepper, model.model, data.tokenizer)
+            write_json(run.memory, used) if group.rank == 0 else None
+            last.append(memory_line(used))
         if group.rank == 0:
-            print(*outcome_lines(engine.truth()), sep="\n", flush=True)
+            print(*last, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
 from ortlaunch.rundir import RunDir, write_text
 
+# A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
+# end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.
+_KEPT: list[object] = []
 JOIN_TIMEOUT = timedelta(minutes=30)
 
 
@@ -70,6 +73,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Group]:
     _join(rank, run, launcher, "nccl" if device.type == "cuda" else "gloo")
     _export(rank)
     yield Group(rank, device)
+    _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
     if _uses_mpi(launcher) and rank.world_size > 1:
         from mpi4py import MPI

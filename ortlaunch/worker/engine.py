@@ -22,6 +22,7 @@ from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
@@ -54,6 +55,7 @@ class Engine:
     input_dtype: torch.dtype | None
     flops_per_token: float | None
     witness: Any = None
+    memory: MemoryUse | None = None
     notes: tuple[str, ...] = field(default=())
     plain: Any = None
     another: Callable[[], Any] = field(default=lambda: None)
@@ -107,7 +109,9 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
     another = functools.partial(_wrapped, recipe, model, group) if used == "ort" else lambda: module
     notes = (*chosen.notes, *(_ort_notes() if witness else ()))
-    return Engine(stepper, module, report, group.device, dtype, flops, witness, notes, model, another)
+    return Engine(
+        stepper, module, report, group.device, dtype, flops, witness, notes=notes, plain=model, another=another
+    )
 
 
 def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:

@@ -92,7 +92,11 @@ def train_step(
     for accumulation in range(passes):
         batch = engine.take(batches.micro_batch(state.step, accumulation, group.rank))
         total += engine.stepper.micro_step(batch, last=accumulation == passes - 1)
+    if engine.memory:
+        engine.memory.look(engine.stepper)
     stepped = engine.stepper.apply(rate)
+    if engine.memory:
+        engine.memory.look(engine.stepper)
     state.skipped += int(stepped.skipped)
     return total / passes, stepped, rate
 

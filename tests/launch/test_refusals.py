@@ -32,6 +32,10 @@ CASES = {
     "batch that does not fit": (
         ["--nproc-per-node", "3", "batch={global_size: 16, micro_size: 4}"], {}, ["global_size (16)", "3 ranks"],
     ),
+    "a size to find inside a launcher": (
+        ["batch={global_size: 16, micro_size: auto}", "--run-dir=given"], OPEN_MPI,
+        ["micro_size: got auto", "give the number"],
+    ),
     "no GPU": (["launch.device=cuda"], {"CUDA_VISIBLE_DEVICES": ""}, ["GPU"]),
 }  # fmt: skip
 

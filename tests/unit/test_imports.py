@@ -20,7 +20,7 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
 ANY = None
 
 SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions"}
-CONTROL = {"cli", "control", "world", "hosts", "doctor", "shipped", "launch"}
+CONTROL = {"cli", "control", "micro_size", "world", "hosts", "doctor", "shipped", "launch"}
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -37,6 +37,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "world": ({"errors", "recipe", "hosts", "rank", "plan"}, set()),
     "doctor": ({"errors", "recipe", "plan", "extensions"}, set()),
     "shipped": ({"errors", "recipe"}, set()),
+    "micro_size": ({"errors", "recipe", "plan", "rundir", "launch"}, set()),
     "launch": ({"errors", "plan", "rundir", "launch"}, set()),
     "control": ({"__init__", *SHARED, *CONTROL} - {"cli", "control"}, set()),
     "cli": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"typer"}),

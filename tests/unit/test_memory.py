@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.memory import Bytes, Memory, count_parameters, estimate, full_config, padded_vocabulary
+from ortlaunch.memory import Bytes, Memory, count_parameters, estimate, full_config, padded_vocabulary, tensor_sizes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.families import complete
 from tests.makers import BERT, WORDS, bert
@@ -186,11 +186,44 @@ def test_zero_shards_over_the_ranks() -> None:
     alone, shared = (dict(known(bert(zero={"stage": 3}), ranks=ranks).by_stage) for ranks in (1, 7))
     up = {name: -(-getattr(alone["ZeRO 1"], name) // 7) for name in ("weights", "gradients", "optimizer")}
     assert shared["DDP"] == alone["DDP"]
-    assert shared["ZeRO 0"] == alone["ZeRO 0"]
+    assert shared["ZeRO 0"][:4] == alone["ZeRO 0"][:4]  # its bucket is for ranks that share
     whole = alone["ZeRO 1"]
     assert shared["ZeRO 1"] == whole._replace(optimizer=up["optimizer"])
     assert shared["ZeRO 2"] == whole._replace(optimizer=up["optimizer"], gradients=up["gradients"])
-    assert shared["ZeRO 3"] == Bytes(up["weights"], up["gradients"], up["optimizer"], whole.activations)
+    pieces = shared["ZeRO 3"]
+    assert pieces == Bytes(pieces.weights, up["gradients"], up["optimizer"], whole.activations, whole.buckets)
+    # Every tensor of this BERT is below DeepSpeed's 100,000 elements, so each stays whole beside its seventh.
+    assert 0 <= pieces.weights - whole.weights - up["weights"] < 4 * 100
+
+
+def test_zero_3_keeps_small_tensors_whole() -> None:
+    """Tensors up to the threshold stay whole beside their pieces: here biases and norms, then none, then all."""
+    config = {**BERT, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    sizes = tensor_sizes(complete(config) or {}, "masked-lm")
+    # By hand, 2 layers of 4 biases of 512 and 1 of 1024 and 512 and 4 of norms; outside them embeddings of types (2 x
+    # 512) and their norm, the head's bias, norm and words' bias.
+    small = 2 * (4 * 512 + 1024 + 512 + 4 * 512) + 2 * 512 + 2 * 512 + 3 * 512 + config["vocab_size"]
+    whole = {"null": small, 0: 0, 10**9: sum(sizes)}
+    for threshold, expected in whole.items():
+        own = {} if threshold == "null" else {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
+        model = {"task": "masked-lm", "config": config}
+        found = dict(known(bert(model=model, zero={"stage": 3, "deepspeed": own}), ranks=2).by_stage)["ZeRO 3"].weights
+        assert found == 4 * (sum(-(-size // 2) for size in sizes) + expected), threshold
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "expected"),
+    [("cpu", 2, (0, 1, 1, 1, 1)), ("cpu", 1, (0, 0, 1, 1, 1)), ("cuda", 2, (0, 1, 0, 0, 0))],
+)
+def test_buckets_of_gradients(device: str, ranks: int, expected: tuple[int, ...]) -> None:
+    """Where gradients are reduced: half a billion elements on CUDA (0 here), no more than there are on CPU (1)."""
+    made = bert(precision="bf16")
+    memory = estimate(made, 2, ranks, device)
+    assert memory is not None
+    found = [parts.buckets for _, parts in memory.by_stage]
+    most = [0, 0 if ranks == 1 else 2 * memory.trainable, *[2 * 500_000_000] * 3]
+    assert found == [2 * memory.trainable if one else other for one, other in zip(expected, most)]
+    assert found[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -234,12 +267,12 @@ def activations(**sections: Any) -> int:
 
 
 def test_activations_follow_the_paper() -> None:
-    """34 + 5as/h bytes a token and hidden unit in 16 bit (Korthikanti et al.), twice that in 32, and the logits."""
+    """34 + 5as/h bytes a token and hidden unit in 16 bit (Korthikanti et al.), twice that in 32, and 16 a logit."""
     micro, length, hidden, heads, layers, words = 2, 128, 64, 4, 2, 1000
     tokens = micro * length
     for precision, width in (("bf16", 1), ("fp32", 2)):
         kept = layers * tokens * hidden * (34 + 5 * heads * length / hidden) * width
-        assert activations(precision=precision) == int(kept) + tokens * words * 8
+        assert activations(precision=precision) == int(kept) + tokens * words * 16
 
 
 @pytest.mark.parametrize(
@@ -286,4 +319,5 @@ def test_plan_of_llama_for_eight_gpus() -> None:
     memory = known(bert(model=model, optimizer=adam, precision="fp16", zero={"stage": 1}), ranks=8)
     n = 6_738_415_616
     found = [sum(parts[:3]) for _, parts in memory.by_stage]
-    assert found == [16 * n, 16 * n, 4 * n + 12 * n // 8, 2 * n + 14 * n // 8, 2 * n]
+    norms = 65 * 4096  # small enough for ZeRO 3 to keep whole, in 2 bytes
+    assert found == [16 * n, 16 * n, 4 * n + 12 * n // 8, 2 * n + 14 * n // 8, 2 * n + 2 * norms]
