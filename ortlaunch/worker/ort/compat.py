@@ -176,6 +176,22 @@ def keep_boolean_arguments() -> bool:
     return not extensions.interop_refusal() and custom_functions.keep_booleans()
 
 
+def export_multihead_attention() -> bool:
+    """Every torch: ORT's shape inference ends at torch's form of unflatten, which nn.MultiheadAttention takes."""
+    _wrap_ort_export(_symbolics().unflattening)
+    return True
+
+
+def export_attention_dropout() -> bool:
+    """Every torch: scaled_dot_product_attention with dropout, written so that ORT can train it."""
+    import torch
+
+    if _symbolics().with_attention_dropout(torch.onnx.export) is None:
+        return False
+    _wrap_ort_export(_symbolics().with_attention_dropout)
+    return True
+
+
 def quiet_ort_export() -> bool:
     """Every torch: warnings of the export that a user cannot act on.
 
@@ -222,6 +238,8 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     refuse_custom_backward,
     skip_sparsity_hooks,
     keep_boolean_arguments,
+    export_multihead_attention,
+    export_attention_dropout,
     quiet_ort_export,
     skip_nvtx_without_cuda,
 )
@@ -239,6 +257,10 @@ class _Seen:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def _symbolics() -> Any:
+    return importlib.import_module("ortlaunch.worker.ort.symbolics")  # it imports torch, which is late here
 
 
 def _wrap_ort_export(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
