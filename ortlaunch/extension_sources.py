@@ -19,7 +19,9 @@ _INTEROP_INCLUDES = """\
 #include <iostream>
 #include <ATen/DLConvertor.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/irange.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

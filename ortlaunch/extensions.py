@@ -249,7 +249,7 @@ def _compile(names: list[str], folder: Path) -> None:
             raise MissingDependency(required[0])
         for name in names:
             if name in failed:
-                (folder / f"{name}.refused").write_text(failed[name])
+                (folder / f"{name}.refused").write_text(_refusal(failed[name], folder / f"{name}.log"))
             else:
                 _publish(next(works[name].glob(f"build/lib*/{name}*.so")), folder / f"{name}.so")
 
@@ -308,6 +308,13 @@ def _failure(name: str, work: Path) -> str:
     compiler, _, traceback = log.partition("Traceback (most recent call last):")
     lines = compiler.splitlines()[-30:] + traceback.strip().splitlines()[-1:]
     return f"building {name} for torch {_torch_version()} failed. The last lines:\n" + "\n".join(lines)
+
+
+def _refusal(problem: str, log: Path) -> str:
+    """The line that tells, and the file that has the rest."""
+    log.write_text(problem)
+    lines = problem.splitlines()
+    return f"{next((line for line in lines if ' error: ' in line), lines[-1]).strip()} (the whole: {log})"
 
 
 if __name__ == "__main__":
