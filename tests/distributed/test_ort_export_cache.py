@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ortlaunch import extensions
+from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort import compat, export_cache, export_key
 from ortlaunch.worker.ort.plain import NotPlain, Plain
 from ortlaunch.worker.ort.tally import tally
@@ -69,7 +70,7 @@ def net(**settings: Any) -> Net:
 def run(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Everything that comes out of a training pass and an evaluation pass, and how the two graphs were had."""
     before = tally.exports, tally.cache_hits
-    module = wrap(model, threads=1, opset=None, memory_optimization=0)
+    module = wrap(model, Engine(), threads=1)
     torch.manual_seed(1)
     loss = module(*args, **kwargs)
     loss.backward()
@@ -224,12 +225,13 @@ def scaled(y):
 RESTART = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
+from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort.wrap import wrap
 from ortlaunch.worker.ort.tally import tally
 import torch, model
 torch.manual_seed(0)
 net = model.Model()
-loss = wrap(net, threads=1, opset=None, memory_optimization=0)(torch.ones(2, 4))
+loss = wrap(net, Engine(), threads=1)(torch.ones(2, 4))
 loss.backward()
 print(json.dumps([tally.exports, tally.cache_hits, loss.item(), net.linear.weight.grad.tolist(), tally.not_cached]))
 """
@@ -319,7 +321,7 @@ def test_without_the_cache_nothing_is_kept(folder: Path) -> None:
     """`export_cache: false` neither reads nor writes."""
     run(net(), X)
     kept, before = len(list(folder.iterdir())), tally.exports
-    wrap(net(), threads=1, opset=None, memory_optimization=0, export_cache=False)(X)
+    wrap(net(), Engine(export_cache=False), threads=1)(X)
     assert (len(list(folder.iterdir())), tally.exports - before) == (kept, 1)
 
 

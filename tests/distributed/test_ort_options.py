@@ -31,7 +31,7 @@ from tests.makers import recipe
 
 INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
 pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
-INTEROP = "torch_interop_utils" in extensions.wanted()
+INTEROP = not extensions.interop_refusal()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 from ortlaunch import extensions
 from ortlaunch.errors import EngineError
+from ortlaunch.recipe.models import Engine
 from ortlaunch.worker import engine
 from ortlaunch.worker.ort import compat, known, repairs
 from ortlaunch.worker.ort.repairs import REPAIRS, apply_repairs
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-trainin
 
 def wrapped(module: nn.Module, **settings: Any) -> Any:
     """An ORTModule; exported anew, so that what is tested is not an earlier run's."""
-    return wrap(module, **{"threads": 1, "opset": None, "memory_optimization": 0, "export_cache": False, **settings})
+    return wrap(module, Engine(**{"export_cache": False, **settings}), threads=1)
 
 
 def same(ours: nn.Module, eager: nn.Module, atol: float = 1e-6) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from ortlaunch import extensions
 from ortlaunch.errors import MissingDependency
+from ortlaunch.worker.ort import custom_functions
 
 _ORTMODULE = "onnxruntime.training.ortmodule"
 _applied: list[str] = []
@@ -121,19 +122,20 @@ def load_cached_extensions() -> bool:
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
     package.__path__.insert(0, str(extensions.cache_dir()))
     for name in extensions.wanted():
-        _load(f"{package.__name__}.{name}")
+        if not (name == extensions.INTEROP and extensions.interop_refusal()):
+            _load(f"{package.__name__}.{name}")
     if "extensions were not detected" in str(ortmodule._FALLBACK_INIT_EXCEPTION):
         ortmodule._FALLBACK_INIT_EXCEPTION = None
     return True
 
 
 def stand_in_for_interop() -> bool:
-    """Torch 2.7 and later: torch_interop_utils neither loads nor compiles, so custom autograd functions are off.
+    """A torch for which torch_interop_utils could not be built: custom autograd functions are off.
 
     The stand-in has the names ORT uses and no others: one that answered every attribute would be taken by
     transformers' lazy imports for anything.
     """
-    if "torch_interop_utils" in extensions.wanted():
+    if not extensions.interop_refusal():
         return False
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
     stand_in: Any = ModuleType(f"{package.__name__}.torch_interop_utils")
@@ -157,27 +159,48 @@ def export_with_torchscript() -> bool:
 
 
 def refuse_custom_backward() -> bool:
-    """Torch 2.7 and later: without torch_interop_utils ORT lets the exporter inline custom autograd functions.
+    """Without torch_interop_utils ORT lets the exporter inline custom autograd functions.
 
     ORT would then differentiate their forward and never call their backward: silently wrong gradients. Not inlined,
     they end the export with an error.
     """
-    if "torch_interop_utils" in extensions.wanted():
+    if not extensions.interop_refusal():
         return False
     _wrap_ort_export(_without_inlining)
     return True
 
 
 def skip_sparsity_hooks() -> bool:
-    """Torch 2.7 and later: ORT marks sparse labels and padding with a Python operator, which takes torch_interop_utils.
+    """ORT marks sparse labels and padding with a Python operator, which takes torch_interop_utils.
 
     A model with an `nn.CrossEntropyLoss` inside and few valid labels (DistilBERT's masked-lm) could not be exported.
     """
-    if "torch_interop_utils" in extensions.wanted():
+    if not extensions.interop_refusal():
         return False
     manager = importlib.import_module(f"{_ORTMODULE}._graph_transition_manager").GraphTransitionManager
     for hook in ("_add_check_label_sparsity_hook", "_add_check_embedding_sparsity_hook"):
         setattr(manager, hook, staticmethod(lambda *args: []))
+    return True
+
+
+def keep_boolean_arguments() -> bool:
+    """Every torch: custom autograd functions get booleans as uint8, and cannot return any."""
+    return not extensions.interop_refusal() and custom_functions.keep_booleans()
+
+
+def export_multihead_attention() -> bool:
+    """Every torch: ORT's shape inference ends at torch's form of unflatten, which nn.MultiheadAttention takes."""
+    _wrap_ort_export(_symbolics().unflattening)
+    return True
+
+
+def export_attention_dropout() -> bool:
+    """Every torch: scaled_dot_product_attention with dropout, written so that ORT can train it."""
+    import torch
+
+    if _symbolics().with_attention_dropout(torch.onnx.export) is None:
+        return False
+    _wrap_ort_export(_symbolics().with_attention_dropout)
     return True
 
 
@@ -236,6 +259,9 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     export_with_torchscript,
     refuse_custom_backward,
     skip_sparsity_hooks,
+    keep_boolean_arguments,
+    export_multihead_attention,
+    export_attention_dropout,
     quiet_ort_export,
     restore_convolution_symbolics,
     skip_nvtx_without_cuda,
@@ -254,6 +280,10 @@ class _Seen:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+def _symbolics() -> Any:
+    return importlib.import_module("ortlaunch.worker.ort.symbolics")  # it imports torch, which is late here
 
 
 def _wrap_ort_export(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -284,7 +314,12 @@ def inlining(wanted: bool) -> Iterator[None]:
 def _without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(export)
     def export_without_inlining(*args: Any, **kwargs: Any) -> Any:
-        return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
+        try:
+            return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
+        except RuntimeError as error:
+            if "Couldn't export Python operator" in str(error):
+                _no_custom_autograd(error)
+            raise
 
     return export_without_inlining
 
@@ -323,8 +358,11 @@ def _require_extensions() -> None:
         )
 
 
-def _no_custom_autograd() -> None:
-    raise RuntimeError("custom autograd functions inside ORT's graph need torch 2.6 or older")
+def _no_custom_autograd(cause: Exception | None = None) -> None:
+    raise RuntimeError(
+        f"{f'{cause}: ' if cause else ''}custom autograd functions inside ORT's graph need {extensions.INTEROP}, which "
+        f"`ortlaunch setup` could not build here: {extensions.interop_refusal()}"
+    ) from cause
 
 
 def _nvtx_works() -> bool:

@@ -61,12 +61,13 @@ def _at_import(engine: Engine) -> dict[str, str]:
 
 def _require(engine: Engine) -> None:
     """Refuse settings that ORT would ignore on this stack."""
-    if "torch_interop_utils" not in extensions.wanted():
+    refusal = extensions.interop_refusal()
+    if refusal:
         for name in (*_NEEDS_INTEROP, *(["custom_autograd"] if engine.custom_autograd == "python" else [])):
             if getattr(engine, name):
                 raise EngineError(
-                    f"engine.{name}: needs ONNX Runtime's extension torch_interop_utils, which does not load on this "
-                    "torch; leave the field out, or use torch 2.6"
+                    f"engine.{name}: needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, because "
+                    f"{refusal}; leave the field out"
                 )
     if engine.triton:
         _require_triton()

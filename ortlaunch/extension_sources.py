@@ -1,0 +1,189 @@
+"""What is changed in a copy of ORT's installed extension sources before it is compiled.
+
+ORT 1.19.2's sources name parts of torch 2.6 that later versions hide or have changed. Every text that is replaced must
+be found exactly once: sources that are not the known ones are not built. Standard library only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+# torch/torch.h and torch/extension.h are all of torch's C++ front end; what is used of it compiles faster alone.
+_EXECUTOR_INCLUDES = """\
+#include <torch/version.h>
+#include <torch/csrc/jit/runtime/operator.h>
+#include <ATen/ScalarOps.h>
+#include <pybind11/pybind11.h>"""
+_INTEROP_INCLUDES = """\
+#include <iostream>
+#include <ATen/DLConvertor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/irange.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/python_strings.h>"""
+
+# Torch 2.7 hides the typeinfo that a dynamic_cast to PyNode needs, and 2.13 renamed PyNode::obj. The Python object of a
+# custom function's node, which torch's own functionToPyObject gives, has been the same THPFunction all along.
+_PYTHON_FUNCTION = """\
+template <typename NodePointer>
+static py::object python_function(const NodePointer& node) {
+  auto object = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(node));
+  TORCH_CHECK(THPFunction_Check(object.ptr()), "grad_fn is not of a custom autograd function.");
+  return object;
+}
+
+"""
+
+# Torch 2.13 hides tensor_fromDLPack; this is what it did, over at::fromDLPack, which stays visible.
+_FROM_CAPSULE = """
+
+static at::Tensor tensor_from_capsule(PyObject* capsule) {
+  auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+  TORCH_CHECK(managed != nullptr, "found invalid pycapsule");
+  at::Tensor tensor = at::fromDLPack(managed);
+  PyCapsule_SetName(capsule, "used_dltensor");
+  return tensor;
+}
+"""
+
+# One file instead of five: torch's headers take nearly all of the time.
+_INTEROP_FILES = ("ctx_pool", "custom_function_shared", "custom_function_bw", "custom_function_fw")
+
+# The installed file -> texts in it and what each becomes.
+_CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
+    "aten_op_executor": {
+        "aten_op_executor.cc": (("#include <torch/torch.h>", _EXECUTOR_INCLUDES),),
+    },
+    "torch_interop_utils": {
+        # torch 2.13 holds nodes by intrusive_ptr. Half an address, as a key, can belong to two contexts.
+        "ctx_pool.h": (
+            ("#include <torch/extension.h>", _INTEROP_INCLUDES + _FROM_CAPSULE),
+            (
+                "std::shared_ptr<torch::autograd::Node>> grad_fns_;",
+                "decltype(torch::autograd::AutogradMeta::grad_fn_)> grad_fns_;",
+            ),
+        ),
+        "ctx_pool.cc": (
+            ("#include <torch/extension.h>", ""),
+            (
+                "at::Tensor target) {\n  uint32_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
+                "at::Tensor target) {\n  uintptr_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
+            ),
+            (
+                "unregister_grad_fn(py::object ctx) {\n  uint32_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
+                "unregister_grad_fn(py::object ctx) {\n  uintptr_t y = reinterpret_cast<uintptr_t>(ctx.ptr());",
+            ),
+        ),
+        "custom_function_shared.h": (("#include <torch/extension.h>", ""),),
+        "custom_function_shared.cc": (("#include <torch/extension.h>", ""),),
+        "custom_function_bw.h": (("#include <torch/extension.h>", ""),),
+        "custom_function_bw.cc": (
+            ("#include <torch/extension.h>", ""),
+            ("torch::utils::tensor_fromDLPack(", "tensor_from_capsule("),
+        ),
+        "custom_function_fw.h": (("#include <torch/extension.h>", ""),),
+        "custom_function_fw.cc": (
+            ("#include <torch/extension.h>", ""),
+            ("torch::utils::tensor_fromDLPack(", "tensor_from_capsule("),
+            (
+                "static void clear_grad_fns_for_next_edges(",
+                f"{_PYTHON_FUNCTION}static void clear_grad_fns_for_next_edges(",
+            ),
+            (
+                """\
+  const auto& grad_fn = autograd_meta->grad_fn_;
+  auto py_node_fn = dynamic_cast<torch::autograd::PyNode*>(grad_fn.get());
+  TORCH_CHECK(py_node_fn != nullptr, "grad_fn is not PyNode type.");
+  THPFunction* py_fn = (THPFunction*)py_node_fn->obj;
+""",
+                """\
+  py::object function = python_function(autograd_meta->grad_fn_);
+  THPFunction* py_fn = (THPFunction*)function.ptr();
+""",
+            ),
+            (
+                """\
+  const std::shared_ptr<torch::autograd::Node>& cdata = tensor_owning_ctx.value().grad_fn();
+  auto py_node_fn = dynamic_cast<torch::autograd::PyNode*>(cdata.get());
+  TORCH_CHECK(py_node_fn != nullptr, "cdata is not PyNode type.");
+""",
+                "  const auto& cdata = tensor_owning_ctx.value().grad_fn();\n",
+            ),
+            (
+                """\
+  THPFunction* py_fn = (THPFunction*)py_node_fn->obj;
+  py::object ret = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(cdata));
+
+  TORCH_CHECK(py_fn != nullptr, "cdata is not THPFunction type.");
+""",
+                """\
+  py::object ret = python_function(cdata);
+  THPFunction* py_fn = (THPFunction*)ret.ptr();
+""",
+            ),
+            ("  auto saved_for = py_fn->cdata.lock();\n", "  auto saved_for = cdata;\n"),
+        ),
+        "torch_interop_utils.cc": (
+            ('#include "ctx_pool.h"\n', "".join(f'#include "{name}.cc"\n' for name in _INTEROP_FILES)),
+        ),
+        "setup.py": (
+            (
+                "".join(
+                    f'    "{name}.cc",\n'
+                    for name in ("ctx_pool", "custom_function_bw", "custom_function_fw", "custom_function_shared")
+                ),
+                "",
+            ),
+            # torch says which C++ it takes: 17, and later 20.
+            ('["-O3", "-std=c++17"]', '["-O1"]'),
+        ),
+    },
+}
+
+# Its last step, in the process that has torch loaded: symbols that torch hides are missing only now.
+_LOADS = {
+    "torch_interop_utils": """
+import glob, importlib.util
+_file = glob.glob("build/lib*/torch_interop_utils*.so")[0]
+_spec = importlib.util.spec_from_file_location("torch_interop_utils", _file)
+importlib.util.module_from_spec(_spec)
+""",
+}
+
+
+class UnknownSource(ValueError):
+    """An installed source file is not the one that the changes were written for."""
+
+
+def adapt(name: str, work: Path) -> None:
+    """Change the copy of an extension's sources in `work` so that it builds on every torch.
+
+    Raises UnknownSource, with the file and the text, where a text to replace is not there exactly once.
+    """
+    for file, replacements in _CHANGES.get(name, {}).items():
+        path = work / file
+        path.write_text(_replaced(path, replacements))
+    if name in _LOADS:
+        with open(work / "setup.py", "a") as setup:
+            setup.write(_LOADS[name])
+
+
+def revision() -> str:
+    """A word that differs whenever this file does: what was built by another one is not found again."""
+    return f"{zlib.crc32(Path(__file__).read_bytes()):08x}"
+
+
+def _replaced(path: Path, replacements: tuple[tuple[str, str], ...]) -> str:
+    text = path.read_text() if path.is_file() else ""
+    for old, new in replacements:
+        if text.count(old) != 1:
+            raise UnknownSource(
+                f"ORT's {path.name} has {text.count(old)} times, instead of once: {old.strip()[:120]!r}"
+            )
+        text = text.replace(old, new)
+    return text

@@ -1,0 +1,78 @@
+"""What custom autograd functions inside ORT's graph (its PythonOp) need to be right.
+
+ORT hands a function its tensors by DLPack, in which a boolean tensor is one of uint8: `~mask` then flips bits, and a
+boolean output ends the step. Here each function gets, and may return, the booleans that eager gives it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+_EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
+_REGISTERS = "    register_torch_autograd_function(func_full_qual_name, func_class)\n"
+_SCHEMA = ("infer_shape", "alias_input")  # what a function may tell ORT's exporter about itself
+
+
+def keep_booleans() -> bool:
+    """Let every custom function that takes or returns boolean tensors see them; False where ORT's source is unknown."""
+    exporter: Any = importlib.import_module(_EXPORTER)
+    if inspect.getsource(exporter._default_export).count(_REGISTERS) != 1:
+        return False
+    exporter._default_export = _with_booleans(exporter._default_export)
+    return True
+
+
+def _with_booleans(default_export: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.onnx import TensorProtoDataType as Kind
+
+    @functools.wraps(default_export)
+    def export(
+        g: Any, name: str, function: Any, cconv: str, size: int, kinds: Any, ranks: Any, /, *args: Any, **other: Any
+    ) -> Any:
+        takes = frozenset(i for i, arg in enumerate(args) if cconv[i] == "d" and arg.type().scalarType() == "Bool")
+        gives = frozenset(i for i, kind in enumerate(kinds) if kind == Kind.BOOL)
+        if not takes and not gives:
+            return default_export(g, name, function, cconv, size, kinds, ranks, *args, **other)
+        function = _through_booleans(function, takes, gives)
+        name = f"{function.__module__}.{function.__qualname__}"
+        kinds = [Kind.UINT8 if kind == Kind.BOOL else kind for kind in kinds]
+        outputs = default_export(g, name, function, cconv, size, kinds, ranks, *args, **other)
+        if not gives:
+            return outputs
+        values = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        values = [g.op("Cast", v, to_i=int(Kind.BOOL)) if i in gives else v for i, v in enumerate(values)]
+        return tuple(values) if isinstance(outputs, (list, tuple)) else values[0]
+
+    return export
+
+
+def _through_booleans(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
+    """What ORT calls in place of an autograd.Function: the same function, under a name of its own."""
+
+    import torch
+
+    def entered(args: tuple[Any, ...]) -> list[Any]:
+        return [arg.bool() if i in takes else arg for i, arg in enumerate(args)]
+
+    def left(outputs: Any) -> Any:
+        if not isinstance(outputs, tuple):
+            return outputs.byte() if gives else outputs
+        return tuple(output.byte() if i in gives else output for i, output in enumerate(outputs))
+
+    members = {
+        "apply": staticmethod(lambda *args: left(function.apply(*entered(args)))),
+        "forward": staticmethod(lambda ctx, *args: left(function.forward(ctx, *entered(args)))),
+        "backward": staticmethod(function.backward),
+        "__module__": function.__module__,
+        "__qualname__": f"{function.__qualname__}[bool {sorted(takes)} {sorted(gives)}]",
+    }
+    schema = {name: staticmethod(getattr(function, name)) for name in _SCHEMA if hasattr(function, name)}
+    # ORT registers nothing but classes of torch.autograd.Function's own kind.
+    return types.new_class(
+        function.__name__, (torch.autograd.Function,), {}, lambda body: body.update(members, **schema)
+    )
