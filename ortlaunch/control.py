@@ -33,6 +33,14 @@ class Settled(NamedTuple):
     file: RecipeFile
     world: World
     plan: Plan
+    path: Path = Path()
+    overrides: tuple[str, ...] = ()
+    asked: Asked = Asked()
+    choice: dict[str, Any] | None = None  # how engine.name: auto was decided
+
+    def again(self, *overrides: str) -> Settled:
+        """The same with further overrides."""
+        return settle_run(self.path, (*self.overrides, *overrides), self.asked, os.environ)
 
 
 def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> Settled:
@@ -51,7 +59,7 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
         worker=(sys.executable, "-m", "ortlaunch.worker"),
         environ=environ,
     )
-    return Settled(loaded, world, plan)
+    return Settled(loaded, world, plan, path, tuple(overrides), asked)
 
 
 def run_folder(chosen: Path | None, settled: Settled, environ: Mapping[str, str]) -> RunDir:
@@ -97,6 +105,7 @@ def _request(plan: Plan, run: RunDir) -> Request:
 def train(settled: Settled, chosen: Path | None) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
     run = run_folder(chosen, settled, os.environ)
+    settled = _with_engine(settled, run)
     if settled.world.inside is not None:
         return _be_a_rank(settled, run, settled.world.inside)
     _check_means(settled, run)
@@ -109,6 +118,25 @@ def train(settled: Settled, chosen: Path | None) -> int:
     end = explain_end(run, launcher.wait(job), stopped_by=job.signal)
     print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
+
+
+def _with_engine(settled: Settled, run: RunDir) -> Settled:
+    """Engine auto decided; a rank above 0 starts what rank 0 has decided."""
+    inside = settled.world.inside
+    if settled.file.recipe.engine.name != "auto" or (inside is not None and inside.rank > 0):
+        return settled
+    from ortlaunch.bench import auto
+
+    return auto.choose(settled, run, check=lambda: _check_means(settled, run))
+
+
+def foreseen(settled: Settled) -> Settled:
+    """For showing a plan: engine auto as it would be decided now, without measuring."""
+    if settled.file.recipe.engine.name != "auto":
+        return settled
+    from ortlaunch.bench import auto
+
+    return auto.foreseen(settled)
 
 
 def _be_a_rank(settled: Settled, run: RunDir, rank: Rank) -> int:
@@ -148,6 +176,15 @@ def _claimed(run: RunDir) -> RunDir:
 
 def _prepare(settled: Settled, run: RunDir) -> Request:
     """Write the run folder, say what will run."""
+    request = write_run(settled, run)
+    for note in settled.world.notes:
+        print(note, flush=True)
+    print(f"{describe(settled.plan)}\nrun folder: {run}", flush=True)
+    return request
+
+
+def write_run(settled: Settled, run: RunDir) -> Request:
+    """Write what the ranks read; returns what starts them."""
     plan, request = settled.plan, _request(settled.plan, run)
     write_text(run.recipe, recipe.to_yaml(settled.file.recipe))
     write_text(run.plan, plan.to_json())
@@ -155,11 +192,12 @@ def _prepare(settled: Settled, run: RunDir) -> Request:
         write_json(run.deepspeed, plan.deepspeed)
     write_json(run.environment, environment())
     write_text(run.request, f"{request}\n")
+    if settled.choice is not None:
+        write_json(run.choice, settled.choice)
+    else:
+        run.choice.unlink(missing_ok=True)
     for old in run.errors.glob("rank_*.json"):
         old.unlink()
-    for note in settled.world.notes:
-        print(note, flush=True)
-    print(f"{describe(plan)}\nrun folder: {run}", flush=True)
     return request
 
 

@@ -5,6 +5,8 @@ runs/<name>-<timestamp>/
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   metrics.jsonl engine.json tensorboard/                               written by rank 0
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
+  choice.json                                                          how engine.name: auto was decided
+  bench.json order.json results.jsonl                                  of a variant of `ortlaunch bench`
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ class RunDir:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
+        self.choice = self.path / "choice.json"
+        self.bench = self.path / "bench.json"
+        self.order = self.path / "order.json"
+        self.results = self.path / "results.jsonl"
 
     def __str__(self) -> str:
         return str(self.path)

@@ -207,8 +207,10 @@ class Schedule(Section):
 class Engine(Section):
     """What runs the model."""
 
-    name: Literal["ort", "inductor", "eager"] = "ort"
-    """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch."""
+    name: Literal["ort", "inductor", "eager", "auto"] = "ort"
+    """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch. `auto`: the fastest of
+    the three that agrees with plain PyTorch, measured before the first training (a minute or more) and
+    remembered by model, shape, machine and versions; the fields below apply where that is ort."""
     allow_fallback: bool = False
     """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; printed and recorded. False:
     the run ends before step 1 with the reason."""

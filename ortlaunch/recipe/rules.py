@@ -207,6 +207,8 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
 
 def _engine(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
+    if engine.name == "auto":  # the engine that is chosen keeps the rules
+        return
     if engine.name != "ort":
         for key in sorted(_chosen(engine) - {"name"}):
             message = f"does nothing with engine {engine.name}: it is for ort; leave it out, or write null"
