@@ -139,6 +139,24 @@ def train(
 
 
 @app.command()
+def parity(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare, with optimizer steps between.")] = 3,
+    launcher: Launcher = None,
+    nproc_per_node: PerNode = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    run_dir: RunDirOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "--dryrun", help="Print what would be run, and stop.")] = False,
+) -> None:
+    """Compare a recipe's engine with plain PyTorch: loss and every gradient; exit status 1 where they differ."""
+    only = [*(overrides or ()), f"engine.parity_steps={steps}", "engine.parity_only=true"]
+    train(recipe, only, launcher, nproc_per_node, hostfile, include, exclude, run_dir, dry_run)
+
+
+@app.command()
 def bench(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -211,6 +211,10 @@ def _check_folder(run: RunDir, current: Recipe) -> None:
         return
     before = recipe.load(run.recipe).recipe
     changed = list(differences(before.model_dump(mode="json"), current.model_dump(mode="json")))
+    if current.engine.parity_only and run.complete_checkpoints():
+        raise PlanError(
+            f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
+        )
     other = [
         line for line in changed if line.split(".")[0].split(":")[0] in ("model", "data", "seed", "batch", "optimizer")
     ]

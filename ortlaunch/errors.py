@@ -9,6 +9,7 @@
     │   └── MissingDependency a package or a built extension is absent
     ├── LaunchError           processes could not be started or agreed on
     ├── EngineError           the chosen engine cannot run this model
+    │   └── ParityError       it runs the model, and what comes out is not what plain PyTorch computes
     └── CheckpointError       a checkpoint cannot be written or read
 
 Imports nothing of ortlaunch.
@@ -61,6 +62,10 @@ class LaunchError(OrtlaunchError):
 
 class EngineError(OrtlaunchError):
     """The engine cannot run this model; the message says why and what to try."""
+
+
+class ParityError(EngineError):
+    """Loss or gradients on the engine are not plain PyTorch's; the message names the parameters."""
 
 
 class CheckpointError(OrtlaunchError):

@@ -3,7 +3,7 @@
 runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
-  metrics.jsonl engine.json tensorboard/                               written by rank 0
+  metrics.jsonl parity.jsonl engine.json tensorboard/                  written by rank 0
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
   choice.json                                                          how engine.name: auto was decided
   bench.json order.json results.jsonl                                  of a variant of `ortlaunch bench`
@@ -36,6 +36,7 @@ class RunDir:
         self.errors = self.path / "errors"
         self.ready = self.path / "ready"
         self.metrics = self.path / "metrics.jsonl"
+        self.parity = self.path / "parity.jsonl"
         self.engine = self.path / "engine.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"

@@ -220,6 +220,16 @@ class Engine(Section):
     accuracy of the plan. Saves memory, costs about a forward pass."""
     opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
     """ort: ONNX opset of the export; null: ORTModule's own (17)."""
+    parity_steps: Annotated[int, Field(ge=0)] = 0
+    """ort and inductor: before each of the first N steps, one micro batch a rank also runs in plain PyTorch, on the
+    same weights, dropout off in both; loss and every gradient are compared (parity.jsonl, engine.json). Training
+    itself stays bit for bit what it is without. Costs two passes a step, memory for two sets of gradients, and for a
+    model with dropout a second export. Not with ZeRO 3."""
+    parity_tolerance: Optional[Annotated[float, Field(gt=0)]] = None
+    """The run stops, naming the parameters, where the loss or a gradient differs by more than this: norm of the
+    difference / norm of PyTorch's gradient. null: 1e-3 in fp32, 0.05 in fp16, 0.2 in bf16."""
+    parity_only: bool = False
+    """Stop after the parity steps: nothing is saved or exported. `ortlaunch parity RECIPE` sets it."""
 
 
 class Zero(Section):

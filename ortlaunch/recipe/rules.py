@@ -27,6 +27,7 @@ _OPTIMIZER_FIELDS = {
     "lamb": ("betas", "epsilon"),
     "sgd": ("momentum",),
 }
+_PARITY = ("parity_steps", "parity_tolerance", "parity_only")
 _DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
 # What the launcher itself tells every rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -35,7 +36,19 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def broken(recipe: Recipe) -> Iterator[Problem]:
     """Every rule that the recipe breaks."""
-    rules = (model_rules, _corpora, _data, _batch, _optimizer, _schedule, _engine, deepspeed_rules, _train, _launch)
+    rules = (
+        model_rules,
+        _corpora,
+        _data,
+        _batch,
+        _optimizer,
+        _schedule,
+        _engine,
+        _parity,
+        deepspeed_rules,
+        _train,
+        _launch,
+    )
     for rule in rules:
         yield from rule(recipe)
     if recipe.launch.device != "auto":
@@ -210,7 +223,7 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
     if engine.name == "auto":  # the engine that is chosen keeps the rules
         return
     if engine.name != "ort":
-        for key in sorted(_chosen(engine) - {"name"}):
+        for key in sorted(_chosen(engine) - {"name", *_PARITY}):
             message = f"does nothing with engine {engine.name}: it is for ort; leave it out, or write null"
             yield (f"engine.{key}", "engine.name"), message
         return
@@ -232,6 +245,24 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
             ("model.attention", "engine.name", "model.config"),
             f"got sdpa with attention dropout {dropout:g} on engine ort, which cannot build the gradient of sdpa's "
             "dropout; use eager or auto, or set the dropout to 0",
+        )
+
+
+def _parity(recipe: Recipe) -> Iterator[Problem]:
+    engine = recipe.engine
+    asked = [key for key in _PARITY if key in _chosen(engine)]
+    if engine.name == "eager":
+        for key in asked:
+            message = "does nothing with engine eager: it compares another engine with plain PyTorch; leave it out"
+            yield (f"engine.{key}", "engine.name"), message
+    elif not engine.parity_steps:
+        for key in asked:
+            yield (f"engine.{key}", "engine.parity_steps"), "does nothing without engine.parity_steps; give that too"
+    elif recipe.zero and recipe.zero.stage == 3:
+        yield (
+            ("engine.parity_steps", "zero.stage"),
+            f"got {engine.parity_steps} with ZeRO 3, where no rank has whole weights to compare with; use stage 2 for "
+            "these steps",
         )
 
 

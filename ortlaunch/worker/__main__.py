@@ -62,7 +62,8 @@ def live(run: RunDir, rank: Rank) -> None:
         if group.rank == 0:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
-        export(run, group, engine.stepper, model.model, data.tokenizer)
+        if not recipe.engine.parity_only:
+            export(run, group, engine.stepper, model.model, data.tokenizer)
         if group.rank == 0:
             print(*outcome_lines(engine.truth()), sep="\n", flush=True)
 

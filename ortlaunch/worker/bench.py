@@ -144,9 +144,7 @@ def _compared(life: Life) -> Comparison:
     batch = engine.take(life.batches.micro_batch(0, 0, life.group.rank))
     module = engine.another() if dropouts(engine.plain) else engine.eval_module
     with engine.uncounted(compiled=True):
-        return compare(
-            engine.plain, module, batch, precision=recipe.precision, autocast=life.plan.deepspeed is None
-        )
+        return compare(engine.plain, module, batch, precision=recipe.precision, autocast=life.plan.deepspeed is None)
 
 
 def _told(found: Comparison, tolerance: float) -> dict[str, Any]:

@@ -6,9 +6,12 @@ With worker/ort/, the only place that names ORTModule, FusedAdam and FP16_Optimi
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -42,7 +45,7 @@ _ADVICE = (
 
 @dataclass
 class Engine:
-    """A stepper, and what engine.json says of it."""
+    """A stepper, and what engine.json says of it; `plain` and `another` module of this engine share the weights."""
 
     stepper: Stepper
     eval_module: Any
@@ -52,10 +55,20 @@ class Engine:
     flops_per_token: float | None
     witness: Any = None
     notes: tuple[str, ...] = field(default=())
+    plain: Any = None
+    another: Callable[[], Any] = field(default=lambda: None)
 
     def take(self, batch: Batch) -> Batch:
         """A batch as this engine's model takes it: on its device, numbers with a point in the weights' precision."""
         return _placed(batch, self.device, self.input_dtype)
+
+    @contextlib.contextmanager
+    def uncounted(self, compiled: bool) -> Iterator[None]:
+        """While open, passes do not count as the run's; nor, where `compiled` is true, does what is compiled."""
+        witness = self.witness.uncounted() if self.witness is not None else contextlib.nullcontext()
+        used = self.report["engine"]["used"]
+        with witness, _compiling_uncounted() if compiled and used == "inductor" else contextlib.nullcontext():
+            yield
 
     def truth(self) -> dict[str, Any]:
         """engine.json, with what ONNX Runtime has executed, or torch.compile has compiled, so far."""
@@ -98,7 +111,8 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     stepper = _stepper(recipe, plan, module, chosen, group)
     report = _report(recipe, plan, used, fallback, chosen, group, model)
     report["fp16_optimizer"] = _fp16_optimizer(used, stepper, group)
-    return Engine(stepper, module, report, group.device, dtype, flops, witness, chosen.notes)
+    another = functools.partial(_wrapped, recipe, model, group) if used == "ort" else lambda: module
+    return Engine(stepper, module, report, group.device, dtype, flops, witness, chosen.notes, model, another)
 
 
 def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
@@ -128,16 +142,12 @@ def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Gro
 def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tuple[Any, Any, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
     from ortlaunch.worker.ort.witness import Witness
-    from ortlaunch.worker.ort.wrap import wrap
 
     witness = Witness()
     witness.install()
     reason, wrapped = "", None
     try:
-        settings = recipe.engine
-        wrapped = wrap(
-            model, threads=threads(group), opset=settings.opset, memory_optimization=settings.memory_optimization
-        )
+        wrapped = _wrapped(recipe, model, group)
         _probe(recipe, wrapped, model, group, sample)
     except MissingDependency:
         raise
@@ -148,6 +158,13 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
         raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_hint(model)}{_ADVICE}")
     witness.reset()
     return (model, witness, reason) if reason else (wrapped, witness, "")
+
+
+def _wrapped(recipe: Recipe, model: LossModule, group: Group) -> Any:
+    from ortlaunch.worker.ort.wrap import wrap
+
+    settings = recipe.engine
+    return wrap(model, threads=threads(group), opset=settings.opset, memory_optimization=settings.memory_optimization)
 
 
 def _where(error: Exception) -> str:
@@ -214,6 +231,16 @@ def _compiled() -> dict[str, int]:
     from torch._dynamo.utils import counters
 
     return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
+
+
+@contextlib.contextmanager
+def _compiling_uncounted() -> Iterator[None]:
+    from torch._dynamo.utils import counters
+
+    before = {name: counter.copy() for name, counter in counters.items()}
+    yield
+    counters.clear()
+    counters.update(before)
 
 
 def _attention(model: LossModule) -> str | None:

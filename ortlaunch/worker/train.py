@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from ortlaunch.worker.data import Batches, Samples, collate
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.metrics import Metrics, measured_peak_flops
+from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.schedule import factor
 
 
@@ -38,7 +41,13 @@ def train(
         return state
     metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
     meter = Meter(recipe, plan, group, engine)
+    parity = parity_steps(recipe, run, group, engine, batches, state.step)
     while state.step < recipe.train.max_steps:
+        if parity is not None:
+            with meter.paused():
+                parity.check(state.step)
+            if recipe.engine.parity_only and state.step + 1 >= parity.end:
+                break
         losses, stepped, rate = train_step(recipe, plan, group, engine, batches, state)
         state.step += 1
         meter.add(losses)
@@ -136,6 +145,13 @@ class Meter:
         """One step with this rank's mean loss."""
         self.loss += loss
         self.steps += 1
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, time is not training's; the losses since the last reading stay."""
+        began = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - began
 
     def restart(self) -> None:
         """Leave out the time since the last reading or step."""

@@ -22,11 +22,15 @@ PATHS = {
     "errors": "errors",
     "ready": "ready",
     "metrics": "metrics.jsonl",
+    "parity": "parity.jsonl",
     "engine": "engine.json",
     "tensorboard": "tensorboard",
     "checkpoints": "checkpoints",
     "export": "export",
-    "choice": "choice.json", "bench": "bench.json", "order": "order.json", "results": "results.jsonl",
+    "choice": "choice.json",
+    "bench": "bench.json",
+    "order": "order.json",
+    "results": "results.jsonl",
 }
 
 

@@ -5,7 +5,9 @@ Owns the counters and the wrappers that feed them. Must not decide anything: the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ortlaunch.worker.ort.compat import import_ortmodule, wrap_method
@@ -25,6 +27,15 @@ class Witness:
         self.inference_passes = 0
         self.fallbacks = 0
         self.fallback_reasons: list[str] = []
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """While open, passes are not of the run: afterwards the counters are what they were."""
+        before = {name: copy.copy(value) for name, value in vars(self).items()}
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     def install(self) -> None:
         """Start to count; every ORTModule of this process is counted, whenever it was made. Once is enough."""

@@ -1,0 +1,194 @@
+"""A run's first steps also in plain PyTorch: each rank compares its own batch, all ranks stop together.
+
+Owns parity.jsonl and what engine.json says under `parity`. The comparison itself is in parity.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+from ortlaunch.errors import EngineError, ParityError
+from ortlaunch.recipe import Recipe
+from ortlaunch.rundir import RunDir, write_json, write_text
+from ortlaunch.worker.data import Batches
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.engine import Engine
+from ortlaunch.worker.parity import LIMITS, Comparison, compare, dropouts
+
+Record = dict[str, Any]
+_SHOWN = 5  # parameters that are named
+_ADVICE = (
+    "Nothing is trained further. Where this is an error of the engine: engine.name=inductor or eager; where it is "
+    "rounding: a larger engine.parity_tolerance"
+)
+
+
+class ParitySteps:
+    """The steps of a run that are compared, from 0 to `engine.parity_steps`."""
+
+    def __init__(
+        self, recipe: Recipe, run: RunDir, group: Group, engine: Engine, batches: Batches, first_step: int
+    ) -> None:
+        self.recipe, self.run, self.group, self.engine, self.batches = recipe, run, group, engine, batches
+        self.end = min(recipe.engine.parity_steps, recipe.train.max_steps)
+        self.tolerance = recipe.engine.parity_tolerance or LIMITS[recipe.precision].tolerance
+        self.dropouts = len(dropouts(engine.plain))
+        self.module: Any = None
+        self.records = _records_until(run, first_step)
+        if engine.report["engine"]["used"] == "eager":  # an allowed fallback
+            self.end = 0
+            engine.report["parity"] = {"verdict": "not compared", "why": "plain PyTorch itself runs"}
+            _say(group, "parity: not compared: plain PyTorch itself runs")
+        elif self.records:
+            engine.report["parity"] = self._summary()
+
+    def check(self, step: int) -> None:
+        """Compare the first micro batch of `step` (from 0) if it is one of those to compare (collective).
+
+        Raises:
+            ParityError: a rank is above the tolerance; every rank raises the same.
+            EngineError: a rank could not compare.
+        """
+        if step >= self.end:
+            return
+        record = self._worst_of_ranks(self._compared(step))
+        self.records.append(record)
+        self.engine.report["parity"] = self._summary()
+        if self.group.rank == 0:
+            write_text(self.run.parity, "".join(json.dumps(_plain(each)) + "\n" for each in self.records))
+            write_json(self.run.engine, self.engine.truth())
+        if not record["passed"]:
+            raise ParityError(self._told(record))
+        _say(self.group, _line(record))
+        if step + 1 == self.end:
+            self.module = None  # a graph of its own with its memory
+            _say(self.group, self._verdict())
+
+    def _compared(self, step: int) -> Record:
+        """This rank's record of the step, or why there is none."""
+        try:
+            batch = self.engine.take(self.batches.micro_batch(step, 0, self.group.rank))
+            with self.engine.uncounted(compiled=bool(self.dropouts)):
+                found = compare(
+                    self.engine.plain,
+                    self._module(),
+                    batch,
+                    precision=self.recipe.precision,
+                    autocast=self.recipe.zero is None,
+                )
+        except Exception as error:  # whatever a pass raises; the other ranks are waiting
+            return {"rank": self.group.rank, "error": str(error) or type(error).__name__}
+        return self._record(step + 1, found)
+
+    def _module(self) -> Any:
+        """The engine's module without dropout: the run's own where it has none, else one that is exported anew."""
+        if self.module is None:
+            self.module = self.engine.another() if self.dropouts else self.engine.eval_module
+        return self.module
+
+    def _record(self, step: int, found: Comparison) -> Record:
+        return {
+            "step": step,
+            "rank": self.group.rank,
+            "loss": found.loss,
+            "reference_loss": found.reference_loss,
+            "loss_difference": found.loss_difference,
+            "gradient_difference": found.gradient_difference,
+            "worst": [list(difference) for difference in found.gradients[:_SHOWN]],
+            "parameters": len(found.gradients),
+            "tolerance": self.tolerance,
+            "passed": found.largest <= self.tolerance,
+        }
+
+    def _worst_of_ranks(self, mine: Record) -> Record:
+        records = [json.loads(text) for text in self.group.gather(json.dumps(mine))]
+        failed = next((record for record in records if "error" in record), None)
+        if failed:
+            raise EngineError(
+                f"engine.parity_steps: rank {failed['rank']} could not compare with plain PyTorch: {failed['error']}"
+            )
+        return _worst(records)
+
+    def _summary(self) -> Record:
+        """What engine.json says; the worst step's parameters."""
+        worst = _worst(self.records)
+        summary: Record = _plain(
+            {
+                "steps": [record["step"] for record in self.records],
+                "loss_difference": max(record["loss_difference"] for record in self.records),
+                "gradient_difference": max(record["gradient_difference"] for record in self.records),
+                "worst": [[name, value] for name, value, *_ in worst["worst"]],
+                "tolerance": self.tolerance,
+                "dropouts_switched_off": self.dropouts,
+                "verdict": "passed" if all(record["passed"] for record in self.records) else "failed",
+            }
+        )
+        return summary
+
+    def _told(self, record: Record) -> str:
+        used = self.engine.report["engine"]["used"]
+        return (
+            f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} in step {record['step']}, on the "
+            f"same weights and batch (rank {record['rank']})\n"
+            f"loss: {record['loss']:.6g} on {used}, {record['reference_loss']:.6g} in PyTorch\n"
+            f"{table(record, used)}\n{_ADVICE}"
+        )
+
+    def _verdict(self) -> str:
+        """The last line of a comparison that passed, under the worst step's table where `ortlaunch parity` runs."""
+        worst, used = _worst(self.records), self.engine.report["engine"]["used"]
+        shown = f"{table(worst, used)}\n" if self.recipe.engine.parity_only else ""
+        return f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}; see {self.run.parity}"
+
+
+def parity_steps(
+    recipe: Recipe, run: RunDir, group: Group, engine: Engine, batches: Batches, first_step: int
+) -> ParitySteps | None:
+    """The comparison that the recipe asks for, or None."""
+    return ParitySteps(recipe, run, group, engine, batches, first_step) if recipe.engine.parity_steps else None
+
+
+def table(record: Record, used: str) -> str:
+    """The gradients that differ most, a line each."""
+    width = max((len(name) for name, *_ in record["worst"]), default=0)
+    lines = [f"step {record['step']}: largest relative differences of {record['parameters']} gradients:"]
+    for name, value, norm, reference in record["worst"]:
+        lines.append(f"  {name:<{width}}  {value:.2g}  (norm {norm:.4g} on {used}, {reference:.4g} in PyTorch)")
+    return "\n".join(lines)
+
+
+def _line(record: Record) -> str:
+    name = record["worst"][0][0] if record["worst"] else "none"
+    return (
+        f"parity, step {record['step']}: the loss differs from plain PyTorch's by {record['loss_difference']:.2g}, "
+        f"gradients by at most {record['gradient_difference']:.2g} ({name}); tolerance {record['tolerance']:g}"
+    )
+
+
+def _worst(records: list[Record]) -> Record:
+    return max(records, key=lambda record: max(record["loss_difference"], record["gradient_difference"]))
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no inf and nan: they become words, which float() reads."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _records_until(run: RunDir, step: int) -> list[Record]:
+    """What an earlier life of this run compared before the checkpoint that it goes on from."""
+    if not step or not os.path.exists(run.parity):
+        return []
+    records = [json.loads(line) for line in run.parity.read_text(encoding="utf-8").splitlines()]
+    return [record for record in records if record["step"] <= step]
+
+
+def _say(group: Group, text: str) -> None:
+    if group.rank == 0:
+        print(text, flush=True)
