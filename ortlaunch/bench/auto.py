@@ -19,13 +19,15 @@ from typing import Any
 from ortlaunch import __version__, machine
 from ortlaunch.bench import Length, measure, new_folder, prepared, times
 from ortlaunch.bench.report import MEASURED, fastest, passes, table, telling
-from ortlaunch.bench.variants import ENGINES
+from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_root
 from ortlaunch.control import Settled
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.rundir import RunDir, read_json, write_json
 
 SHORT = Length(rounds=3, steps=3)
+# Fields of `engine` that change no measured figure.
+_NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance", "parity_only")
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")
 
 
@@ -75,9 +77,11 @@ def foreseen(settled: Settled) -> Settled:
 
 def decided(settled: Settled, choice: dict[str, Any], source: str = "") -> Settled:
     """The same run with the chosen engine; its notes say which and why."""
-    engine = choice["chosen"]
-    chosen = settled.again("engine.name=ort" if engine == "ort" else f"engine={{name: {engine}}}")
+    engine, before = choice["chosen"], settled.file.recipe.engine
+    chosen = settled.again(*engine_overrides(engine, before))
     note = f"engine auto: {engine}: {choice['why']}{f' ({source})' if source else ''}"
+    if engine == "eager" and before.parity_steps:
+        note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
     return chosen._replace(choice=choice, world=chosen.world._replace(notes=(*chosen.world.notes, note)))
 
 
@@ -164,7 +168,7 @@ def key(settled: Settled) -> dict[str, Any]:
         "precision": recipe.precision,
         "zero": whole["zero"],
         "optimizer": recipe.optimizer.name,
-        "engine": {name: value for name, value in whole["engine"].items() if name not in ("name", "allow_fallback")},
+        "engine": {name: value for name, value in whole["engine"].items() if name not in _NO_SPEED},
         "ranks": [node.slots for node in plan.nodes],
         "device": plan.device,
         "threads": _threads(dict(plan.env)),

@@ -6,6 +6,7 @@ A variant that the recipe's rules, this machine or what is installed refuse stay
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,8 +14,10 @@ from typing import NamedTuple
 from ortlaunch import doctor
 from ortlaunch.control import Settled
 from ortlaunch.errors import InputError
+from ortlaunch.recipe.models import Engine
 
 ENGINES = ("ort", "inductor", "eager")
+_OF_INDUCTOR = ("parity_steps", "parity_tolerance", "parity_only")
 _VARY_FORM = "write it as --vary key.path=first,second, for example --vary engine.memory_optimization=0,1"
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 
@@ -40,17 +43,22 @@ class Variant(NamedTuple):
     @property
     def overrides(self) -> tuple[str, ...]:
         """What the variant changes in the recipe."""
-        return (*engine_overrides(self.engine), *self.chosen)
+        # No fallback: a bench of plain PyTorch under ort's name would be a lie.
+        strict = ("engine.allow_fallback=false",) if self.engine == "ort" else ()
+        return (*engine_overrides(self.engine), *strict, *self.chosen)
 
 
-def engine_overrides(engine: str) -> tuple[str, ...]:
-    """An engine in place of the recipe's: the section's other fields are for ort, the others take none of them.
+def engine_overrides(engine: str, before: Engine | None = None) -> tuple[str, ...]:
+    """An engine in place of the recipe's: the section's other fields are ort's, and go where another engine comes.
 
-    No fallback: a bench of plain PyTorch under ort's name would be a lie.
+    before: the recipe's section, whose comparison with plain PyTorch inductor keeps.
     """
     if engine == "ort":
-        return ("engine.name=ort", "engine.allow_fallback=false")
-    return (f"engine={{name: {engine}}}",)
+        return ("engine.name=ort",)
+    kept = (
+        before.model_dump(include=set(_OF_INDUCTOR), exclude_defaults=True) if before and engine == "inductor" else {}
+    )
+    return (f"engine={json.dumps({'name': engine, **kept})}",)
 
 
 def _plain(text: str) -> bool:

@@ -221,6 +221,9 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
 def _engine(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     if engine.name == "auto":  # the engine that is chosen keeps the rules
+        if engine.parity_only:
+            paths = ("engine.name", "engine.parity_only")
+            yield paths, "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
         return
     if engine.name != "ort":
         for key in sorted(_chosen(engine) - {"name", *_PARITY}):

@@ -24,6 +24,7 @@ VERBS = {
     "validate": "Check a recipe",
     "plan": "Show ranks, batch, memory",
     "train": "Train a recipe.",
+    "bench": "Measure engines and options",
     "setup": "Build the torch extensions",
     "schema": "Print the recipe's JSON schema",
     "recipes": "The shipped recipes",
