@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ortlaunch import doctor
+from ortlaunch import control, doctor
 from ortlaunch.control import Settled
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.models import Engine
+from ortlaunch.rundir import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
 _OF_INDUCTOR = ("parity_steps", "parity_tolerance", "parity_only")
@@ -33,7 +34,8 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         """`ort memory_optimization=1`: short, for tables."""
-        return " ".join([self.engine, *(text.rpartition(".")[2] if _plain(text) else text for text in self.chosen)])
+        choices = (text.partition("=") for text in self.chosen)
+        return " ".join([self.engine, *(f"{key.rpartition('.')[2]}={value}" for key, _, value in choices)])
 
     @property
     def slug(self) -> str:
@@ -59,11 +61,6 @@ def engine_overrides(engine: str, before: Engine | None = None) -> tuple[str, ..
         before.model_dump(include=set(_OF_INDUCTOR), exclude_defaults=True) if before and engine == "inductor" else {}
     )
     return (f"engine={json.dumps({'name': engine, **kept})}",)
-
-
-def _plain(text: str) -> bool:
-    """Whether the value has no dot, so that the last dot is the key's."""
-    return "." not in text.partition("=")[2]
 
 
 def variants(engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
@@ -119,6 +116,7 @@ def settle(variant: Variant, base: Settled) -> Variant:
     try:
         settled = base.again(*variant.overrides)
         doctor.require(settled.file.recipe, settled.plan)
+        control.dry_run(settled, RunDir(variant.slug))  # finds mpirun, where that is the launcher
     except InputError as error:
         return variant._replace(refused=str(error))
     return variant._replace(settled=settled)
