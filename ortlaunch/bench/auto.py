@@ -21,8 +21,9 @@ from ortlaunch.bench import Length, measure, new_folder, prepared, times
 from ortlaunch.bench.report import MEASURED, fastest, passes, table, telling
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_root
-from ortlaunch.control import Settled
+from ortlaunch.control import Settled, differences
 from ortlaunch.errors import EngineError, PlanError
+from ortlaunch.plan import Plan
 from ortlaunch.rundir import RunDir, read_json, write_json
 
 SHORT = Length(rounds=3, steps=3)
@@ -51,7 +52,7 @@ def choose(settled: Settled, run: RunDir, check: Callable[[], None]) -> Settled:
         raise PlanError(
             "engine.name: auto has not been measured for this model, shape and machine, and a launcher's rank can "
             f"start no jobs; run `ortlaunch bench {settled.path}` once outside of the launcher, with as many ranks, or "
-            "name the engine"
+            f"name the engine{_nearest(settled)}"
         )
     check()
     folder = new_folder(None, f"{settled.plan.name}-auto")
@@ -94,9 +95,18 @@ def remembered(settled: Settled) -> dict[str, Any] | None:
     return found
 
 
+def _nearest(settled: Settled) -> str:
+    """What keeps the most similar remembered measurement from being this one's."""
+    asked = key(settled)
+    known = [read_json(path)["key"] for path in _path(settled).parent.glob("*.json")]
+    apart = min((list(differences(other, asked)) for other in known), key=len, default=[])
+    return f"; the nearest that was measured differs in {', '.join(apart[:4])}" if apart else ""
+
+
 def remember(settled: Settled, report: dict[str, Any], folder: Path) -> None:
-    """After a bench of all engines: auto will take its answer."""
-    if fastest(report["variants"]) is not None:
+    """After a bench of all engines that measured no less than auto itself would: auto will take its answer."""
+    long_enough = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
+    if long_enough and fastest(report["variants"]) is not None:
         choice = _remember(settled, report, folder)
         _say(f"engine.name: auto will take {choice['chosen']} for this recipe on this machine")
 
@@ -171,7 +181,7 @@ def key(settled: Settled) -> dict[str, Any]:
         "engine": {name: value for name, value in whole["engine"].items() if name not in _NO_SPEED},
         "ranks": [node.slots for node in plan.nodes],
         "device": plan.device,
-        "threads": _threads(dict(plan.env)),
+        "threads": _threads(plan),
         "hardware": machine.hardware(),
         "versions": {"ortlaunch": __version__, "python": platform.python_version(), **_versions()},
     }
@@ -186,10 +196,10 @@ def _code(modules: str, factory: str) -> str:
     return factory
 
 
-def _threads(env: dict[str, str]) -> str | None:
-    """What a rank will read in OMP_NUM_THREADS; torchrun's own 1 is nobody's choice."""
-    asked = env.get("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
-    return None if asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ else asked
+def _threads(plan: Plan) -> str | None:
+    """What a rank will read in OMP_NUM_THREADS; under torchrun a 1 is nobody's choice, also for the ranks."""
+    asked = dict(plan.env).get("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
+    return None if asked == "1" and (plan.launcher == "torchrun" or "TORCHELASTIC_RUN_ID" in os.environ) else asked
 
 
 def _versions() -> dict[str, str]:

@@ -233,7 +233,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 def test_all_engines(tmp_path: Path) -> None:
     """ort, inductor and eager: each passes parity or is the reference; auto knows the answer from then on."""
     folder = folder_with(tmp_path)
-    ended = bench(folder, "--rounds=2", "--steps=2")
+    ended = bench(folder, "--rounds=3", "--steps=3")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = {row["name"]: row for row in report_of(folder)["variants"]}
     assert {name: row["parity"]["verdict"] for name, row in rows.items()} == {

@@ -229,6 +229,9 @@ def test_a_rank_cannot_measure() -> None:
     with pytest.raises(PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"):
         auto.choose(base, RunDir("run"), never)
     assert not Path("run").exists()
+    remembered_choice(settled(batch={"micro_size": 8, "accumulation_steps": 1}))
+    with pytest.raises(PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"):
+        auto.choose(settled(environ=TORCH), RunDir("run"), never)
     remembered_choice(settled())
     assert auto.choose(base, RunDir("run"), never).choice is not None
 
@@ -281,6 +284,33 @@ def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPat
 def test_what_does_not_decide_speed_is_not_in_the_key(change: dict[str, Any]) -> None:
     """A longer run, another seed or the recipe's own engine ask for no other measurement."""
     assert auto.digest(settled(**change)) == auto.digest(settled())
+
+
+def test_a_bench_refreshes_what_auto_remembers(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is shorter than auto's own is no reason to change the engine."""
+    base, made = settled(), rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
+    auto.remember(base, {"variants": made, "rounds": 3, "steps": 2}, Path("bench"))
+    assert (auto.remembered(base), capsys.readouterr().out) == (None, "")
+    auto.remember(base, {"variants": made, "rounds": 3, "steps": 3}, Path("bench"))
+    found = auto.remembered(base)
+    assert found is not None
+    assert (found["chosen"], found["bench"]) == ("ort", str(Path("bench").resolve()))
+    assert capsys.readouterr().out == "engine.name: auto will take ort for this recipe on this machine\n"
+
+
+def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sets OMP_NUM_THREADS=1, which its ranks do not heed: a bench under it and a rank of it share a key."""
+    two = {"launch": {"processes_per_node": 2}}
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = auto.digest(settled(**two))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert auto.digest(settled(**two)) == before
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert auto.digest(settled(**two)) != before
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one = auto.digest(settled())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert auto.digest(settled()) != one
 
 
 def test_plan_and_dry_run_measure_nothing() -> None:
