@@ -30,6 +30,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test works in a folder and with a cache of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(doctor, "require", lambda *_: None)  # whatever is installed here
 
 
@@ -301,7 +302,6 @@ def test_a_bench_refreshes_what_auto_remembers(capsys: pytest.CaptureFixture[str
 def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun sets OMP_NUM_THREADS=1, which its ranks do not heed: a bench under it and a rank of it share a key."""
     two = {"launch": {"processes_per_node": 2}}
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = auto.digest(settled(**two))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert auto.digest(settled(**two)) == before
