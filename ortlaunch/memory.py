@@ -107,7 +107,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int) -> Memory | None:
     for stage in range(4):
         stages.append((f"ZeRO {stage}", _zero(recipe, parameters, trainable, activations, stage, ranks)))
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
-    return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, parameters, trainable))
+    return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable))
 
 
 def _state_bytes(recipe: Recipe) -> int:
@@ -135,11 +135,11 @@ def _zero(recipe: Recipe, parameters: int, trainable: int, activations: int, sta
     )
 
 
-def _checkpoint(recipe: Recipe, parameters: int, trainable: int) -> int:
-    """Bytes of one checkpoint, all ranks together."""
-    if recipe.zero is None:  # frozen weights come from where they came from
+def _checkpoint(recipe: Recipe, trainable: int) -> int:
+    """Bytes of one checkpoint, all ranks together; frozen weights come from where they came from."""
+    if recipe.zero is None:
         return (4 + _state_bytes(recipe)) * trainable
-    whole = _zero(recipe, parameters, trainable, 0, recipe.zero.stage, 1)
+    whole = _zero(recipe, trainable, trainable, 0, recipe.zero.stage, 1)
     return whole.weights + whole.optimizer
 
 

@@ -63,7 +63,7 @@ def live(run: RunDir, rank: Rank) -> None:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
         if not recipe.engine.parity_only:
-            export(run, group, engine.stepper, model.model, data.tokenizer)
+            export(recipe, run, group, engine.stepper, model.model, data.tokenizer)
         if group.rank == 0:
             print(*outcome_lines(engine.truth()), sep="\n", flush=True)
 

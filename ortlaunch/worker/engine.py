@@ -110,7 +110,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     chosen = build_optimizer(recipe.optimizer, module, used, group.device)
     stepper = _stepper(recipe, plan, module, chosen, group)
     report = _report(recipe, plan, used, fallback, chosen, group, model)
-    report["fp16_optimizer"] = _fp16_optimizer(used, stepper, group)
+    report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
     another = functools.partial(_wrapped, recipe, model, group) if used == "ort" else lambda: module
     return Engine(stepper, module, report, group.device, dtype, flops, witness, chosen.notes, model, another)
 
@@ -253,15 +253,23 @@ def _onnxruntime() -> dict[str, Any]:
     return {"repairs": list(compat.applied())}
 
 
-def _fp16_optimizer(used: str, stepper: Stepper, group: Group) -> dict[str, Any]:
-    """Whether ONNX Runtime's FP16_Optimizer is in force, and why not."""
-    if used != "ort":
-        return {"applied": False, "why": f"it is part of engine ort, and engine {used} runs"}
-    if not isinstance(stepper, DeepSpeedStepper):
-        return {"applied": False, "why": "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"}
-    from ortlaunch.worker.ort.fp16_optimizer import apply_fp16_optimizer
+def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -> dict[str, Any]:
+    """Whose fused overflow check and gradient norm is in force, and why: ONNX Runtime's where it can, else ours."""
+    from ortlaunch.worker.zero_modifier import Applied, fuse_gradient_norm
 
-    return apply_fp16_optimizer(stepper.engine.optimizer, group.device.type)._asdict()
+    if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
+        why = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
+        return Applied(False, None, why)._asdict()
+    if not recipe.zero.fused_gradient_norm:
+        return Applied(False, None, "zero.fused_gradient_norm is false")._asdict()
+    theirs = Applied(False, None, f"engine {used} runs without ONNX Runtime")
+    if used == "ort":
+        from ortlaunch.worker.ort.fp16_optimizer import apply_fp16_optimizer
+
+        theirs = apply_fp16_optimizer(stepper.engine.optimizer, group.device.type)
+    ours = theirs if theirs.applied else fuse_gradient_norm(stepper.engine.optimizer)
+    reasons = (theirs.why, ours.why) if ours is not theirs else (ours.why,)
+    return ours._replace(why="; ".join(why for why in reasons if why))._asdict()
 
 
 def versions() -> dict[str, str]:

@@ -6,16 +6,20 @@ from typing import Any
 
 import torch
 
+from ortlaunch.recipe import Recipe
 from ortlaunch.rundir import RunDir
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.stepping import Stepper
 
 
-def export(run: RunDir, group: Group, stepper: Stepper, model: torch.nn.Module, tokenizer: Any) -> None:
-    """Write export/ (collective): weights, config and tokenizer."""
+def export(recipe: Recipe, run: RunDir, group: Group, stepper: Stepper, model: torch.nn.Module, tokenizer: Any) -> None:
+    """Write export/ (collective): weights, config and tokenizer. The model is of no further use: LoRA is merged."""
     with stepper.whole_weights():
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
+            if recipe.model.lora and recipe.model.lora.merge:
+                adapted: Any = model
+                model = adapted.merge_and_unload(safe_merge=True)
             if hasattr(model, "save_pretrained"):
                 from transformers.utils import logging
 

@@ -62,7 +62,7 @@ def build_model(recipe: Recipe, data: Data) -> LossModule:
     else:
         model = _transformers_model(recipe, data)
     if recipe.model.lora:
-        model = _with_adapters(model, recipe.model.lora)
+        model = _with_adapters(model, recipe.model.lora, recipe.model.task)
     return LossModule(model.train())
 
 
@@ -163,13 +163,21 @@ def attention_of(recipe: Recipe, config: Any) -> str | None:
     return "eager" if recipe.engine.name == "ort" and dropout > 0 else None
 
 
-def _with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
+# With these peft trains a new head, too.
+_PEFT_TASKS = {"sequence-classification": "SEQ_CLS"}
+
+
+def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
     try:
         import peft
     except ImportError:
         raise MissingDependency('model.lora needs peft: pip install "ortlaunch[lora]"') from None
     config = peft.LoraConfig(
-        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.target_modules)
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+        task_type=_PEFT_TASKS.get(task),
     )
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)

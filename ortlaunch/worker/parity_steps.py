@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
@@ -16,7 +15,7 @@ from ortlaunch.rundir import RunDir, write_json, write_text
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
-from ortlaunch.worker.parity import LIMITS, Comparison, compare, dropouts
+from ortlaunch.worker.parity import LIMITS, Comparison, Difference, compare, dropouts
 
 Record = dict[str, Any]
 _SHOWN = 5  # parameters that are named
@@ -39,6 +38,8 @@ class ParitySteps:
         self.module: Any = None
         self.records = _records_until(run, first_step)
         if engine.report["engine"]["used"] == "eager":  # an allowed fallback
+            if recipe.engine.parity_only:
+                raise ParityError("nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs")
             self.end = 0
             engine.report["parity"] = {"verdict": "not compared", "why": "plain PyTorch itself runs"}
             _say(group, "parity: not compared: plain PyTorch itself runs")
@@ -97,7 +98,7 @@ class ParitySteps:
             "reference_loss": found.reference_loss,
             "loss_difference": found.loss_difference,
             "gradient_difference": found.gradient_difference,
-            "worst": [list(difference) for difference in found.gradients[:_SHOWN]],
+            "worst": [[_name(each), *each[1:]] for each in found.gradients[:_SHOWN]],
             "parameters": len(found.gradients),
             "tolerance": self.tolerance,
             "passed": found.largest <= self.tolerance,
@@ -172,6 +173,10 @@ def _worst(records: list[Record]) -> Record:
     return max(records, key=lambda record: max(record["loss_difference"], record["gradient_difference"]))
 
 
+def _name(difference: Difference) -> str:
+    return difference.name.removeprefix("model.")  # that of LossModule: the rest is the model's own name
+
+
 def _plain(value: Any) -> Any:
     """JSON has no inf and nan: they become words, which float() reads."""
     if isinstance(value, dict):
@@ -183,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 def _records_until(run: RunDir, step: int) -> list[Record]:
     """What an earlier life of this run compared before the checkpoint that it goes on from."""
-    if not step or not os.path.exists(run.parity):
+    if not run.parity.exists():
         return []
     records = [json.loads(line) for line in run.parity.read_text(encoding="utf-8").splitlines()]
     return [record for record in records if record["step"] <= step]

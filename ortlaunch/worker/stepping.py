@@ -113,15 +113,7 @@ class TorchStepper:
         if not (folder / _STATE_FILE).exists():
             raise CheckpointError(f"{folder} was written with DeepSpeed; continue it with the same `zero`")
         saved = torch.load(folder / _STATE_FILE, map_location="cpu", weights_only=True)
-        try:
-            found = self.model.load_state_dict(saved["model"], strict=False)
-        except RuntimeError as error:  # other shapes
-            raise CheckpointError(f"{folder} is of another model: {error}") from None
-        lost = set(found.missing_keys) & set(_trained_state(self.model))
-        if lost or found.unexpected_keys:
-            raise CheckpointError(
-                f"{folder} is of another model: it lacks {sorted(lost)}, and has {found.unexpected_keys}"
-            )
+        _load_trained(saved["model"], self.model)
         self.optimizer.load_state_dict(saved["optimizer"])
         self.scaler.load_state_dict(saved["scaler"])
         state: dict[str, Any] = saved["state"]
@@ -146,6 +138,7 @@ class DeepSpeedStepper:
         )
         self.module: Any = self.engine
         self.clips = bool(config["gradient_clipping"])
+        self.partly_frozen = not all(p.requires_grad for p in model.parameters())
 
     def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -174,11 +167,20 @@ class DeepSpeedStepper:
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         self.engine.save_checkpoint(
-            str(folder.parent), tag=folder.name, client_state={"ortlaunch": state}, save_latest=False
+            str(folder.parent),
+            tag=folder.name,
+            client_state={"ortlaunch": state},
+            save_latest=False,
+            exclude_frozen_parameters=self.partly_frozen,
         )
 
     def load(self, folder: Path) -> dict[str, Any]:
-        _, client = self.engine.load_checkpoint(str(folder.parent), tag=folder.name, load_lr_scheduler_states=False)
+        _, client = self.engine.load_checkpoint(
+            str(folder.parent),
+            tag=folder.name,
+            load_lr_scheduler_states=False,
+            custom_load_fn=_load_trained if self.partly_frozen else None,
+        )
         if client is None:
             raise CheckpointError(f"{folder} was written without DeepSpeed; continue it with the same `zero`")
         state: dict[str, Any] = client["ortlaunch"]
@@ -203,3 +205,16 @@ def _trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights that training changes, and buffers; frozen weights come from where they came from."""
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     return {name: value for name, value in model.state_dict().items() if name not in frozen}
+
+
+def _load_trained(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
+    """Load what `_trained_state` gave into a model; its frozen weights stay as it was built (DeepSpeed's names)."""
+    lost, unknown = set(_trained_state(dst)) - set(src), set(src) - set(dst.state_dict())
+    if lost or unknown:
+        raise CheckpointError(
+            f"the checkpoint is of another model: it lacks {sorted(lost)}, and has {sorted(unknown)} besides"
+        )
+    try:
+        dst.load_state_dict(src, strict=False)
+    except RuntimeError as error:  # other shapes
+        raise CheckpointError(f"the checkpoint is of another model: {error}") from None

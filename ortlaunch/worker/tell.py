@@ -19,7 +19,10 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
         )
     if optimizer["why"]:
         lines.append(f"optimizer: {optimizer['asked']} was asked, {optimizer['used']} runs: {optimizer['why']}")
-    if engine["used"] == "ort" and not fp16["applied"]:
+    if fp16["applied"]:
+        why = f" ({fp16['why']})" if fp16["why"] else ""
+        lines.append(f"FP16_Optimizer: {fp16['by']}'s, overflow check and gradient norm in one pass{why}")
+    elif engine["used"] == "ort" or truth["sharding"].startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16['why']}")
     return lines
 

@@ -7,169 +7,26 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from ortlaunch import extensions
-
-ROOT = Path(__file__).parents[2]
-COMMAND = Path(sys.executable).with_name("ortlaunch")
-TWO_RANKS = ("--launcher=torchrun", "--nproc-per-node=2")
-EAGER = {"engine": {"name": "eager"}}
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
-needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
-
-TOYS = '''
-import os
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    """Dropout, and once in the life of a run a failure: in pass `fail_at` of rank 0, when there is no `mark` yet."""
-
-    def __init__(self, dropout, fail_at, mark, scale):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 1))
-        self.fail_at, self.mark, self.scale, self.passes = fail_at, mark, scale, 0
-
-    def forward(self, x, y):
-        if self.training and self.fail_at and os.environ["RANK"] == "0" and not os.path.exists(self.mark):
-            self.passes += 1
-            if self.passes == self.fail_at:
-                open(self.mark, "w").close()
-                raise RuntimeError("as a machine that fails")
-        return self.scale * ((self.layers(x) - y) ** 2).mean()
-
-
-class Attending(nn.Module):
-    """Attention as torch ships it."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
-
-    def forward(self, x, y):
-        x = x[:, None, :].expand(-1, 4, -1)
-        return ((self.out(self.attention(x, x, x)[0]).mean(1) - y) ** 2).mean()
-
-
-def net(dropout=0.0, fail_at=0, mark="", scale=1.0):
-    return Net(dropout, fail_at, mark, scale)
-
-
-def attending():
-    return Attending()
-
-
-def data(samples=256, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, 8, generator=generator)
-    return [{"x": row, "y": row.sum().reshape(1)} for row in x]
-'''
-
-TOY: dict[str, Any] = {
-    "name": "toy",
-    "model": {"task": "custom", "factory": "toys:net"},
-    "data": {"train": {"format": "custom", "factory": "toys:data"}},
-    "batch": {"global_size": 16, "micro_size": 4},
-    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
-    "train": {"max_steps": 10},
-    "log": {"every_steps": 1},
-}
-
-
-class Run(NamedTuple):
-    """A run that ended: its folder, exit status and words."""
-
-    folder: Path
-    status: int
-    out: str
-    err: str
-
-    def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
-    def values(self, name: str) -> list[tuple[int, Any]]:
-        """(step, value) of every record that has it."""
-        return [(record["step"], record[name]) for record in self.records() if name in record]
-
-    def losses(self) -> list[float]:
-        """Loss by step; every step must be there once."""
-        steps, losses = zip(*self.values("loss"))
-        assert steps == tuple(range(1, len(steps) + 1))
-        return list(losses)
-
-    def truth(self) -> dict[str, Any]:
-        return dict(json.loads((self.folder / "engine.json").read_text()))
-
-    def files(self) -> set[str]:
-        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
-
-
-Train = Callable[..., Run]
-
-
-def merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
-    both = {
-        key: merged(base[key], value)
-        for key, value in top.items()
-        if isinstance(value, dict) and isinstance(base.get(key), dict)
-    }
-    return {**base, **top, **both}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the toys, texts and a cache of its own that shares the built extensions."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "toys.py").write_text(TOYS)
-    (home / "cache").mkdir()
-    if INSTALLED:
-        if not extensions.is_built():
-            subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
-        (home / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
-    for name, lines in (("train", 400), ("held-out", 24)):
-        text = [f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(lines)]
-        (home / f"{name}.txt").write_text("\n\n".join(text))
-    words = [("good fine nice", 0), ("bad poor sad", 1), ("odd queer weird", 2)]
-    rows = [{"text": " ".join([kind.split()[i % 3]] * (1 + i % 4)), "label": c} for i in range(60) for kind, c in words]
-    (home / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return home
-
-
-@pytest.fixture(scope="module")
-def train(home: Path) -> Train:
-    """Starts `ortlaunch train` on a recipe given as a mapping, in the home folder, and waits for its end."""
-
-    def start(folder: str, recipe: dict[str, Any], *arguments: str, timeout: float = 120) -> Run:
-        path = home / f"{folder}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
-        command = [str(COMMAND), "train", path.name, *arguments, f"--run-dir={folder}"]
-        ended = subprocess.run(
-            command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=timeout, check=False
-        )
-        return Run(home / folder, ended.returncode, ended.stdout, ended.stderr)
-
-    return start
-
-
-def environment(home: Path) -> dict[str, str]:
-    """Tiny models on a shared machine: threads that wait quietly, no network, the cache of these tests."""
-    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **quiet, "ORTLAUNCH_CACHE": str(home / "cache")}
-
-
-def ended_well(run: Run) -> Run:
-    assert run.status == 0, f"{run.out[-3000:]}\n{run.err[-3000:]}"
-    return run
-
+from tests.e2e.runs import (
+    BERT,
+    COMMAND,
+    EAGER,
+    ROOT,
+    TOY,
+    TWO_RANKS,
+    Run,
+    Train,
+    ended_well,
+    environment,
+    merged,
+    needs_ort,
+)
 
 # --------------------------------------------------------------------------------- one run, looked at from all sides
 
@@ -311,6 +168,10 @@ def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home:
     """The same with ZeRO 1 on two ranks, each with its own part of the optimizer's state."""
     assert {f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")} <= sharded.files()
     assert json.loads((sharded.folder / "deepspeed.json").read_text())["zero_optimization"] == {"stage": 1}
+    assert (sharded.truth()["fp16_optimizer"]["applied"], sharded.truth()["fp16_optimizer"]["by"]) == (
+        True,
+        "ortlaunch",
+    )
     resumed = interrupted(train, home, "sharded-resumed", SHARDED, *TWO_RANKS)
     assert "resumed after step 5 from" in resumed.out
     assert resumed.losses() == sharded.losses()
@@ -344,23 +205,6 @@ def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- transformers
-
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-BERT: dict[str, Any] = {
-    "name": "bert",
-    "model": {"task": "masked-lm", "config": {"model_type": "bert", **SMALL, "max_position_embeddings": 32}},
-    "data": {
-        "train": {"format": "text", "path": ["train.txt"]},
-        "evaluation": {"format": "text", "path": ["held-out.txt"]},
-        "tokenizer": {"train": "wordpiece", "vocab_size": 300},
-        "sequence_length": 16,
-    },
-    "batch": {"global_size": 16, "micro_size": 8},
-    "optimizer": {"name": "fused_adam", "learning_rate": 1e-2},
-    "engine": {"name": "ort"},
-    "train": {"max_steps": 12, "evaluate_every_steps": 6},
-    "log": {"every_steps": 1},
-}
 
 
 @pytest.fixture(scope="module")
@@ -424,35 +268,6 @@ def test_classes_on_onnx_runtime(train: Train) -> None:
     assert run.truth()["attention"] == "sdpa"
     assert json.loads((run.folder / "export/config.json").read_text())["id2label"].keys() == {"0", "1", "2"}
     assert run.truth()["engine"]["used"] == "ort"
-
-
-@needs_ort
-def test_low_rank_adapters(train: Train) -> None:
-    """LoRA on Llama: ONNX Runtime's curve is eager's; only adapters are trained, saved and exported."""
-    recipe = {
-        **BERT,
-        "name": "lora",
-        "model": {
-            "task": "causal-lm",
-            "config": {"model_type": "llama", **SMALL, "max_position_embeddings": 32},
-            "lora": {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
-        },
-        "data": {**BERT["data"], "evaluation": None, "tokenizer": {"train": "bpe", "vocab_size": 300}},
-        "train": {"max_steps": 6},
-    }
-    ort = ended_well(train("lora-ort", recipe))
-    eager = ended_well(train("lora-eager", merged(recipe, EAGER)))
-    assert ort.losses() == pytest.approx(eager.losses(), rel=1e-4)
-    assert ort.losses()[-1] < ort.losses()[0]
-    assert ort.truth()["onnxruntime"]["backward_passes"] == 12
-    trained = 2 * 2 * 2 * 4 * 32  # layers, modules, sides, rank, hidden
-    for run in (ort, eager):
-        assert run.truth()["trained_parameters"] == trained < run.truth()["parameters"]
-        saved = torch.load(run.folder / "checkpoints/step_00000006/state.pt", weights_only=True)["model"]
-        assert all("lora_" in name for name in saved)
-        assert sum(value.numel() for value in saved.values()) == trained
-        assert {"export/adapter_model.safetensors", "export/adapter_config.json"} <= run.files()
-        assert "export/model.safetensors" not in run.files()
 
 
 # ----------------------------------------------------------------------------------------------------- engine truth

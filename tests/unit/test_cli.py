@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ortlaunch import __version__, cli, doctor
+from ortlaunch import __version__, cli, control, doctor
 from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.schema import json_schema
 from tests.makers import BERT, CUSTOM, WORDS
 
@@ -25,6 +26,7 @@ VERBS = {
     "plan": "Show ranks, batch, memory",
     "train": "Train a recipe.",
     "bench": "Measure engines and options",
+    "parity": "Compare a recipe's engine with plain PyTorch",
     "setup": "Build the torch extensions",
     "schema": "Print the recipe's JSON schema",
     "recipes": "The shipped recipes",
@@ -202,6 +204,19 @@ def test_dry_run(ortlaunch: Run) -> None:
     ended = ortlaunch("train", "good.yaml", "--dry-run", "--run-dir", "here")
     assert ended == Ended(0, f"{sys.executable} -m ortlaunch.worker here\n", "")
     assert not Path("here").exists()
+
+
+def test_parity_is_a_training_that_ends_early(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe with the number of steps, three by default, and nothing else changed; eager has nothing to compare."""
+    asked = []
+    monkeypatch.setattr(control, "train", lambda settled, folder: asked.append(settled.file.recipe) or 0)
+    for arguments, steps in (([], 3), (["--steps", "5"], 5)):
+        assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(0, "", "")
+        engine = {"name": "inductor", "parity_steps": steps, "parity_only": True}
+        assert asked.pop() == Recipe.model_validate({**CUSTOM, "engine": engine})
+    ended = ortlaunch("parity", "good.yaml")
+    assert (ended.status, ended.out) == (2, "")
+    assert "engine.parity_steps: does nothing with engine eager" in ended.err
 
 
 def test_recipes_list(ortlaunch: Run) -> None:

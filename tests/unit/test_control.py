@@ -169,6 +169,14 @@ def test_a_folder_is_continued(
     assert capsys.readouterr().out.splitlines() == lines
 
 
+def test_a_comparison_in_the_folder_of_a_training() -> None:
+    """`ortlaunch parity` does not overwrite the recipe and records that belong to checkpoints; else it may continue."""
+    engine = {"name": "inductor", "parity_steps": 1, "parity_only": True}
+    with pytest.raises(PlanError, match=r"^--run-dir mine: holds the checkpoints of a training, whose records"):
+        control._check_folder(older("mine", steps=2), settled(engine=engine).file.recipe)
+    control._check_folder(older("other"), settled(engine=engine).file.recipe)
+
+
 def test_preparing_forgets_old_errors(capsys: pytest.CaptureFixture[str]) -> None:
     """A continued run is not blamed for what ended the one before."""
     run = older("mine")

@@ -166,6 +166,7 @@ VERB = (
         ["plan", "recipe.json", "--json"],
         ["train", "recipe.json", "--dry-run"],
         ["plan", "recipe.json", "engine.name=auto"],
+        ["parity", "recipe.json", "--dry-run", "engine.name=inductor"],
         ["train", "recipe.json", "--dry-run", "--nproc-per-node=2"],
     ],
     ids=" ".join,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -128,3 +129,76 @@ def test_settings_arrive() -> None:
         (0.1, 0.7, 0.01),
         (0.1, 0.7, 0.0),
     ]
+
+
+def by_hand(mode: str, weights: list[torch.Tensor], gradients: list[list[torch.Tensor]], **settings: Any) -> None:
+    """ORT 1.19.2's multi_tensor_adam.cu, written out: ADAMW_TORCH or ADAMW_TRANSFORMERS."""
+    rate, decay, epsilon = settings["lr"], settings["weight_decay"], settings["eps"]
+    first, second = settings["betas"]
+    means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    for step, of_step in enumerate(gradients, 1):
+        one, two = 1 - first**step, 1 - second**step
+        for weight, gradient, mean, square in zip(weights, of_step, means, squares):
+            if mode == "ADAMW_TORCH":
+                weight.sub_(weight * rate * decay)
+            mean.copy_(first * mean + (1 - first) * gradient)
+            square.copy_(second * square + (1 - second) * gradient * gradient)
+            if mode == "ADAMW_TORCH":
+                weight.sub_(rate * mean / (one * (square.sqrt() / two**0.5 + epsilon)))
+            else:
+                weight.sub_(rate * two**0.5 / one * mean / (square.sqrt() + epsilon))
+                weight.sub_(rate * decay * weight)
+
+
+def stepped(optimizer: torch.optim.Optimizer, weights: list[Any], gradients: list[list[torch.Tensor]]) -> None:
+    for of_step in gradients:
+        for weight, gradient in zip(weights, of_step):
+            weight.grad = gradient.to(weight)
+        optimizer.step()
+
+
+def fifty_steps(dtype: torch.dtype) -> tuple[nn.Module, list[list[torch.Tensor]]]:
+    """A net, and gradients of many sizes, down to where epsilon matters."""
+    torch.manual_seed(3)
+    model = Net().to(dtype)
+    sizes = [10.0**-k for k in range(8)]
+    return model, [
+        [size * torch.randn(p.shape, dtype=dtype) for size, p in zip(sizes, model.parameters())] for _ in range(50)
+    ]
+
+
+def test_torchs_fused_adamw_is_onnx_runtimes_formula() -> None:
+    """What stands in for FusedAdam does the same 50 steps as ORT's torch mode; the transformers mode is another."""
+    model, gradients = fifty_steps(torch.float64)
+    fields: Any = {"weight_decay": 0.1, "epsilon": 1e-6, "betas": (0.9, 0.99), "no_decay": ()}
+    chosen = build_optimizer(recipe(name="fused_adam", **fields), model, "ort", CPU)
+    assert chosen.used == "torch.optim.AdamW(fused=True)"
+    settings = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6, "betas": (0.9, 0.99)}
+    expected, other = ([p.detach().clone() for p in model.parameters()] for _ in range(2))
+    by_hand("ADAMW_TORCH", expected, gradients, **settings)
+    by_hand("ADAMW_TRANSFORMERS", other, gradients, **settings)
+    stepped(chosen.optimizer, list(model.parameters()), gradients)
+    for weight, right, wrong in zip(model.parameters(), expected, other):
+        torch.testing.assert_close(weight.detach(), right, rtol=1e-6, atol=1e-12)
+        assert not torch.allclose(right, wrong, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
+    """On a GPU, ORT's kernel and torch's end 50 steps with the same weights."""
+    pytest.importorskip("onnxruntime.training")
+    from ortlaunch.worker.ort.compat import import_ortmodule
+
+    import_ortmodule()
+    model, gradients = fifty_steps(torch.float32)
+    ours, theirs = copy.deepcopy(model).cuda(), model.cuda()
+    fields = recipe(name="fused_adam", weight_decay=0.1)
+    kernels = [build_optimizer(fields, ours, "eager", CUDA), build_optimizer(fields, theirs, "ort", CUDA)]
+    assert [kernel.used for kernel in kernels] == [
+        "torch.optim.AdamW(fused=True)",
+        "onnxruntime.training.optim.FusedAdam",
+    ]
+    for kernel, net in zip(kernels, (ours, theirs)):
+        stepped(kernel.optimizer, list(net.parameters()), gradients)
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

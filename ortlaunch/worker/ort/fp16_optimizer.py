@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
+
+from ortlaunch.worker.zero_modifier import Applied
 
 _REPLACED = ("has_overflow_serial", "get_grad_norm_direct", "has_overflow_partitioned_grads_serial")
-
-
-class Applied(NamedTuple):
-    """Whether FP16_Optimizer is in force, and why not."""
-
-    applied: bool
-    why: str
 
 
 def apply_fp16_optimizer(optimizer: Any, device: str) -> Applied:
@@ -20,15 +15,15 @@ def apply_fp16_optimizer(optimizer: Any, device: str) -> Applied:
     import deepspeed
 
     if device != "cuda":
-        return Applied(False, "it is for CUDA")
+        return Applied(False, None, "ONNX Runtime's is for CUDA")
     from onnxruntime.training.optim.fp16_optimizer import FP16_Optimizer
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         FP16_Optimizer(optimizer)
     if all(name in vars(optimizer) for name in _REPLACED):
-        return Applied(True, "")
+        return Applied(True, "onnxruntime", "")
     kind = type(optimizer).__name__
     reason = str(said[0].message).splitlines()[0] if said else f"it does not know {kind}"
     known, this = "ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1", f"{kind} of {deepspeed.__version__}"
-    return Applied(False, f"ONNX Runtime 1.19.2 knows {known}, this is {this}: {reason}")
+    return Applied(False, None, f"ONNX Runtime 1.19.2 knows {known}, this is {this}: {reason}")

@@ -1,0 +1,101 @@
+"""Training loops that take turns: A B C A B C ..., each in a process of its own that sleeps while others run.
+
+A contestant calls `Gate.step` at the beginning of every training step. `race` starts them, gives out the turns and
+returns the seconds per step of every turn; the first turn, with export or compilation in it, is a warm-up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Gate:
+    """A contestant's side: waits for its turn, measures it, tells."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.done, self.started = steps, -1, 0.0
+
+    def step(self) -> None:
+        """Call at the beginning of each training step."""
+        self.done += 1
+        if self.done % self.steps:
+            return
+        now = time.perf_counter()
+        print(json.dumps({"seconds": (now - self.started) / self.steps if self.done else None}), flush=True)
+        if not sys.stdin.readline():
+            os._exit(0)  # the race is over
+        self.started = time.perf_counter()
+
+
+class Times(NamedTuple):
+    """Seconds per step: of each turn, and of the first step with all that was built in it."""
+
+    turns: list[float]
+    warm_up: float
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.turns)
+
+
+def race(commands: Mapping[str, Sequence[str]], rounds: int, environ: Mapping[str, str]) -> dict[str, Times]:
+    """Start every contestant, then `rounds` turns each in turn after one to warm up."""
+    logs = {
+        name: Path(f"{environ['CONTEST_FOLDER']}/{name.replace(' ', '-').replace('/', '-')}.log") for name in commands
+    }
+    runners: dict[str, subprocess.Popen[str]] = {}
+    try:
+        for name, command in commands.items():
+            runners[name] = _start(command, logs[name], environ)
+            _wait(name, runners[name], logs[name])
+        times: dict[str, list[float]] = {name: [] for name in commands}
+        for _ in range(rounds + 1):
+            for name, runner in runners.items():
+                assert runner.stdin is not None
+                runner.stdin.write("go\n")
+                runner.stdin.flush()
+                times[name].append(_wait(name, runner, logs[name])["seconds"])
+        return {name: Times(turns[1:], turns[0]) for name, turns in times.items()}
+    finally:
+        for runner in runners.values():
+            os.killpg(runner.pid, signal.SIGKILL)
+            runner.wait()
+
+
+def _start(command: Sequence[str], log: Path, environ: Mapping[str, str]) -> subprocess.Popen[str]:
+    with log.open("w") as errors:
+        return subprocess.Popen(
+            list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(environ),
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def _wait(name: str, runner: subprocess.Popen[str], log: Path) -> dict[str, Any]:
+    """The contestant's next report; other lines that it prints are not ours."""
+    assert runner.stdout is not None
+    for line in runner.stdout:
+        if line.startswith('{"seconds"'):
+            report: dict[str, Any] = json.loads(line)
+            return report
+    raise SystemExit(f"{name} ended early:\n{log.read_text()[-3000:]}")
+
+
+def table(times: Mapping[str, Times], against: str) -> str:
+    """Medians, spread, and how many times faster than one of them."""
+    lines = [
+        f"| | s a step, median (least - most) | speed of `{against}` x | warm-up turn, s a step |",
+        "|---|---|---|---|",
+    ]
+    for name, found in times.items():
+        spread = f"{found.median:.3f} ({min(found.turns):.3f} - {max(found.turns):.3f})"
+        lines.append(f"| {name} | {spread} | {times[against].median / found.median:.2f} | {found.warm_up:.2f} |")
+    return "\n".join(lines)

@@ -1,0 +1,207 @@
+"""One training loop of the contest: ours on any engine, bare loops, Hugging Face Trainer, accelerate with DeepSpeed.
+
+python benchmarks/loops.py CONTESTANT SHAPE STEPS_A_TURN ['{"lora": true}']     (benchmarks/peers.py starts these)
+
+All train the same model from the same weights' seed on the same batches with the same optimizer and clipping.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from contest import Gate
+
+LENGTH, SEED, RATE, NORM, NEVER = 128, 7, 1e-4, 1.0, 10**6
+LORA = {"r": 8, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}
+ATTENTION_OF = {"bert": "eager", "llama": "sdpa"}  # what ONNX Runtime takes; see README
+
+
+def size(shape: str, small: bool) -> dict[str, Any]:
+    """A config of the family: BERT-base's or a Llama of the same width, 4 layers of it."""
+    wide = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4} if small else {
+        "hidden_size": 768, "intermediate_size": 3072 if shape == "bert" else 2048, "num_attention_heads": 12,
+    }  # fmt: skip
+    return {"model_type": shape, **wide, "num_hidden_layers": 4, "vocab_size": 30528 if shape == "bert" else 32000}
+
+
+def samples(shape: str, count: int = 512) -> list[dict[str, Any]]:
+    """Random words; BERT predicts 15 % of them, Llama all."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(5, 30000, (LENGTH,), generator=generator)
+        labels = ids if shape == "llama" else ids.where(torch.rand(LENGTH, generator=generator) < 0.15, -100)
+        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return found
+
+
+def model(options: dict[str, Any], attention: str | None) -> Any:
+    """The model in plain transformers, with adapters where asked."""
+    import torch
+    import transformers
+
+    shape = options["shape"]
+    fields = size(shape, options["small"])
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False)
+    auto = transformers.AutoModelForMaskedLM if shape == "bert" else transformers.AutoModelForCausalLM
+    torch.manual_seed(SEED)
+    made = auto.from_config(config, attn_implementation=attention).train()
+    if options["lora"]:
+        import peft
+
+        made = peft.get_peft_model(made, peft.LoraConfig(r=8, lora_alpha=32, target_modules=LORA["target_modules"]))
+    return made
+
+
+def bare(module: Any, gate: Gate, options: dict[str, Any]) -> None:
+    """The shortest loop that does the same work."""
+    import torch
+
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+    data, batch = samples(options["shape"]), options["batch"]
+    for step in range(NEVER):
+        gate.step()
+        rows = [data[(step * batch + i) % len(data)] for i in range(batch)]
+        loss = module(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
+    """PyTorch as anyone writes it."""
+    from ortlaunch.worker.model import LossModule
+
+    bare(LossModule(model(options, None)), gate, options)
+
+
+def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
+    """ORTModule as Microsoft ships it, but for what importing it on today's torch takes."""
+    from ortlaunch.worker.ort.compat import import_ortmodule
+
+    ortmodule = import_ortmodule()
+    from ortlaunch.worker.model import LossModule
+
+    bare(ortmodule.ORTModule(LossModule(model(options, ATTENTION_OF[options["shape"]]))), gate, options)
+
+
+def ours(gate: Gate, options: dict[str, Any]) -> None:
+    """ortlaunch's own worker on a run folder that the command prepared."""
+    import ortlaunch.worker.train as loop
+    from ortlaunch import control
+    from ortlaunch.rank import Rank
+    from ortlaunch.rundir import RunDir
+    from ortlaunch.worker.__main__ import live
+    from ortlaunch.world import Asked
+
+    folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
+    shape = options["shape"]
+    recipe = {
+        "name": "contest", "seed": SEED,
+        "model": {"task": "masked-lm" if shape == "bert" else "causal-lm", "config": size(shape, options["small"])},
+        "data": {"train": {"format": "custom", "factory": "loops:samples", "arguments": {"shape": shape}}},
+        "batch": {"micro_size": options["batch"], "accumulation_steps": 1},
+        "optimizer": {"name": "fused_adam", "learning_rate": RATE}, "schedule": {"name": "constant"},
+        "engine": {"name": options["engine"]},
+        "zero": None if options["zero"] is None else {"stage": options["zero"]},
+        "train": {"max_steps": NEVER, "max_grad_norm": NORM}, "log": {"every_steps": 10},
+    }  # fmt: skip
+    if options["lora"]:
+        recipe["model"]["lora"] = LORA
+    path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"  # beside this module, which it names
+    path.write_text(json.dumps(recipe))
+    try:
+        settled = control.settle_run(path, (), Asked("local", 1, None, None, None), os.environ)
+    finally:
+        path.unlink()
+    run = RunDir(folder / "run")
+    control._prepare(settled, run)
+    step = loop.train_step
+
+    def gated(*arguments: Any) -> Any:
+        gate.step()
+        return step(*arguments)
+
+    loop.train_step = gated
+    live(run, Rank.from_environ({}))
+
+
+def trainer(gate: Gate, options: dict[str, Any]) -> None:
+    """Hugging Face Trainer, eager or with torch.compile."""
+    import transformers
+
+    class Turns(transformers.TrainerCallback):
+        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
+            gate.step()
+
+    arguments = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]), per_device_train_batch_size=options["batch"],
+        max_steps=NEVER, learning_rate=RATE, lr_scheduler_type="constant", max_grad_norm=NORM, weight_decay=0.0,
+        optim="adamw_torch_fused", torch_compile=options["compile"], use_cpu=True, report_to=[], save_strategy="no",
+        logging_steps=10, disable_tqdm=True, seed=SEED,
+    )  # fmt: skip
+    transformers.Trainer(
+        model(options, None), arguments, train_dataset=samples(options["shape"]), callbacks=[Turns()]
+    ).train()
+
+
+def accelerate(gate: Gate, options: dict[str, Any]) -> None:
+    """Hugging Face accelerate with DeepSpeed, one process."""
+    import deepspeed
+    import torch
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    from ortlaunch.worker.stepping import _only_what_training_needs
+
+    _only_what_training_needs(deepspeed)  # no half minute of compiling: not what is measured
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(alone, MASTER_PORT=str(_free_port()))
+    config = {
+        "train_micro_batch_size_per_gpu": options["batch"], "gradient_accumulation_steps": 1,
+        "gradient_clipping": NORM, "zero_optimization": {"stage": options["zero"]},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": NEVER,
+    }  # fmt: skip
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    module = model(options, None)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
+    loader = torch.utils.data.DataLoader(samples(options["shape"]), batch_size=options["batch"])
+    module, optimizer, loader = accelerator.prepare(module, optimizer, loader)
+    while True:
+        for batch in loader:
+            gate.step()
+            loss = module(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+CONTESTANTS = {
+    "ours": ours,
+    "bare-eager": bare_eager,
+    "bare-ort": bare_ort,
+    "trainer": trainer,
+    "accelerate": accelerate,
+}
+
+if __name__ == "__main__":
+    chosen = json.loads(sys.argv[1])
+    CONTESTANTS[chosen["loop"]](Gate(chosen["steps"]), chosen)

@@ -1,0 +1,50 @@
+"""Fixtures for tests of whole runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch import extensions
+from tests.e2e.runs import COMMAND, INSTALLED, TOYS, Run, Train, environment
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the toys, texts and a cache of its own that shares the built extensions."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "toys.py").write_text(TOYS)
+    (home / "cache").mkdir()
+    if INSTALLED:
+        if not extensions.is_built():
+            subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
+        (home / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
+    for name, lines in (("train", 400), ("held-out", 24)):
+        text = [f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(lines)]
+        (home / f"{name}.txt").write_text("\n\n".join(text))
+    words = [("good fine nice", 0), ("bad poor sad", 1), ("odd queer weird", 2)]
+    rows = [{"text": " ".join([kind.split()[i % 3]] * (1 + i % 4)), "label": c} for i in range(60) for kind, c in words]
+    (home / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return home
+
+
+@pytest.fixture(scope="module")
+def train(home: Path) -> Train:
+    """Starts `ortlaunch train` on a recipe given as a mapping, in the home folder, and waits for its end."""
+
+    def start(folder: str, recipe: dict[str, Any], *arguments: str, timeout: float = 120) -> Run:
+        path = home / f"{folder}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        command = [str(COMMAND), "train", path.name, *arguments, f"--run-dir={folder}"]
+        ended = subprocess.run(
+            command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=timeout, check=False
+        )
+        return Run(home / folder, ended.returncode, ended.stdout, ended.stderr)
+
+    return start

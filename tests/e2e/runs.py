@@ -1,0 +1,149 @@
+"""What tests of whole runs share: a toy model, a small BERT, and a run that ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ortlaunch import extensions
+
+ROOT = Path(__file__).parents[2]
+COMMAND = Path(sys.executable).with_name("ortlaunch")
+TWO_RANKS = ("--launcher=torchrun", "--nproc-per-node=2")
+EAGER = {"engine": {"name": "eager"}}
+INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+
+TOYS = '''
+import os
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Dropout, and once in the life of a run a failure: in pass `fail_at` of rank 0, when there is no `mark` yet."""
+
+    def __init__(self, dropout, fail_at, mark, scale):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 1))
+        self.fail_at, self.mark, self.scale, self.passes = fail_at, mark, scale, 0
+
+    def forward(self, x, y):
+        if self.training and self.fail_at and os.environ["RANK"] == "0" and not os.path.exists(self.mark):
+            self.passes += 1
+            if self.passes == self.fail_at:
+                open(self.mark, "w").close()
+                raise RuntimeError("as a machine that fails")
+        return self.scale * ((self.layers(x) - y) ** 2).mean()
+
+
+class Attending(nn.Module):
+    """Attention as torch ships it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        x = x[:, None, :].expand(-1, 4, -1)
+        return ((self.out(self.attention(x, x, x)[0]).mean(1) - y) ** 2).mean()
+
+
+def net(dropout=0.0, fail_at=0, mark="", scale=1.0):
+    return Net(dropout, fail_at, mark, scale)
+
+
+def attending():
+    return Attending()
+
+
+def data(samples=256, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 8, generator=generator)
+    return [{"x": row, "y": row.sum().reshape(1)} for row in x]
+'''
+
+TOY: dict[str, Any] = {
+    "name": "toy",
+    "model": {"task": "custom", "factory": "toys:net"},
+    "data": {"train": {"format": "custom", "factory": "toys:data"}},
+    "batch": {"global_size": 16, "micro_size": 4},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+    "train": {"max_steps": 10},
+    "log": {"every_steps": 1},
+}
+
+
+class Run(NamedTuple):
+    """A run that ended: its folder, exit status and words."""
+
+    folder: Path
+    status: int
+    out: str
+    err: str
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def values(self, name: str) -> list[tuple[int, Any]]:
+        """(step, value) of every record that has it."""
+        return [(record["step"], record[name]) for record in self.records() if name in record]
+
+    def losses(self) -> list[float]:
+        """Loss by step; every step must be there once."""
+        steps, losses = zip(*self.values("loss"))
+        assert steps == tuple(range(1, len(steps) + 1))
+        return list(losses)
+
+    def truth(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "engine.json").read_text()))
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
+
+
+Train = Callable[..., Run]
+
+
+def merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: merged(base[key], value)
+        for key, value in top.items()
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
+    }
+    return {**base, **top, **both}
+
+
+def environment(home: Path) -> dict[str, str]:
+    """Tiny models on a shared machine: threads that wait quietly, no network, the cache of these tests."""
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **quiet, "ORTLAUNCH_CACHE": str(home / "cache")}
+
+
+def ended_well(run: Run) -> Run:
+    assert run.status == 0, f"{run.out[-3000:]}\n{run.err[-3000:]}"
+    return run
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+BERT: dict[str, Any] = {
+    "name": "bert",
+    "model": {"task": "masked-lm", "config": {"model_type": "bert", **SMALL, "max_position_embeddings": 32}},
+    "data": {
+        "train": {"format": "text", "path": ["train.txt"]},
+        "evaluation": {"format": "text", "path": ["held-out.txt"]},
+        "tokenizer": {"train": "wordpiece", "vocab_size": 300},
+        "sequence_length": 16,
+    },
+    "batch": {"global_size": 16, "micro_size": 8},
+    "optimizer": {"name": "fused_adam", "learning_rate": 1e-2},
+    "engine": {"name": "ort"},
+    "train": {"max_steps": 12, "evaluate_every_steps": 6},
+    "log": {"every_steps": 1},
+}

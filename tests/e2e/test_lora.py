@@ -1,0 +1,122 @@
+"""Low-rank adapters: only they are trained and saved, on every engine and under DeepSpeed; merged on export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.runs import BERT, EAGER, SMALL, TWO_RANKS, Run, Train, ended_well, merged, needs_ort
+
+LORA: dict[str, Any] = {
+    **BERT,
+    "name": "lora",
+    "model": {
+        "task": "causal-lm",
+        "config": {"model_type": "llama", **SMALL, "max_position_embeddings": 32},
+        "lora": {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"], "merge": False},
+    },
+    "data": {**BERT["data"], "evaluation": None, "tokenizer": {"train": "bpe", "vocab_size": 300}},
+    "train": {"max_steps": 6},
+}
+MERGED = merged(LORA, {"model": {"lora": {"merge": True}}})
+TRAINED = 2 * 2 * 2 * 4 * 32  # layers, modules, sides, rank, hidden
+MODEL = "model.base_model.model.model.layers.{}.self_attn.{}_proj.lora_{}.default.weight"
+
+
+@pytest.fixture(scope="module")
+def eager(train: Train) -> Run:
+    return ended_well(train("lora-eager", merged(MERGED, EAGER)))
+
+
+def adapters(run: Run) -> dict[str, torch.Tensor]:
+    """The model in the last checkpoint of a run without DeepSpeed."""
+    saved = torch.load(run.folder / "checkpoints/step_00000006/state.pt", weights_only=True)
+    return dict(saved["model"])
+
+
+@needs_ort
+def test_low_rank_adapters(train: Train, eager: Run) -> None:
+    """LoRA on Llama: ONNX Runtime's curve is eager's; adapters alone are trained, saved and exported."""
+    ort = ended_well(train("lora-ort", LORA))
+    assert ort.losses() == pytest.approx(eager.losses(), rel=1e-4)
+    assert ort.losses()[-1] < ort.losses()[0]
+    assert ort.truth()["onnxruntime"]["backward_passes"] == 12
+    for run in (ort, eager):
+        assert run.truth()["trained_parameters"] == TRAINED < run.truth()["parameters"]
+        assert all("lora_" in name for name in adapters(run))
+        assert sum(value.numel() for value in adapters(run).values()) == TRAINED
+    assert {"export/adapter_model.safetensors", "export/adapter_config.json"} <= ort.files()
+    assert "export/model.safetensors" not in ort.files()
+
+
+def test_adapters_are_merged_on_export(train: Train, eager: Run) -> None:
+    """The export is a plain Llama whose weights are the base's plus alpha / r x B A."""
+    import transformers
+
+    base = ended_well(train("lora-base", merged(MERGED, {**EAGER, "optimizer": {"learning_rate": 1e-30}})))
+    weights, start = (
+        transformers.AutoModelForCausalLM.from_pretrained(run.folder / "export").state_dict() for run in (eager, base)
+    )
+    moved = {name for name in weights if not torch.equal(weights[name], start[name])}
+    assert moved == {f"model.layers.{n}.self_attn.{p}_proj.weight" for n in range(2) for p in "qv"}
+    for layer in range(2):
+        for side in "qv":
+            a, b = (adapters(eager)[MODEL.format(layer, side, part)] for part in "AB")
+            name = f"model.layers.{layer}.self_attn.{side}_proj.weight"
+            torch.testing.assert_close(weights[name], start[name] + 8 / 4 * b @ a)
+
+
+@pytest.mark.slow
+def test_adapters_on_inductor(train: Train, eager: Run) -> None:
+    """torch.compile trains adapters along eager's curve."""
+    run = ended_well(train("lora-inductor", merged(LORA, {"engine": {"name": "inductor"}}), timeout=300))
+    assert run.losses() == pytest.approx(eager.losses(), rel=1e-4)
+
+
+def saved_names(folder: Path) -> set[str]:
+    """Names of every tensor in DeepSpeed's files of weights."""
+    files = [torch.load(path, weights_only=False) for path in folder.glob("*model_states.pt")]
+    names = {name for file in files for name in file["module"]}
+    return names | {name for file in files for name in file.get("frozen_param_fragments") or {}}
+
+
+@needs_ort
+@pytest.mark.parametrize(("engine", "stage"), [("ort", 2), ("eager", 3)])
+def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: int) -> None:
+    """Two ranks: eager's curve, checkpoints of adapters only, and a run that goes on from them as if never stopped."""
+    sharded = merged(LORA, {"engine": {"name": engine}, "zero": {"stage": stage}, "checkpoint": {"every_steps": 3}})
+    folder = f"lora-{engine}-{stage}"
+    run = ended_well(train(folder, sharded, *TWO_RANKS))
+    assert run.losses() == pytest.approx(eager.losses(), rel=1e-4)
+    names = saved_names(run.folder / "checkpoints/step_00000003")
+    assert names
+    assert all("lora_" in name for name in names)
+    (run.folder / "checkpoints/step_00000006/COMPLETE").unlink()
+    resumed = ended_well(train(folder, sharded, *TWO_RANKS))
+    assert "resumed after step 3" in resumed.out
+    assert resumed.losses() == pytest.approx(run.losses(), rel=1e-6)
+
+
+@needs_ort
+def test_a_new_head_is_trained_with_the_adapters(train: Train) -> None:
+    """For sequence-classification the random head is trained, saved and exported, on ONNX Runtime as in eager."""
+    recipe = merged(
+        LORA,
+        {
+            "model": {"task": "sequence-classification", "lora": {"merge": True}},
+            "data": {"train": {"format": "jsonl", "path": ["labels.jsonl"]}},
+        },
+    )
+    recipe["data"]["train"] = {"format": "jsonl", "path": ["labels.jsonl"]}
+    ort = ended_well(train("lora-head", recipe))
+    plain = ended_well(train("lora-head-eager", merged(recipe, EAGER)))
+    assert ort.losses() == pytest.approx(plain.losses(), rel=1e-4)
+    (head,) = (name for name in adapters(ort) if "lora_" not in name)
+    assert head.endswith("score.modules_to_save.default.weight")
+    from safetensors.torch import load_file
+
+    exported = load_file(ort.folder / "export/model.safetensors")
+    assert torch.equal(exported["score.weight"], adapters(ort)[head])

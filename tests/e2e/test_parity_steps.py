@@ -1,0 +1,220 @@
+"""`engine.parity_steps` and `ortlaunch parity`: real runs on one rank and two, that pass and that are stopped."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from ortlaunch import extensions
+from tests.e2e.test_runs import TWO_RANKS, environment, merged, needs_ort
+
+COMMAND = Path(sys.executable).with_name("ortlaunch")
+TOYS = '''
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Batch statistics, tanh, dropout as a module and as a number; `noise` on top."""
+
+    def __init__(self, dropout, noise):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(dropout)
+        self.second, self.attention_dropout, self.noise = nn.Linear(16, 1), dropout, noise
+
+    def forward(self, x, y):
+        hidden = self.drop(torch.tanh(self.norm(self.first(x))))
+        hidden = nn.functional.dropout(hidden, self.attention_dropout, self.training)
+        if self.noise:
+            hidden = hidden + self.noise * torch.rand_like(hidden)
+        return ((self.second(hidden) - y) ** 2).mean()
+
+
+def net(dropout=0.0, noise=0.0, wrong=False):
+    if wrong:  # as an exporter with a bug, on whose graph no error is raised
+        torch.onnx.register_custom_op_symbolic("aten::tanh", lambda g, x: g.op("Sigmoid", x), 9)
+    return Net(dropout, noise)
+
+
+class Unexportable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return torch.diff(self.linear(x), dim=0).square().mean()
+
+
+def unexportable(dropout):
+    return Unexportable()
+
+
+def data(samples=64):
+    x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
+    return [{"x": row, "y": row.sum().reshape(1)} for row in x]
+'''
+TOY: dict[str, Any] = {
+    "name": "toy",
+    "model": {"task": "custom", "factory": "parity_toys:net", "arguments": {"dropout": 0.2}},
+    "data": {"train": {"format": "custom", "factory": "parity_toys:data"}},
+    "batch": {"global_size": 16, "micro_size": 4},
+    "optimizer": {"name": "adamw", "learning_rate": 1e-2},
+    "train": {"max_steps": 4, "max_grad_norm": 0.5},
+    "log": {"every_steps": 2},
+}
+PASSED = re.compile(r"^parity: passed: (\d) steps within 0.001; see .*parity.jsonl$", re.MULTILINE)
+
+
+class Run(NamedTuple):
+    folder: Path
+    status: int
+    out: str
+    err: str
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    def truth(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "engine.json").read_text()))
+
+    def curve(self) -> list[tuple[float, float]]:
+        return [(line["loss"], line["gradient_norm"]) for line in self.lines("metrics.jsonl")]
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Runs a verb on the toy recipe with changes, in a folder that shares the built extensions."""
+    home = tmp_path_factory.mktemp("parity")
+    (home / "parity_toys.py").write_text(TOYS)
+    (home / "cache").mkdir()
+    if not extensions.is_built():
+        subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
+    (home / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
+
+    def run(verb: str, folder: str, changes: dict[str, Any], *arguments: str) -> Run:
+        (home / f"{folder}.yaml").write_text(yaml.safe_dump(merged(TOY, changes)))
+        command = [str(COMMAND), verb, f"{folder}.yaml", *arguments, f"--run-dir={folder}"]
+        ended = subprocess.run(
+            command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=150, check=False
+        )
+        return Run(home / folder, ended.returncode, ended.stdout, ended.stderr)
+
+    return run
+
+
+def ended_well(run: Run) -> Run:
+    assert run.status == 0, f"{run.out[-3000:]}\n{run.err[-3000:]}"
+    return run
+
+
+@needs_ort
+def test_training_is_what_it_is_without(start: Start) -> None:
+    """Losses, gradient norms and passes of a run with dropout and batch statistics, bit for bit; two steps compared."""
+    without = ended_well(start("train", "without", {}))
+    compared = ended_well(start("train", "compared", {"engine": {"parity_steps": 2}}))
+    assert compared.curve() == without.curve()
+    assert [line["step"] for line in compared.lines("parity.jsonl")] == [1, 2]
+    assert compared.out.count("parity, step ") == 2
+    assert PASSED.findall(compared.out) == ["2"]
+    truth = compared.truth()
+    assert truth["onnxruntime"] == without.truth()["onnxruntime"]
+    assert "parity" not in without.truth()
+    parity = truth["parity"]
+    assert (parity["verdict"], parity["steps"], parity["tolerance"]) == ("passed", [1, 2], 1e-3)
+    assert parity["dropouts_switched_off"] == 2
+    assert parity["gradient_difference"] < 1e-4
+    assert parity["worst"][0][1] == parity["gradient_difference"]
+    losses = [line["loss"] for line in compared.lines("parity.jsonl")]
+    assert losses[0] != losses[1]
+    assert (compared.folder / "export").exists()
+
+
+@needs_ort
+@pytest.mark.parametrize("zero", [pytest.param(zero, marks=pytest.mark.slow) for zero in (None, 1)] + [2])
+def test_two_ranks_compare_each_its_own_batch(start: Start, zero: int | None) -> None:
+    """`ortlaunch parity` under DistributedDataParallel and ZeRO; nothing is saved, and the optimizer steps between."""
+    sharding = {"zero": None if zero is None else {"stage": zero}}
+    run = ended_well(start("parity", f"two-{zero}", sharding, *TWO_RANKS))
+    assert PASSED.findall(run.out) == ["3"]
+    assert "largest relative differences of 6 gradients:" in run.out
+    records = run.lines("parity.jsonl")
+    assert len({record["loss"] for record in records}) == 3
+    assert run.truth()["parity"]["gradient_difference"] < 1e-4
+    assert run.truth()["onnxruntime"]["backward_passes"] == 2 * 2  # two steps of two passes
+    assert not (run.folder / "checkpoints").exists()
+    assert not (run.folder / "export").exists()
+
+
+@needs_ort
+@pytest.mark.parametrize(
+    "arguments", [pytest.param((), id="one rank", marks=pytest.mark.slow), pytest.param(TWO_RANKS, id="two ranks")]
+)
+def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]) -> None:
+    """Before step 1, with status 1, the layer before the operator named, both values, and what to try."""
+    wrong = {"model": {"arguments": {"wrong": True, "dropout": 0.0}}, "engine": {"parity_steps": 1}}
+    run = start("train", f"wrong-{len(arguments)}", wrong, *arguments)
+    assert run.status == 1
+    assert "differ by more than 0.001 in step 1" in run.err
+    assert re.search(r"^loss: \S+ on ort, \S+ in PyTorch$", run.err, re.MULTILINE)
+    assert re.search(r"^  (first|norm|second)\.(weight|bias) +\S+  \(norm \S+ on ort, \S+ in PyTorch\)$", run.err, re.M)
+    assert "engine.name=inductor or eager" in run.err
+    assert arguments or "Traceback" not in run.err  # torchrun adds its own
+    parity = run.truth()["parity"]
+    assert parity["verdict"] == "failed"
+    assert parity["gradient_difference"] > 0.1
+    assert run.lines("parity.jsonl")[0]["passed"] is False
+    assert run.lines("metrics.jsonl") == []
+    assert not (run.folder / "checkpoints").exists()
+
+
+@needs_ort
+@pytest.mark.slow
+def test_the_tolerance_is_the_recipes(start: Start) -> None:
+    """Above what a wrong operator makes, it passes; below what rounding makes, nothing does."""
+    wrong = {"model": {"arguments": {"wrong": True}}, "engine": {"parity_tolerance": 1e9}}
+    loose = ended_well(start("parity", "loose", wrong, "--steps=1"))
+    assert "tolerance 1e+09" in loose.out
+    tight = start("parity", "tight", {"engine": {"parity_tolerance": 1e-12}}, "--steps=1")
+    assert tight.status == 1
+    assert "differ by more than 1e-12 in step 1" in tight.err
+
+
+@needs_ort
+@pytest.mark.slow
+def test_what_cannot_be_compared_is_said(start: Start) -> None:
+    """A model with noise of its own ends with the reason, a fallback goes on and says that nothing was compared."""
+    noisy = start("parity", "noisy", {"model": {"arguments": {"noise": 0.1}}})
+    assert noisy.status == 1
+    assert "rank 0 could not compare with plain PyTorch: the model draws random numbers" in noisy.err
+    fallback = {"model": {"factory": "parity_toys:unexportable"}}
+    engine = {"engine": {"allow_fallback": True, "parity_steps": 2}}
+    run = ended_well(start("train", "fallback", merged(fallback, engine)))
+    assert "parity: not compared: plain PyTorch itself runs" in run.out
+    assert run.truth()["parity"]["verdict"] == "not compared"
+    only = start("parity", "fallback-only", merged(fallback, engine))
+    assert only.status == 1
+    assert "nothing to compare" in only.err
+
+
+@pytest.mark.slow
+def test_a_compiled_model_passes(start: Start) -> None:
+    """Engine inductor in bf16 and fp32, with dropout; its count of graphs is that of a run without."""
+    engine = {"engine": {"name": "inductor"}}
+    without = ended_well(start("train", "inductor-without", engine))
+    run = ended_well(start("train", "inductor", merged(engine, {"engine": {"parity_steps": 2}})))
+    assert run.curve() == without.curve()
+    assert run.truth()["inductor"] == without.truth()["inductor"]
+    assert run.truth()["parity"]["gradient_difference"] < 1e-4
+    half = ended_well(start("parity", "inductor-bf16", merged(engine, {"precision": "bf16"})))
+    assert half.truth()["parity"]["tolerance"] == 0.2
