@@ -11,6 +11,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def bench(recipe: Recipe, plan: Plan, run: RunDir, group: Group, model: LossModu
     life.steps(1)
     first = {"since_launch": time.time() - asked["launched"], "since_model": time.perf_counter() - begun}
     life.steps(asked["warm_up_steps"])
+    life.hold_still()
     _write(run, group, {"order": "ready", "first_step": first, **_facts(recipe, group, engine)})
     slept = time.perf_counter(), time.process_time()
     for order in _orders(run):
@@ -76,6 +78,15 @@ class Life:
             self.state.step = (self.state.step + 1) % self.recipe.train.max_steps
         return took
 
+    def hold_still(self) -> None:
+        """From now on the same work with learning rate 0.
+
+        Weights stay near where training begins, however long the bench: a model that has learned its few batches by
+        heart has gradients of rounding errors, which no two engines share.
+        """
+        still = self.recipe.optimizer.model_copy(update={"learning_rate": 0.0})
+        self.recipe = self.recipe.model_copy(update={"optimizer": still})
+
     def turn(self, count: int) -> dict[str, Any]:
         """`count` measured steps, after one that brings this variant back into the caches."""
         self.steps(1)
@@ -85,7 +96,7 @@ class Life:
         return {"begun": begun, "ended": time.time(), "seconds": took}
 
 
-def _orders(run: RunDir) -> Any:
+def _orders(run: RunDir) -> Iterator[dict[str, Any]]:
     """Each order once; ends with the one to leave. Between two looks the rank sleeps."""
     last = 0
     while True:
@@ -108,6 +119,8 @@ def _write(run: RunDir, group: Group, record: dict[str, Any]) -> None:
 def _facts(recipe: Recipe, group: Group, engine: Engine) -> dict[str, Any]:
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
     peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
+    if group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(group.device)  # the product's own matrices are large
     return {"engine": engine.truth(), "flops_per_token": engine.flops_per_token, "peak_flops": peak}
 
 
