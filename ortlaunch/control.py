@@ -6,6 +6,7 @@ Everything that `ortlaunch train` does before and after the ranks live. Never im
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from ortlaunch.launch.cause import explain_end
 from ortlaunch.plan import Plan, describe, make_plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
+from ortlaunch.recipe.ort_variables import contradictions, seen
 from ortlaunch.recipe.rules import device_rules
 from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir, write_json, write_text
 from ortlaunch.world import Asked, World, settle
@@ -50,6 +52,7 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
     broken = [loaded.explain(problem) for problem in device_rules(loaded.recipe, world.device)]
     if broken:
         raise RecipeError(broken)
+    world = world._replace(notes=(*world.notes, *_engine_notes(loaded.recipe, environ)))
     plan = make_plan(
         loaded.recipe,
         world.hosts,
@@ -60,6 +63,26 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
         environ=environ,
     )
     return Settled(loaded, world, plan, path, tuple(overrides), asked)
+
+
+def _engine_notes(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[str]:
+    """The engine's settings that differ from their defaults, and ORTModule's variables in the user's environment.
+
+    Raises:
+        PlanError: a variable contradicts the recipe.
+    """
+    engine = recipe.engine
+    if engine.name == "ort":
+        wrong = [f"{name}={environ[name]} in your environment {why}" for name, why in contradictions(engine, environ)]
+        if wrong:
+            raise PlanError("\n".join(wrong))
+    chosen = engine.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+    if chosen:
+        yield f"engine {engine.name}: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in chosen.items())
+    found = seen(environ)
+    if found:
+        effect = "as the recipe says" if engine.name == "ort" else f"nothing with engine {engine.name}"
+        yield "in your environment: " + ", ".join(f"{name}={value}" for name, value in found.items()) + f" ({effect})"
 
 
 def run_folder(chosen: Path | None, settled: Settled, environ: Mapping[str, str]) -> RunDir:
@@ -190,7 +213,8 @@ def write_run(settled: Settled, run: RunDir) -> Request:
     write_text(run.plan, plan.to_json())
     if plan.deepspeed is not None:
         write_json(run.deepspeed, plan.deepspeed)
-    write_json(run.environment, environment())
+    variables = {**seen(os.environ), **seen(settled.file.recipe.launch.env)}
+    write_json(run.environment, {**environment(), "ortmodule_variables": variables})
     write_text(run.request, f"{request}\n")
     if settled.choice is not None:
         write_json(run.choice, settled.choice)

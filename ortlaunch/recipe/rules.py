@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
+from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
 from ortlaunch.recipe.families import attention_dropout
 from ortlaunch.recipe.model_rules import function, model_rules
 from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
@@ -45,6 +46,7 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         _schedule,
         _engine,
         _parity,
+        engine_rules,
         deepspeed_rules,
         _train,
         _launch,
@@ -56,7 +58,8 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
 
 
 def device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
-    """Precision against engine, DeepSpeed and a known device, `cpu` or `cuda`."""
+    """Precision and the engine's settings against a known device, `cpu` or `cuda`."""
+    yield from engine_device_rules(recipe, device)
     if device == "cpu" and recipe.engine.name == "ort" and recipe.precision != "fp32":
         yield (
             ("precision", "engine.name", "launch.device"),

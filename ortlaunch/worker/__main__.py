@@ -34,9 +34,11 @@ def live(run: RunDir, rank: Rank) -> None:
     sys.path.insert(0, os.path.abspath(plan.modules))
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     if recipe.engine.name == "ort":
-        from ortlaunch.worker.ort.compat import import_ortmodule
+        from ortlaunch.worker.ort.options import prepare
 
-        import_ortmodule()  # before transformers, which keeps the functions that ORTModule replaces
+        prepare(
+            recipe.engine
+        )  # imports ORTModule: before transformers, which keeps the functions that ORTModule replaces
 
     from ortlaunch.worker import distributed
     from ortlaunch.worker.data import Batches, Data

@@ -76,14 +76,8 @@ class Engine:
             return {**self.report, "inductor": _compiled()}
         if self.witness is None:
             return self.report
-        counts = {
-            "forward_passes": self.witness.forward_passes,
-            "backward_passes": self.witness.backward_passes,
-            "evaluation_passes": self.witness.inference_passes,
-            "fallbacks": self.witness.fallbacks,
-            "fallback_reasons": self.witness.fallback_reasons,
-        }
-        return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts}}
+        counts = self.witness.counts()
+        return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts, **_exports()}}
 
 
 def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sample: Batch) -> Engine:
@@ -112,7 +106,8 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     report = _report(recipe, plan, used, fallback, chosen, group, model)
     report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
     another = functools.partial(_wrapped, recipe, model, group) if used == "ort" else lambda: module
-    return Engine(stepper, module, report, group.device, dtype, flops, witness, chosen.notes, model, another)
+    notes = (*chosen.notes, *(_ort_notes() if witness else ()))
+    return Engine(stepper, module, report, group.device, dtype, flops, witness, notes, model, another)
 
 
 def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
@@ -141,6 +136,7 @@ def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Gro
 
 def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tuple[Any, Any, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
+    from ortlaunch.worker.ort.options import require_effect
     from ortlaunch.worker.ort.witness import Witness
 
     witness = Witness()
@@ -149,22 +145,22 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
     try:
         wrapped = _wrapped(recipe, model, group)
         _probe(recipe, wrapped, model, group, sample)
-    except MissingDependency:
+        require_effect(recipe.engine, witness.graphs)
+    except (MissingDependency, EngineError):
         raise
     except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
         reason = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} {_where(error)}"
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_hint(model)}{_ADVICE}")
-    witness.reset()
+    witness.restart()
     return (model, witness, reason) if reason else (wrapped, witness, "")
 
 
 def _wrapped(recipe: Recipe, model: LossModule, group: Group) -> Any:
     from ortlaunch.worker.ort.wrap import wrap
 
-    settings = recipe.engine
-    return wrap(model, threads=threads(group), opset=settings.opset, memory_optimization=settings.memory_optimization)
+    return wrap(model, recipe.engine, threads=threads(group), ranks_here=group.local.local_world_size)
 
 
 def _where(error: Exception) -> str:
@@ -248,9 +244,29 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime() -> dict[str, Any]:
-    from ortlaunch.worker.ort import compat
+    from ortlaunch.worker.ort import compat, options
 
-    return {"repairs": list(compat.applied())}
+    return {
+        "repairs": list(compat.applied()),
+        "repairs_not_applied": compat.not_applied(),
+        **options.report(),
+    }
+
+
+def _exports() -> dict[str, Any]:
+    """What was exported so far, and how the model's own ways were mapped to ONNX Runtime's."""
+    from ortlaunch.worker.ort.tally import tally
+
+    return tally.truth()
+
+
+def _ort_notes() -> tuple[str, ...]:
+    from ortlaunch.worker.ort import compat
+    from ortlaunch.worker.ort.tally import tally
+
+    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in compat.not_applied().items())
+    not_cached = (f"the exported graph is not kept for a restart: {why}" for why in tally.not_cached)
+    return (*left_out, *tally.notes, *not_cached)
 
 
 def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -17,6 +18,7 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
         lines.append(
             f"FALLBACK: engine {engine['asked']} was asked, {engine['used']} runs: {engine['fallback_reason']}"
         )
+    lines += _settings(truth["onnxruntime"])
     if optimizer["why"]:
         lines.append(f"optimizer: {optimizer['asked']} was asked, {optimizer['used']} runs: {optimizer['why']}")
     if fp16["applied"]:
@@ -24,6 +26,24 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
         lines.append(f"FP16_Optimizer: {fp16['by']}'s, overflow check and gradient norm in one pass{why}")
     elif engine["used"] == "ort" or truth["sharding"].startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16['why']}")
+    return lines
+
+
+def _settings(ort: dict[str, Any]) -> list[str]:
+    """Settings of engine ort that are not their defaults, and what was decided for the one left open."""
+    lines = []
+    if ort.get("settings"):
+        lines.append(
+            "settings: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in ort["settings"].items())
+        )
+    copy = ort.get("deepcopy_before_export")
+    if copy and not copy["used"] and "deepcopy_before_export" not in ort["settings"]:
+        lines.append(
+            f"deepcopy_before_export: off, for twice the parameters ({copy['parameter_bytes']:,} bytes) would not fit "
+            f"into the free memory ({copy['free_bytes']:,} bytes); the export's own passes may touch buffers"
+        )
+    if ort.get("variables"):
+        lines.append("from the environment: " + ", ".join(f"{key}={text}" for key, text in ort["variables"].items()))
     return lines
 
 
@@ -35,6 +55,19 @@ def outcome_lines(truth: dict[str, Any]) -> list[str]:
         return [f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"]
     if not ort:
         return [f"ran on engine {engine['used']}"]
-    passes = f"{ort['forward_passes']} forward and {ort['backward_passes']} backward passes by ONNX Runtime"
-    used, optimizer = engine["used"], truth["optimizer"]["used"]
-    return [f"ran on engine {used}: {passes} on rank 0, {ort['fallbacks']} fallbacks; optimizer {optimizer}"]
+    passes = f"{ort['forward_passes']} forward and {ort['backward_passes']} backward passes by ONNX Runtime on rank 0"
+    rest = f"{ort['fallbacks']} fallbacks; optimizer {truth['optimizer']['used']}"
+    return [f"ran on engine {engine['used']}: {passes}{_graph(ort)}, {rest}"]
+
+
+def _graph(ort: dict[str, Any]) -> str:
+    """What one forward and backward pass is made of; "" where no graph was built."""
+    graph, exports = ort["training_graph"], ort["exports"]
+    if graph is None:
+        return ""
+    nodes, out = graph["forward_nodes"] + graph["backward_nodes"], (sum(graph[key].values()) for key in _OUT)
+    calls = ", ".join(f"{count} {name}" for count, name in zip(out, _OUT.values()))
+    return f", {nodes} nodes each ({calls}), {exports} export{'' if exports == 1 else 's'}"
+
+
+_OUT = {"aten": "ATen", "python": "PythonOp"}  # calls out of ONNX Runtime, in the middle of the graph

@@ -19,6 +19,7 @@ from torch import nn
 
 from ortlaunch import extensions
 from ortlaunch.errors import MissingDependency
+from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort import compat
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
@@ -168,8 +169,8 @@ def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, gradients
 
 
-def wrapped(module: nn.Module, threads: int = 1, **settings: Any) -> Any:
-    return wrap(module, **{"threads": threads, "opset": None, "memory_optimization": 0, **settings})
+def wrapped(module: nn.Module, threads: int = 1, allow_fallback: bool = False, **settings: Any) -> Any:
+    return wrap(module, Engine(**settings), threads=threads, allow_fallback=allow_fallback)
 
 
 def graph_gradients(module: Any) -> list[str]:
@@ -266,7 +267,7 @@ def test_no_fallback_by_default(witness: Witness) -> None:
 @needs_ort
 def test_an_allowed_fallback_is_counted_with_its_reason(witness: Witness) -> None:
     """Allowed, a fallback runs; the witness has each of them, and each reason once."""
-    module = wrapped(Unexportable(), allow_fallback=True, log_level="FATAL")
+    module = wrapped(Unexportable(), allow_fallback=True)
     for _ in range(2):
         module(torch.randn(4, 8)).backward()
     assert (witness.forward_passes, witness.fallbacks) == (0, 2)
@@ -359,6 +360,7 @@ for name in first:
     __import__(name)
 import torch
 from ortlaunch.worker.ort import compat
+from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort.wrap import wrap
 
 def kept(repairs):
@@ -387,7 +389,7 @@ class Model(torch.nn.Module):
 
 def gradient(custom):
     model = Model(custom)
-    wrap(model, threads=1, opset=None, memory_optimization=0)(torch.ones(2, 4)).backward()
+    wrap(model, Engine(), threads=1)(torch.ones(2, 4)).backward()
     return model.linear.weight.grad.tolist()[0]
 
 with warnings.catch_warnings(record=True) as caught:
@@ -404,7 +406,12 @@ class FewLabels(torch.nn.Module):
 
 labels = torch.full((40,), -100)
 labels[:2] = 1
-wrap(FewLabels(), threads=1, opset=None, memory_optimization=0)(torch.ones(40, 4), labels).backward()
+wrap(FewLabels(), Engine(), threads=1)(torch.ones(40, 4), labels).backward()
+try:
+    convolution = wrap(torch.nn.Conv2d(1, 1, 3), threads=1, opset=None, memory_optimization=0)
+    convolution(torch.ones(1, 1, 4, 4)).sum().backward()
+except Exception as error:
+    raise SystemExit(f"a convolution: {error}")
 try:
     assert gradient(custom=True) == [-2.0] * 4, "a custom backward was replaced"
 except Exception as error:
@@ -422,6 +429,7 @@ WITHOUT = {
     "refuse_custom_backward": "a custom backward was replaced",
     "skip_sparsity_hooks": "Couldn't export Python operator",
     "quiet_ort_export": "warnings of the export",
+    "restore_convolution_symbolics": "a convolution: ",
     "skip_nvtx_without_cuda": "NVTX functions not installed",
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
@@ -46,7 +47,7 @@ def words() -> dict[str, torch.Tensor]:
 
 
 def on_ort(model: nn.Module) -> Any:
-    return wrap(model, threads=1, opset=None, memory_optimization=0)
+    return wrap(model, Engine(), threads=1)
 
 
 @pytest.mark.parametrize(

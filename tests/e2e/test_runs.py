@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.e2e.runs import (
     BERT,
@@ -193,7 +194,7 @@ def test_shards_are_whole_in_evaluation_and_export(
 
 @needs_ort
 def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
-    """Five steps and then five more, with dropout inside ONNX Runtime's graph, are ten; each life counts its passes."""
+    """Five steps and then five more, with dropout inside ONNX Runtime's graph, are ten; only the first life exports."""
     recipe = merged(TOY, {"model": {"arguments": {"dropout": 0.3}}, "schedule": {"name": "constant"}})
     straight = ended_well(train("ten", recipe))
     ended_well(train("five", recipe, "train.max_steps=5"))
@@ -202,6 +203,32 @@ def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
     assert resumed.losses() == straight.losses()
     assert straight.truth()["onnxruntime"]["forward_passes"] == 40
     assert resumed.truth()["onnxruntime"]["forward_passes"] == 20
+    names = ("exports", "cache_hits", "re_exports", "not_cached")
+    first, last = ([run.truth()["onnxruntime"][name] for name in names] for run in (straight, resumed))
+    assert (first, last) == ([1, 0, 0, []], [0, 1, 0, []])
+    uncached = ended_well(train("uncached", recipe, "train.max_steps=1", "engine.export_cache=false"))
+    assert [uncached.truth()["onnxruntime"][name] for name in names] == [1, 0, 0, []]
+
+
+@needs_ort
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [None, {"stage": 1}], ids=["plain", "zero 1"])
+def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -> None:
+    """Around the model stand ORTModule and DeepSpeed, and checkpoint and export have none of their names."""
+    saved = {}
+    for engine in ("ort", "eager"):
+        held_out = {"evaluation": {"format": "custom", "factory": "toys:data", "arguments": {"samples": 17, "seed": 1}}}
+        recipe = merged(TOY, {"engine": {"name": engine}, "zero": zero, "train": {"max_steps": 2}, "data": held_out})
+        run = ended_well(train(f"names-{engine}-{bool(zero)}", recipe))
+        last = run.folder / "checkpoints/step_00000002"
+        state = torch.load(next(last.glob("*model_states.pt" if zero else "state.pt")), weights_only=not zero)
+        exported = load_file(run.folder / "export/model.safetensors")
+        saved[engine] = list(state["module" if zero else "model"]), sorted(exported)
+        assert run.truth()["engine"]["used"] == engine
+        ort = run.truth()["onnxruntime"]
+        assert engine == "eager" or (ort["re_exports"], ort["not_cached"]) == (0, [])
+    assert saved["ort"] == saved["eager"]
+    assert all(name.startswith("model.") for name in saved["ort"][0])
 
 
 # --------------------------------------------------------------------------------------------------- transformers
@@ -223,6 +250,9 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
     ort = truth["onnxruntime"]
     assert (ort["forward_passes"], ort["backward_passes"], ort["fallbacks"]) == (24, 24, 0)
     assert ort["evaluation_passes"] > 0
+    # One graph to train and one to evaluate; the engine's trial and all that follows share the first.
+    assert (ort["exports"] + ort["cache_hits"], ort["re_exports"], ort["not_cached"]) == (2, 0, [])
+    assert ort["repairs_not_applied"] == {}
     assert truth["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
     assert truth["attention"] == "eager"  # the model has attention dropout
 

@@ -7,6 +7,7 @@ and torch as the user's code sees it stays as it is. Must not import the rest of
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
@@ -24,14 +25,15 @@ from ortlaunch.errors import MissingDependency
 
 _ORTMODULE = "onnxruntime.training.ortmodule"
 _applied: list[str] = []
+_not_applied: dict[str, str] = {}
 
 
 @functools.cache
 def import_ortmodule() -> ModuleType:
     """The module `onnxruntime.training.ortmodule`, repaired; the first call imports it, later calls return it.
 
-    Call it before transformers is imported: ORT replaces `torch.utils.checkpoint.checkpoint` when it is imported, and
-    transformers keeps the one it saw (on torch 2.6 and older its gradient checkpointing then ends the export).
+    On torch 2.6 and older call it before transformers is imported: ORT replaces `torch.utils.checkpoint.checkpoint`
+    when it is imported, and transformers keeps the one it saw (its gradient checkpointing then ends the export).
     Raises MissingDependency, saying what to type.
     """
     _require_extensions()
@@ -51,6 +53,16 @@ def applied() -> tuple[str, ...]:
 def record(*names: str) -> None:
     """Add repairs that were made elsewhere to `applied`."""
     _applied.extend(name for name in names if name not in _applied)
+
+
+def not_applied() -> dict[str, str]:
+    """Repairs that were not made, with the reason."""
+    return dict(_not_applied)
+
+
+def leave_out(name: str, why: str) -> None:
+    """Add a repair to `not_applied`."""
+    _not_applied[name] = why
 
 
 @contextlib.contextmanager
@@ -195,6 +207,16 @@ def quiet_ort_export() -> bool:
     return True
 
 
+def restore_convolution_symbolics() -> bool:
+    """Torch 2.9 and later: the name under which ORT's export of a convolution finds the exporter's is gone."""
+    public: Any = importlib.import_module("torch.onnx.symbolic_opset9")
+    lost = [name for name in ("_convolution", "_convolution_mode") if not hasattr(public, name)]
+    for name in lost:
+        moved = importlib.import_module("torch.onnx._internal.torchscript_exporter.symbolic_opset9")
+        setattr(public, name, getattr(moved, name))
+    return bool(lost)
+
+
 def skip_nvtx_without_cuda() -> bool:
     """CPU-only torch builds whose `torch.cuda.nvtx` raises; ORT marks ranges in every forward."""
     import torch
@@ -215,6 +237,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     refuse_custom_backward,
     skip_sparsity_hooks,
     quiet_ort_export,
+    restore_convolution_symbolics,
     skip_nvtx_without_cuda,
 )
 
@@ -240,10 +263,28 @@ def _wrap_ort_export(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
     caller.torch = _Seen(caller.torch, onnx=_Seen(onnx, export=wrapper(onnx.export)))
 
 
+_inline: contextvars.ContextVar[bool] = contextvars.ContextVar("inline", default=False)
+
+
+@contextlib.contextmanager
+def inlining(wanted: bool) -> Iterator[None]:
+    """Let ORT derive the forward of custom autograd functions in exports of this with-block; False: call them."""
+    calls = importlib.import_module(f"{_ORTMODULE}._custom_autograd_function")
+    called = calls.custom_autograd_function_enabler.state
+    token = _inline.set(wanted)
+    if wanted:  # the exporter inlines no function that ORT exports as a call
+        calls.enable_custom_autograd_support(False)
+    try:
+        yield
+    finally:
+        _inline.reset(token)
+        calls.enable_custom_autograd_support(called)
+
+
 def _without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(export)
     def export_without_inlining(*args: Any, **kwargs: Any) -> Any:
-        return export(*args, **{**kwargs, "autograd_inlining": False})
+        return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
 
     return export_without_inlining
 

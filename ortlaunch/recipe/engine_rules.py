@@ -1,0 +1,110 @@
+"""Rules among the fields of `engine`, and against precision, DeepSpeed and device: (paths, message) each. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.ort_variables import contradictions
+from ortlaunch.recipe.place import Problem
+
+_PLAN = re.compile(r"[^:,\s]+:[012]:(-1|\d+)(,[^:,\s]+:[012]:(-1|\d+))*")
+_TRITON_KEYS = ("ops", "initializer", "min_nodes", "symbolic_shape_hint")
+# field -> what it is for; each does nothing on a CPU.
+CUDA_ONLY = {
+    "print_memory_stats": "it reads CUDA's allocator",
+    "conv_algorithm_search": "it is cuDNN's",
+    "triton": "Triton writes kernels for GPUs",
+    "flash_attention": "it is a Triton kernel",
+    "efficient_attention": "torch has that kernel for CUDA only",
+    "aten_sdpa": "torch has that kernel for CUDA only",
+    "tuning": "ONNX Runtime's tunable operators are for GPUs",
+    "tuning_results": "ONNX Runtime's tunable operators are for GPUs",
+}
+# field -> the field that it does nothing without.
+_NEEDS = {
+    "triton_config": "triton",
+    "flash_attention": "triton",
+    "tuning_duration_ms": "tuning",
+    "print_input_density": "compute_optimizer",
+    "sparsity_optimizer": "compute_optimizer",
+}
+
+
+def engine_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Every rule about settings of engine ort that the recipe breaks."""
+    if recipe.engine.name != "ort":
+        return
+    yield from _pairs(recipe)
+    yield from _memory(recipe)
+    yield from _precision(recipe)
+    yield from _triton(recipe)
+    for name, message in contradictions(recipe.engine, recipe.launch.env):
+        yield (f"launch.env.{name}", "engine"), message
+
+
+def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
+    """Settings that a CPU has no use for."""
+    if device != "cpu" or recipe.engine.name != "ort":
+        return
+    for name, why in CUDA_ONLY.items():
+        if getattr(recipe.engine, name) != type(recipe.engine).model_fields[name].default:
+            yield (f"engine.{name}", "launch.device"), f"does nothing on CPU: {why}; leave it out"
+
+
+def _pairs(recipe: Recipe) -> Iterator[Problem]:
+    engine = recipe.engine
+    for name, other in _NEEDS.items():
+        if getattr(engine, name) and not getattr(engine, other):
+            yield (f"engine.{name}", f"engine.{other}"), f"does nothing without {other}: true"
+    if engine.print_input_density and engine.sparsity_optimizer is False:
+        paths = ("engine.print_input_density", "engine.sparsity_optimizer")
+        yield paths, "does nothing without sparsity_optimizer, which measures the density"
+    if engine.aten_sdpa and recipe.model.attention == "eager":
+        yield ("engine.aten_sdpa", "model.attention"), "does nothing with attention eager; use sdpa"
+    for name in ("efficient_attention", "flash_attention"):
+        if getattr(engine, name) and recipe.model.attention == "sdpa":
+            paths = (f"engine.{name}", "model.attention")
+            yield paths, "does nothing with attention sdpa: it replaces attention that is written out; use eager"
+
+
+def _memory(recipe: Recipe) -> Iterator[Problem]:
+    engine = recipe.engine
+    if engine.memory_optimization_config and engine.memory_optimization:
+        yield (
+            ("engine.memory_optimization_config", "engine.memory_optimization"),
+            f"does nothing at memory_optimization {engine.memory_optimization}, which chooses the subgraphs itself; "
+            "set memory_optimization: 0",
+        )
+    for plan in engine.memory_optimization_config:
+        if not _PLAN.fullmatch(plan):
+            yield (
+                ("engine.memory_optimization_config",),
+                f"got {plan}; write cluster:strategy:count, as BiasGelu+:1:-1 (strategy 0, 1 or 2; count -1 for all)",
+            )
+    if engine.memory_efficient_grad_management and recipe.zero:
+        yield (
+            ("engine.memory_efficient_grad_management", "zero"),
+            "got true with DeepSpeed, which takes each gradient as soon as it is there itself; leave it out",
+        )
+
+
+def _precision(recipe: Recipe) -> Iterator[Problem]:
+    for name in ("cast_propagation", "cast_propagation_level"):
+        default = type(recipe.engine).model_fields[name].default
+        if getattr(recipe.engine, name) == default or (recipe.precision == "fp16" and recipe.zero is None):
+            continue
+        how = "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
+        message = f"does nothing with {how}: it moves the casts of autocast, which is fp16 without DeepSpeed"
+        yield (f"engine.{name}", "precision", "zero"), message
+
+
+def _triton(recipe: Recipe) -> Iterator[Problem]:
+    config = recipe.engine.triton_config or {}
+    for key in config:
+        if key not in _TRITON_KEYS:
+            yield (f"engine.triton_config.{key}",), f"unknown key; valid here: {', '.join(_TRITON_KEYS)}"
+    chosen = config.get("initializer", "scalar")
+    if chosen not in ("none", "scalar", "all"):
+        yield ("engine.triton_config.initializer",), f"got {chosen}; it must be none, scalar or all"

@@ -1,0 +1,122 @@
+"""The environment variables that ORTModule 1.19.2 reads: which field of `engine` each one is, and what contradicts it.
+
+The recipe is the one source: a variable that has a field must agree with it, and one without is refused with its
+reason, for outside a recipe nothing would show it. Pure; both sides of a run import it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ortlaunch.recipe.dialects import closest
+from ortlaunch.recipe.models import Engine
+
+PREFIX = "ORTMODULE_"
+
+
+class Variable(NamedTuple):
+    """A variable's field, and the field's value that a text of it means (ValueError: none)."""
+
+    field: str
+    means: Callable[[str], Any]
+
+
+def _flag(text: str) -> bool:
+    return {"0": False, "1": True}[text]
+
+
+def _no_value(text: str) -> Any:
+    """The variable names a file or a folder, the field says what is in it."""
+    raise ValueError(text)
+
+
+FIELDS = {
+    "ORTMODULE_ONNX_OPSET_VERSION": Variable("opset", int),
+    "ORTMODULE_CONV_ALGO_SEARCH": Variable("conv_algorithm_search", str.lower),
+    "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": Variable("compute_optimizer", _flag),
+    "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": Variable("sparsity_optimizer", _flag),
+    "ORTMODULE_MEMORY_OPT_LEVEL": Variable("memory_optimization", int),
+    "ORTMODULE_MEMORY_OPT_CONFIG": Variable("memory_optimization_config", _no_value),
+    "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": Variable("memory_efficient_grad_management", _flag),
+    "ORTMODULE_PRINT_INPUT_DENSITY": Variable("print_input_density", _flag),
+    "ORTMODULE_PRINT_MEMORY_STATS": Variable("print_memory_stats", _flag),
+    "ORTMODULE_FALLBACK_POLICY": Variable("allow_fallback", {"FALLBACK_DISABLE": False}.__getitem__),
+    "ORTMODULE_USE_TRITON": Variable("triton", _flag),
+    "ORTMODULE_TRITON_CONFIG_FILE": Variable("triton_config", _no_value),
+    "ORTMODULE_USE_FLASH_ATTENTION": Variable("flash_attention", _flag),
+    "ORTMODULE_USE_EFFICIENT_ATTENTION": Variable("efficient_attention", _flag),
+    "ORTMODULE_ATEN_SDPA_FALLBACK": Variable("aten_sdpa", bool),  # ORT takes "0" for yes, too
+    "ORTMODULE_ENABLE_TUNING": Variable("tuning", _flag),
+    "ORTMODULE_MAX_TUNING_DURATION_MS": Variable("tuning_duration_ms", int),
+    "ORTMODULE_TUNING_RESULTS_PATH": Variable("tuning_results", str),
+    "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": Variable("deepcopy_before_export", _flag),
+    "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": Variable("custom_autograd", {"0": "inline", "1": "python"}.__getitem__),
+    "ORTMODULE_LOG_LEVEL": Variable("log_level", str.lower),
+    "ORTMODULE_SAVE_ONNX_PATH": Variable("save_onnx", str),
+}
+# Variables without a field: why. They are refused.
+LEFT_OUT = {
+    "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": "does nothing in 1.19.2; engine.sparsity_optimizer is for labels, too",
+    "ORTMODULE_ENABLE_SPARSE_OPTIMIZER": "is documented, and 1.19.2 reads it nowhere; see engine.sparsity_optimizer",
+    "ORTMODULE_FALLBACK_RETRY": "would try a failed export again in every step; see engine.allow_fallback",
+    "ORTMODULE_SKIPCHECK_POLICY": "is decided by ortlaunch's repairs: SKIP_CHECK_DISABLED ends models with buffers",
+    "ORTMODULE_CACHE_DIR": "makes evaluation run the training graph; see engine.export_cache",
+    "ORTMODULE_ENABLE_ZERO_STAGE3": "is decided by zero.stage",
+    "ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT": "would keep gradient checkpointing out of the graph; see "
+    "engine.memory_optimization",
+    "ORTMODULE_JSON_CONFIG_PATH": "is read by a function that ortlaunch does not call; the recipe holds the settings",
+    "ORTMODULE_EXTERNAL_TORCH_CPP_EXTENSION_DIR": "is documented, and 1.19.2 reads it nowhere",
+    "ORTMODULE_EXTERNAL_TORCH_CUDA_EXTENSION_DIR": "is documented, and 1.19.2 reads it nowhere",
+}
+# These change what is dumped for ORT's developers and nothing else: shown, not refused.
+HARMLESS = ("ORTMODULE_TRITON_DEBUG",)
+
+
+def seen(environ: Mapping[str, str]) -> dict[str, str]:
+    """ORTModule's variables in an environment, by name."""
+    return {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX)}
+
+
+def contradictions(engine: Engine, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(variable, what is wrong with it) for each that says something else than the recipe, or nothing at all."""
+    for name, text in seen(environ).items():
+        message = _contradiction(engine, name, text)
+        if message:
+            yield name, message
+
+
+def _contradiction(engine: Engine, name: str, text: str) -> str | None:
+    variable = FIELDS.get(name)
+    if variable is None:
+        return None if name in HARMLESS else _without_field(name)
+    value = getattr(engine, variable.field)
+    try:
+        agrees = variable.means(text) == value
+    except (ValueError, KeyError):
+        agrees = False
+    if agrees:
+        return None
+    return f"contradicts engine.{variable.field} ({_yaml(value)}); set the field instead"
+
+
+def _yaml(value: Any) -> str:
+    """A field's value as a recipe writes it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value)
+
+
+def _without_field(name: str) -> str:
+    if name in LEFT_OUT:
+        return f"{LEFT_OUT[name]}; take it out"
+    known = {_core(variable): variable for variable in FIELDS}
+    guess = known.get(closest(_core(name), known) or "")
+    meant = f"; did you mean {guess}? That is engine.{FIELDS[guess].field}" if guess else "; take it out"
+    return f"is no variable of ORTModule 1.19.2{meant}"
+
+
+def _core(name: str) -> str:
+    """What tells names apart."""
+    return re.sub(rf"^{PREFIX}((ENABLE|USE)_)?", "", name)

@@ -1,0 +1,265 @@
+"""Repairs of what ORTModule 1.19.2 does: gradients, changed calls, buffers, gradient checkpointing.
+
+Owns the list of repairs; each is made only where all of ORT's functions that it replaces or relies on have the known
+source (known.py), and is told as not applied elsewhere. What importing ORTModule takes is compat.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+
+from ortlaunch.extensions import ORT_VERSION
+from ortlaunch.worker.ort import compat
+from ortlaunch.worker.ort.buffers import keep_buffers_exact
+from ortlaunch.worker.ort.export_cache import cache_exports
+from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
+from ortlaunch.worker.ort.tally import tally, traced
+
+
+class Repair(NamedTuple):
+    """A change of ORTModule's behaviour, and ORT's functions that it replaces or whose inner working it relies on."""
+
+    apply: Callable[[], None]
+    functions: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.apply.__name__
+
+
+def apply_repairs(*left_out: str) -> None:
+    """Make every repair, once in a process; `left_out` names those a test wants to miss."""
+    for repair in REPAIRS:
+        if repair.name in (*compat.applied(), *compat.not_applied()):
+            continue
+        why = "left out" if repair.name in left_out else _unknown(repair)
+        if why:
+            compat.leave_out(repair.name, why)
+        else:
+            repair.apply()
+            compat.record(repair.name)
+
+
+def _unknown(repair: Repair) -> str:
+    """Why a repair does not fit what is installed; empty where it does."""
+    import onnxruntime
+
+    if onnxruntime.__version__.partition("+")[0] != ORT_VERSION:
+        return f"it is written for ONNX Runtime {ORT_VERSION}, and {onnxruntime.__version__} is installed"
+    strange = [name for name in repair.functions if digest(name) != KNOWN[name]]
+    return f"the source of {', '.join(strange)} is not that of {ORT_VERSION}" if strange else ""
+
+
+# -------------------------------------------------------------------------------------------------- gradients
+
+
+def skip_frozen_gradients() -> None:
+    """ORT computes a gradient for every frozen parameter in every step, and throws it away.
+
+    A parameter that is unfrozen later has no gradient in a graph built while it was frozen: build another.
+    """
+    compat.wrap_method(owner(TRANSITION), "_export_model", _without_frozen)
+    compat.wrap_method(owner(TRAINING), "forward", _rebuilding_when_unfrozen)
+
+
+def _without_frozen(export_model: Callable[..., Any], **kwargs: Any) -> Any:
+    model, schema, names, differentiable = export_model(**kwargs)
+    frozen = {name for name, parameter in kwargs["flattened_module"].named_parameters() if not parameter.requires_grad}
+    return model, schema, names, [name for name in differentiable if name not in frozen]
+
+
+def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    frozen = getattr(manager, "_ortlaunch_frozen", None)
+    if frozen is None or any(parameter.requires_grad for parameter in frozen):
+        _forget_graph(manager)
+        parameters = manager._flattened_module.parameters()
+        manager._ortlaunch_frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    return original(manager, *args, **kwargs)
+
+
+# ---------------------------------------------------------------------------------------------- changed calls
+
+
+def export_for_changed_calls() -> None:
+    """ORT takes every call for one like the first: a new argument is ignored, a changed number stays as it was.
+
+    Shapes may change freely; everything else about a call that an export depends on makes another graph.
+    """
+    for manager in (TRAINING, EVALUATION):
+        compat.wrap_method(owner(manager), "forward", _exporting_when_changed)
+
+
+def _exporting_when_changed(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    call = _form(args), _form(kwargs), _autocast(manager)
+    if call != getattr(manager, "_ortlaunch_call", None):
+        _forget_graph(manager)
+        manager._ortlaunch_call = call
+    return original(manager, *args, **kwargs)
+
+
+def _form(value: Any) -> object:
+    """What of an argument an exported graph depends on; cheap, because every forward asks."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.device, value.requires_grad
+    if isinstance(value, Mapping):
+        return type(value), tuple((name, _form(inner)) for name, inner in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_form(inner) for inner in value)
+    return type(value), repr(value)  # repr, because True == 1 == 1.0 and nan is not nan
+
+
+def _autocast(manager: Any) -> object:
+    """The casts that an export would put into the graph."""
+    device = manager._device.type if manager._device else "cpu"
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _forget_graph(manager: Any) -> None:
+    """Let the next forward export and build anew."""
+    if manager._execution_agent is not None:
+        tally.re_exports += 1
+    manager._graph_transition_manager._exported_model_info = None
+    manager._execution_agent = None
+    # These belong to the old graph; levels 1 and 2 of memory optimization would choose from them.
+    observer = manager._runtime_inspector.memory_ob
+    observer.cluster_id_combination_to_saving_symbolics_map.clear()
+    observer.symbolic_dim_collecting_completed = False
+
+
+_GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
+
+
+def keep_graphs_for_backward() -> None:
+    """ORT runs every backward pass in the newest graph, also that of a forward pass in an earlier one."""
+    compat.wrap_method(owner(TRAINING), "_create_autofunction_class", _with_own_graph)
+
+
+def _with_own_graph(original: Callable[..., Any], manager: Any) -> Any:
+    function = original(manager)
+
+    class WithOwnGraph(function):  # type: ignore[misc,valid-type]
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            outputs = function.forward(ctx, *inputs)
+            ctx.ortlaunch_graph = tuple(getattr(manager, name) for name in _GRAPH)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            with _graph(manager, ctx.ortlaunch_graph):
+                return function.backward(ctx, *gradients)
+
+    return WithOwnGraph
+
+
+@contextlib.contextmanager
+def _graph(manager: Any, graph: tuple[Any, ...]) -> Iterator[None]:
+    newest = tuple(getattr(manager, name) for name in _GRAPH)
+    vars(manager).update(zip(_GRAPH, graph))
+    try:
+        yield
+    finally:
+        vars(manager).update(zip(_GRAPH, newest))
+
+
+# ------------------------------------------------------------------------------------------ gradient checkpointing
+
+
+def map_gradient_checkpointing() -> None:
+    """Gradient checkpointing ended the export (reentrant) or was lost in it: ORT's recomputation takes its place."""
+    ortmodule: Any = owner("__init__:")
+    ortmodule._defined_from_envvar = functools.partial(_level, ortmodule._defined_from_envvar)
+    compat.wrap_method(owner(TRANSITION), "_get_exported_model", _seeing_checkpoints)
+    compat.wrap_method(owner(TRANSITION), "_export_model", _recomputing)
+
+
+_checkpoints: list[None] = []
+
+
+def _level(original: Callable[..., Any], name: str, *default: Any) -> Any:
+    """ORT's stand-in for torch.utils.checkpoint asks for the level last, and only in an export; 1: call it plainly."""
+    if name != "ORTMODULE_MEMORY_OPT_LEVEL":
+        return original(name, *default)
+    _checkpoints.append(None)
+    return 1
+
+
+def _seeing_checkpoints(original: Callable[..., Any], **kwargs: Any) -> Any:
+    _checkpoints.clear()
+    with _plain_checkpoints():
+        exported = original(**kwargs)
+    traced(kwargs["stage3_param_handle"])["checkpointed"] = bool(_checkpoints)
+    return exported
+
+
+@contextlib.contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """Call what is checkpointed plainly, also where `checkpoint` was imported before ORT replaced it."""
+
+    def unrecorded(*args: Any, **kwargs: Any) -> Iterator[None]:
+        _checkpoints.append(None)
+        yield  # torch calls the function between this and the end
+
+    class Unrecorded:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            _checkpoints.append(None)
+            return function(*args)
+
+    parts: Any = torch.utils.checkpoint
+    before = parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator
+    parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator = Unrecorded, unrecorded
+    try:
+        yield
+    finally:
+        parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator = before
+
+
+def _recomputing(original: Callable[..., Any], **kwargs: Any) -> Any:
+    exported = original(**kwargs)
+    transition = kwargs["stage3_param_handle"]
+    options, training = transition._runtime_options, transition._export_mode == torch.onnx.TrainingMode.TRAINING
+    if training and traced(transition).get("checkpointed") and not options.memory_optimizer_is_enabled():
+        options.memory_optimization_level, options.recompute_probe_config = 1, "1:1"
+        tally.note("the model's gradient checkpointing became ONNX Runtime's recomputation: memory_optimization: 1")
+    return exported
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+_EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
+# The later ones stand around the earlier ones.
+REPAIRS = (
+    Repair(skip_frozen_gradients, (f"{TRANSITION}._export_model", f"{TRAINING}.forward")),
+    Repair(
+        export_for_changed_calls,
+        (f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
+    ),
+    Repair(keep_graphs_for_backward, (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward")),
+    Repair(
+        keep_buffers_exact,
+        (
+            *_EXPORT,
+            f"{PROCESSED}.restore_outputs",
+            f"{TRAINING}.forward",
+            "_io:parse_outputs_for_onnx_export_and_extract_schema",
+        ),
+    ),
+    Repair(
+        map_gradient_checkpointing,
+        (
+            *_EXPORT,
+            f"{TRAINING}._create_execution_agent",
+            "__init__:_override_gradient_checkpoint",
+            "options:_RuntimeOptions.memory_optimizer_is_enabled",
+        ),
+    ),
+    Repair(cache_exports, (*_EXPORT, f"{TRANSITION}.get_post_processed_model")),  # last: it stands around the others
+)

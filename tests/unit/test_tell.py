@@ -1,0 +1,50 @@
+"""The lines of a run on engine ort: settings that are not defaults before step 1, what was executed at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ortlaunch.worker.tell import outcome_lines, plan_lines
+
+
+def truth(**ort: Any) -> dict[str, Any]:
+    """An engine.json with this onnxruntime part."""
+    graph = {"forward_nodes": 105, "backward_nodes": 122, "aten": {"embedding": 3, "mm": 1}, "python": {"F": 2}}
+    counted = {"forward_passes": 4, "backward_passes": 4, "fallbacks": 0, "exports": 1, "training_graph": graph}
+    return {
+        "engine": {"asked": "ort", "used": "ort", "fallback_reason": None},
+        "device": "cpu", "precision": "fp32", "trained_parameters": 1, "parameters": 2, "ranks": 1,
+        "threads_per_rank": 2, "sharding": "none", "fp16_optimizer": {"applied": True, "why": ""},
+        "optimizer": {"asked": "adamw", "used": "AdamW", "why": None},
+        "onnxruntime": {"settings": {}, "variables": {}, **counted, **ort},
+    }  # fmt: skip
+
+
+def test_what_ran_is_told_in_nodes_and_calls() -> None:
+    """Passes, nodes of a forward and backward pass, calls out of ONNX Runtime, exports, fallbacks."""
+    assert outcome_lines(truth()) == [
+        "ran on engine ort: 4 forward and 4 backward passes by ONNX Runtime on rank 0, 227 nodes each "
+        "(4 ATen, 2 PythonOp), 1 export, 0 fallbacks; optimizer AdamW"
+    ]
+    assert ", 2 exports, " in outcome_lines(truth(exports=2))[0]
+
+
+def test_a_run_without_a_graph_counts_no_nodes() -> None:
+    """An engine that fell back before one was built."""
+    assert "nodes" not in outcome_lines(truth(training_graph=None, exports=0))[0]
+
+
+def test_defaults_are_not_told() -> None:
+    """One line, of the engine."""
+    assert len(plan_lines(truth())) == 1
+
+
+def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
+    """A copy that was switched off by the recipe is one of the settings."""
+    copy = {"used": False, "parameter_bytes": 4000, "free_bytes": 5000}
+    lines = plan_lines(truth(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"}))
+    assert lines[1].startswith("deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit")
+    assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
+    chosen = {"deepcopy_before_export": False, "log_level": "info"}
+    lines = plan_lines(truth(deepcopy_before_export=copy, settings=chosen))
+    assert lines[1:] == ['settings: deepcopy_before_export: false, log_level: "info"']
