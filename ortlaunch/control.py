@@ -35,6 +35,14 @@ class Settled(NamedTuple):
     file: RecipeFile
     world: World
     plan: Plan
+    path: Path = Path()
+    overrides: tuple[str, ...] = ()
+    asked: Asked = Asked()
+    choice: dict[str, Any] | None = None  # how engine.name: auto was decided
+
+    def again(self, *overrides: str) -> Settled:
+        """The same with further overrides."""
+        return settle_run(self.path, (*self.overrides, *overrides), self.asked, os.environ)
 
 
 def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> Settled:
@@ -54,7 +62,7 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
         worker=(sys.executable, "-m", "ortlaunch.worker"),
         environ=environ,
     )
-    return Settled(loaded, world, plan)
+    return Settled(loaded, world, plan, path, tuple(overrides), asked)
 
 
 def _engine_notes(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[str]:
@@ -120,7 +128,7 @@ def _request(plan: Plan, run: RunDir) -> Request:
 def train(settled: Settled, chosen: Path | None) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
     run = run_folder(chosen, settled, os.environ)
-    settled = _with_known_size(settled, run)
+    settled = _with_engine(_with_known_size(settled, run), run)
     if settled.world.inside is not None:
         return _be_a_rank(settled, run, settled.world.inside)
     _check_means(settled, run)
@@ -149,7 +157,26 @@ def _with_known_size(settled: Settled, run: RunDir) -> Settled:
 
 def _with_size(settled: Settled, size: int) -> Settled:
     file = settled.file.with_micro_size(size)
-    return Settled(file, settled.world, replan(file.recipe, settled.plan))
+    return settled._replace(file=file, plan=replan(file.recipe, settled.plan))
+
+
+def _with_engine(settled: Settled, run: RunDir) -> Settled:
+    """Engine auto decided; a rank above 0 starts what rank 0 has decided."""
+    inside = settled.world.inside
+    if settled.file.recipe.engine.name != "auto" or (inside is not None and inside.rank > 0):
+        return settled
+    from ortlaunch.bench import auto
+
+    return auto.choose(settled, run, check=lambda: _check_means(settled, run))
+
+
+def foreseen(settled: Settled) -> Settled:
+    """For showing a plan: engine auto as it would be decided now, without measuring."""
+    if settled.file.recipe.engine.name != "auto":
+        return settled
+    from ortlaunch.bench import auto
+
+    return auto.foreseen(settled)
 
 
 def _be_a_rank(settled: Settled, run: RunDir, rank: Rank) -> int:
@@ -189,6 +216,15 @@ def _claimed(run: RunDir) -> RunDir:
 
 def _prepare(settled: Settled, run: RunDir) -> Request:
     """Write the run folder, say what will run."""
+    request = write_run(settled, run)
+    for note in settled.world.notes:
+        print(note, flush=True)
+    print(f"{describe(settled.plan)}\nrun folder: {run}", flush=True)
+    return request
+
+
+def write_run(settled: Settled, run: RunDir) -> Request:
+    """Write what the ranks read; returns what starts them."""
     plan, request = settled.plan, _request(settled.plan, run)
     write_text(run.recipe, recipe.to_yaml(settled.file.recipe))
     write_text(run.plan, plan.to_json())
@@ -197,11 +233,12 @@ def _prepare(settled: Settled, run: RunDir) -> Request:
     variables = {**seen(os.environ), **seen(settled.file.recipe.launch.env)}
     write_json(run.environment, {**environment(), "ortmodule_variables": variables})
     write_text(run.request, f"{request}\n")
+    if settled.choice is not None:
+        write_json(run.choice, settled.choice)
+    else:
+        run.choice.unlink(missing_ok=True)
     for old in run.errors.glob("rank_*.json"):
         old.unlink()
-    for note in settled.world.notes:
-        print(note, flush=True)
-    print(f"{describe(plan)}\nrun folder: {run}", flush=True)
     return request
 
 

@@ -6,6 +6,8 @@ runs/<name>-<timestamp>/
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
+  choice.json                                                          how engine.name: auto was decided
+  bench.json order.json results.jsonl                                  of a variant of `ortlaunch bench`
 """
 
 from __future__ import annotations
@@ -44,6 +46,10 @@ class RunDir:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
+        self.choice = self.path / "choice.json"
+        self.bench = self.path / "bench.json"
+        self.order = self.path / "order.json"
+        self.results = self.path / "results.jsonl"
 
     def __str__(self) -> str:
         return str(self.path)

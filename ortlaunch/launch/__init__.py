@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from enum import Enum
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from ortlaunch.plan import Plan
@@ -49,8 +50,11 @@ class Backend(Protocol):
     def request(self, plan: Plan, run_dir: RunDir) -> Request:
         """What to send for this plan; pure."""
 
-    def submit(self, request: Request) -> Any:
-        """Send it; returns the job, whose `signal` becomes the one that the user stopped it with."""
+    def submit(self, request: Request, output: Path | None = None) -> Any:
+        """Send it; returns the job, whose `signal` becomes the one that the user stopped it with.
+
+        output: a file for what the job says, in place of this process's own output.
+        """
 
     def state(self, job: Any) -> JobState:
         """Where the job is."""

@@ -40,8 +40,8 @@ class Job:
         self.signal: int | None = None
 
 
-def submit(request: Request) -> Job:
-    """Write the request's files and start its command."""
+def submit(request: Request, output: Path | None = None) -> Job:
+    """Write the request's files and start its command; what it says goes to the end of `output` if that is given."""
     for path, text in request.files:
         write_text(Path(path), text)
     program = shutil.which(request.argv[0])
@@ -50,7 +50,9 @@ def submit(request: Request) -> Job:
     argv = request.argv
     if sys.platform == "linux":
         argv = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), program, *argv)
-    return Job(subprocess.Popen(argv, env={**os.environ, **dict(request.env)}, start_new_session=True))
+    environ = {**os.environ, **dict(request.env)}
+    with open(output, "ab") if output else contextlib.nullcontext() as sink:
+        return Job(subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink))
 
 
 def state(job: Job) -> JobState:

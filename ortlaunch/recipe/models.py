@@ -221,8 +221,10 @@ class Schedule(Section):
 class Engine(Section):
     """What runs the model."""
 
-    name: Literal["ort", "inductor", "eager"] = "ort"
-    """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch."""
+    name: Literal["ort", "inductor", "eager", "auto"] = "ort"
+    """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch. `auto`: the fastest of
+    the three that agrees with plain PyTorch, measured before the first training (a minute or more) and
+    remembered by model, shape, machine and versions; fields for ort apply where it is the one."""
     allow_fallback: bool = False
     """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; printed and recorded. False:
     the run ends before step 1 with the reason."""

@@ -240,6 +240,14 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
 
 def _engine(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
+    if engine.name == "auto":  # the engine that is chosen keeps the rules
+        if engine.parity_only:
+            paths = ("engine.name", "engine.parity_only")
+            yield paths, "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
+        if recipe.batch.micro_size == "auto":
+            paths = ("engine.name", "batch.micro_size")
+            yield paths, "got auto beside micro_size: auto, and each is measured with the other fixed; give one of them"
+        return
     if engine.name != "ort":
         for key in sorted(_chosen(engine) - {"name", *_PARITY}):
             message = f"does nothing with engine {engine.name}: it is for ort; leave it out, or write null"

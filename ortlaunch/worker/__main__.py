@@ -11,7 +11,7 @@ from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import parse_resolved
-from ortlaunch.rundir import RunDir, write_json
+from ortlaunch.rundir import RunDir, read_json, write_json
 from ortlaunch.worker.shepherd import watch
 
 
@@ -54,11 +54,18 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         model = build_model(recipe, data)
         memory = MemoryUse(group.device, model)
         batches = Batches(data.train, plan.batch, recipe.seed)
+        if run.bench.exists():
+            from ortlaunch.worker.bench import bench
+
+            bench(recipe, plan, run, group, model, batches)
+            return
         engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
         engine.memory = memory
         if work is not None:
             work(recipe, plan, run, group, engine, batches)
             return
+        if run.choice.exists():
+            engine.report["engine"].update(read_json(run.choice))
         if group.rank == 0:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)

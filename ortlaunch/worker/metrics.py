@@ -110,14 +110,15 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     best = float("inf")
     for _ in range(5):
-        _wait(device)
+        finish(device)
         start = time.perf_counter()
         a @ a
-        _wait(device)
+        finish(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
 
 
-def _wait(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
         f"{truth['trained_parameters']:,} trained of {truth['parameters']:,} parameters, "
         f"{truth['ranks']} ranks x {truth['threads_per_rank']} threads, sharding: {truth['sharding']}"
     ]
-    if engine["used"] != engine["asked"]:
+    if engine["fallback_reason"]:
         lines.append(
             f"FALLBACK: engine {engine['asked']} was asked, {engine['used']} runs: {engine['fallback_reason']}"
         )
@@ -53,7 +53,7 @@ def outcome_lines(truth: dict[str, Any]) -> list[str]:
     if engine["used"] == "inductor":
         graphs, breaks = truth["inductor"]["graphs"], truth["inductor"]["graph_breaks"]
         return [f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"]
-    if engine["asked"] != "ort":
+    if not ort:
         return [f"ran on engine {engine['used']}"]
     passes = f"{ort['forward_passes']} forward and {ort['backward_passes']} backward passes by ONNX Runtime on rank 0"
     rest = f"{ort['fallbacks']} fallbacks; optimizer {truth['optimizer']['used']}"

@@ -25,6 +25,7 @@ VERBS = {
     "validate": "Check a recipe",
     "plan": "Show ranks, batch, memory",
     "train": "Train a recipe.",
+    "bench": "Measure engines and options",
     "parity": "Compare a recipe's engine with plain PyTorch",
     "setup": "Build the torch extensions",
     "schema": "Print the recipe's JSON schema",

@@ -16,11 +16,12 @@ import pytest
 from tests.makers import CUSTOM
 
 ROOT = Path(__file__).parents[2] / "ortlaunch"
-HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft"}
+HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft",
+         "matplotlib"}  # fmt: skip
 ANY = None
 
 SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions"}
-CONTROL = {"cli", "control", "micro_size", "world", "hosts", "doctor", "shipped", "launch"}
+CONTROL = {"cli", "control", "micro_size", "world", "hosts", "doctor", "shipped", "launch", "machine", "bench"}
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -40,6 +41,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "shipped": ({"errors", "recipe"}, set()),
     "micro_size": ({"errors", "recipe", "plan", "rundir", "launch"}, set()),
     "launch": ({"errors", "plan", "rundir", "launch"}, set()),
+    "machine": (set(), set()),
+    "bench": ({"__init__", *SHARED, *CONTROL} - {"cli", "hosts"}, {"matplotlib"}),
     "control": ({"__init__", *SHARED, *CONTROL} - {"cli", "control"}, set()),
     "cli": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"typer"}),
     "worker": ({*SHARED, "worker"}, ANY),
@@ -137,6 +140,7 @@ def loaded_by(code: str, folder: Path, *arguments: str) -> set[str]:
         "ortlaunch.plan",
         "ortlaunch.launch.mpi, ortlaunch.launch.local, ortlaunch.launch.torchrun",
         "ortlaunch.extensions",
+        "ortlaunch.bench, ortlaunch.bench.auto",
     ],
 )
 def test_importing_the_control_side_is_light(modules: str, tmp_path: Path) -> None:
@@ -156,12 +160,14 @@ VERB = (
     [
         ["--help"],
         ["--version"],
+        ["bench", "--help"],
         ["schema"],
         ["recipes", "list"],
         ["validate", "recipe.json"],
         ["plan", "recipe.json"],
         ["plan", "recipe.json", "--json"],
         ["train", "recipe.json", "--dry-run"],
+        ["plan", "recipe.json", "engine.name=auto"],
         ["parity", "recipe.json", "--dry-run", "engine.name=inductor"],
         ["train", "recipe.json", "--dry-run", "--nproc-per-node=2"],
     ],

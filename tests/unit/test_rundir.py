@@ -31,6 +31,10 @@ PATHS = {
     "tensorboard": "tensorboard",
     "checkpoints": "checkpoints",
     "export": "export",
+    "choice": "choice.json",
+    "bench": "bench.json",
+    "order": "order.json",
+    "results": "results.jsonl",
 }
 
 

@@ -1,0 +1,212 @@
+"""`engine.name: auto`: the fastest engine that computes what plain PyTorch computes, measured once and remembered.
+
+A choice is remembered in ortlaunch's cache by everything that decides speed (`key`), and in the run folder, so that a
+run that goes on keeps its engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ortlaunch import __version__, machine
+from ortlaunch.bench import Length, measure, new_folder, prepared, times
+from ortlaunch.bench.report import MEASURED, fastest, passes, table, telling
+from ortlaunch.bench.variants import ENGINES, engine_overrides
+from ortlaunch.cache import cache_root
+from ortlaunch.control import Settled, differences
+from ortlaunch.errors import EngineError, PlanError
+from ortlaunch.plan import Plan
+from ortlaunch.rundir import RunDir, read_json, write_json
+
+SHORT = Length(rounds=3, steps=3)
+# Fields of `engine` that change no measured figure.
+_NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance", "parity_only")
+_PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")
+
+
+def choose(settled: Settled, run: RunDir, check: Callable[[], None]) -> Settled:
+    """The run with its engine: the run folder's, else the remembered one, else the one that is measured now.
+
+    Args:
+        check: called before anything is measured; raises where the run could not start anyway.
+
+    Raises:
+        PlanError: there is nothing to go by, and this process is a rank already, which can start no jobs.
+        EngineError: no engine runs this model and passes parity.
+    """
+    kept = read_json(run.choice) if run.choice.exists() else None
+    if kept and (run.complete_checkpoints() or kept["key"] == digest(settled)):
+        return decided(settled, kept, "as this run began")
+    found = remembered(settled)
+    if found:
+        return decided(settled, found, "cached")
+    if settled.world.inside is not None:
+        raise PlanError(
+            "engine.name: auto has not been measured for this model, shape and machine, and a launcher's rank can "
+            f"start no jobs; run `ortlaunch bench {settled.path}` once outside of the launcher, with as many ranks, or "
+            f"name the engine{_nearest(settled)}"
+        )
+    check()
+    folder = new_folder(None, f"{settled.plan.name}-auto")
+    _say(f"engine auto: measuring once, in {folder}")
+    report = measure(settled, prepared(settled, ENGINES, ()), SHORT, folder, _say)
+    write_json(folder / "bench.json", report)
+    _say(table(report["variants"]))
+    return decided(settled, _remember(settled, report, folder))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def foreseen(settled: Settled) -> Settled:
+    """The plan of a recipe with engine auto, without measuring: with the remembered engine if there is one."""
+    found = remembered(settled)
+    if found:
+        return decided(settled, found, "cached")
+    note = "engine auto: measured when training starts, and remembered; until then planned as for ort"
+    return settled._replace(world=settled.world._replace(notes=(*settled.world.notes, note)))
+
+
+def decided(settled: Settled, choice: dict[str, Any], source: str = "") -> Settled:
+    """The same run with the chosen engine; its notes say which and why."""
+    engine, before = choice["chosen"], settled.file.recipe.engine
+    chosen = settled.again(*engine_overrides(engine, before))
+    note = f"engine auto: {engine}: {choice['why']}{f' ({source})' if source else ''}"
+    if engine == "eager" and before.parity_steps:
+        note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
+    return chosen._replace(choice=choice, world=chosen.world._replace(notes=(*chosen.world.notes, note)))
+
+
+def remembered(settled: Settled) -> dict[str, Any] | None:
+    """The choice that was measured for this model, shape and machine, if one was."""
+    path = _path(settled)
+    if not path.exists():
+        return None
+    found: dict[str, Any] = read_json(path)["choice"]
+    return found
+
+
+def _nearest(settled: Settled) -> str:
+    """What keeps the most similar remembered measurement from being this one's."""
+    asked = key(settled)
+    known = [read_json(path)["key"] for path in _path(settled).parent.glob("*.json")]
+    apart = min((list(differences(other, asked)) for other in known), key=len, default=[])
+    return f"; the nearest that was measured differs in {', '.join(apart[:4])}" if apart else ""
+
+
+def remember(settled: Settled, report: dict[str, Any], folder: Path) -> None:
+    """After a bench of all engines that measured no less than auto itself would: auto will take its answer."""
+    long_enough = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
+    if long_enough and fastest(report["variants"]) is not None:
+        choice = _remember(settled, report, folder)
+        _say(f"engine.name: auto will take {choice['chosen']} for this recipe on this machine")
+
+
+def _remember(settled: Settled, report: dict[str, Any], folder: Path) -> dict[str, Any]:
+    choice = {**decide(report["variants"]), "bench": str(folder.resolve()), "key": digest(settled)}
+    write_json(_path(settled), {"key": key(settled), "choice": choice})
+    return choice
+
+
+def decide(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The choice and its reason, from a bench's variants.
+
+    Raises:
+        EngineError: none of them can be chosen.
+    """
+    best = fastest(rows)
+    if best is None:
+        raise EngineError("engine.name: auto: no engine can train this model here\n" + "\n".join(_left_out(rows)))
+    beaten = [times(best, row) for row in rows if row is not best and passes(row)]
+    measured = f"measured {', '.join(beaten)} on {time.strftime('%Y-%m-%d')}" if beaten else "the only one that can be"
+    return {
+        "asked": "auto",
+        "chosen": best["engine"],
+        "why": "; ".join([measured, *_left_out(rows)]),
+        "measured": {row["engine"]: _brief(row) for row in rows},
+    }
+
+
+def _left_out(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        if row["state"] != MEASURED:
+            yield f"{row['engine']} {row['state']}: {telling(row['reason'])}"
+        elif not passes(row):
+            yield f"{row['engine']} left out: parity: {row['parity']['verdict']}: {row['parity'].get('why')}"
+
+
+def _brief(row: dict[str, Any]) -> dict[str, Any]:
+    if row["state"] != MEASURED:
+        return {"state": row["state"], "reason": telling(row["reason"])}
+    return {
+        "state": row["state"],
+        "seconds_per_step": row["seconds"],
+        "samples_per_second": row["samples_per_second"],
+        "parity": row["parity"],
+    }
+
+
+def _path(settled: Settled) -> Path:
+    return cache_root() / "engines" / f"{digest(settled)}.json"
+
+
+def digest(settled: Settled) -> str:
+    """The key as a file's name."""
+    return hashlib.sha256(json.dumps(key(settled), sort_keys=True).encode()).hexdigest()[:32]
+
+
+def key(settled: Settled) -> dict[str, Any]:
+    """All that decides which engine is fastest, as plain values."""
+    recipe, plan = settled.file.recipe, settled.plan
+    whole = recipe.model_dump(mode="json")
+    own_data = recipe.data.train if not isinstance(recipe.data.train, str) and recipe.data.train.factory else None
+    return {
+        "model": whole["model"],
+        "data": {name: whole["data"][name] for name in ("sequence_length", "tokenizer")},
+        "custom_data": whole["data"]["train"] if own_data else None,
+        "code": [_code(plan.modules, each.factory) for each in (recipe.model, own_data) if each and each.factory],
+        "batch": [plan.batch.micro_samples, plan.batch.accumulation_steps],
+        "precision": recipe.precision,
+        "zero": whole["zero"],
+        "optimizer": recipe.optimizer.name,
+        "engine": {name: value for name, value in whole["engine"].items() if name not in _NO_SPEED},
+        "ranks": [node.slots for node in plan.nodes],
+        "device": plan.device,
+        "threads": _threads(plan),
+        "hardware": machine.hardware(),
+        "versions": {"ortlaunch": __version__, "python": platform.python_version(), **_versions()},
+    }
+
+
+def _code(modules: str, factory: str) -> str:
+    """Digest of the user's module where it lies beside the recipe; one that is installed goes by its name."""
+    base = Path(modules, *factory.partition(":")[0].split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.exists():
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+    return factory
+
+
+def _threads(plan: Plan) -> str | None:
+    """What a rank will read in OMP_NUM_THREADS; under torchrun a 1 is nobody's choice, also for the ranks."""
+    asked = dict(plan.env).get("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
+    return None if asked == "1" and (plan.launcher == "torchrun" or "TORCHELASTIC_RUN_ID" in os.environ) else asked
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

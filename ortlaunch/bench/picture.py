@@ -1,0 +1,59 @@
+"""bench.png: a bar a variant. The one place that imports matplotlib, which only a bench needs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.errors import MissingDependency
+
+_COLORS = {"ort": "#2f6fb3", "inductor": "#d98c2b", "eager": "#8a8f98"}
+
+
+def require_matplotlib() -> None:
+    """Before anything is run.
+
+    Raises:
+        MissingDependency: it is absent.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency(
+            'bench.png needs matplotlib: pip install "ortlaunch[bench]", or leave the picture out: --no-picture'
+        )
+
+
+def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Tokens (or samples) a second of what was measured: the median, and the middle half of the steps as a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    unit = "tokens" if all(row["tokens_per_second"] for row in rows) else "samples"
+    rates = [row[f"{unit}_per_second"] for row in rows]
+    figure = Figure(figsize=(8, 1.6 + 0.55 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(
+        range(len(rows)), rates, color=[_COLORS[row["engine"]] for row in rows], height=0.62,
+        xerr=list(zip(*(_errors(row, rate) for row, rate in zip(rows, rates)))), ecolor="#333333", capsize=3,
+    )  # fmt: skip
+    labels = [f"{rate:,.0f} ({row['ratio']:.2f} x)" for row, rate in zip(rows, rates)]
+    axes.bar_label(bars, labels, padding=6)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(_top(row, rate) for row, rate in zip(rows, rates)) * 1.25)
+    axes.set_xlabel(f"{unit} per second (median; the line is the middle half of the steps)")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _errors(row: dict[str, Any], rate: float) -> tuple[float, float]:
+    """How far the quartiles lie below and above the median rate; a slow step is a low rate."""
+    seconds = row["seconds"]
+    scale = rate * seconds["median"]
+    return rate - scale / seconds["quartile_3"], scale / seconds["quartile_1"] - rate
+
+
+def _top(row: dict[str, Any], rate: float) -> float:
+    return rate + _errors(row, rate)[1]

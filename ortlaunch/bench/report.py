@@ -1,0 +1,149 @@
+"""A bench's figures: bench.json as plain values, and the same as a table. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ortlaunch.bench.turns import Player
+from ortlaunch.bench.variants import Variant
+from ortlaunch.plan import human
+
+_HEAD = ("variant", "s/step", "middle half", "samples/s", "tokens/s", "MFU", "memory", "first step", "parity", "ratio")
+MEASURED, REFUSED, FAILED = "measured", "refused", "failed"
+
+
+def results(variants: Sequence[Variant], players: Sequence[Player]) -> list[dict[str, Any]]:
+    """Every variant in its order: measured, with figures; refused or failed, with the reason."""
+    playing = {player.variant.name: player for player in players}
+    rows = [_row(variant, playing.get(variant.name)) for variant in variants]
+    measured = [row for row in rows if row["state"] == MEASURED]
+    for row in measured:
+        base = _base(row, measured)
+        row["ratio"] = row["samples_per_second"] / base["samples_per_second"]
+        row["ratio_to"] = base["name"]
+        row["mfu"] = _mfu(row, measured)
+    return rows
+
+
+def _row(variant: Variant, player: Player | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": variant.name, "engine": variant.engine, "varied": list(variant.chosen)}
+    if player is None or not player.measured:
+        failed = player is not None and bool(player.failed)
+        reason = player.failed if player is not None and failed else variant.refused
+        return {**row, "state": FAILED if failed else REFUSED, "reason": reason, **_folder(player)}
+    assert variant.settled is not None
+    took = [seconds for turn in player.turns for seconds in turn["seconds"]]
+    batch, ranks, median = variant.settled.plan.batch, variant.settled.plan.world_size, statistics.median(took)
+    return {
+        **row,
+        "state": MEASURED,
+        "precision": variant.settled.file.recipe.precision,
+        "ranks": ranks,
+        "seconds": spread(took),
+        "samples_per_second": batch.global_samples / median,
+        "tokens_per_second": batch.tokens_per_step / median if batch.tokens_per_step else None,
+        "flops_per_token": player.ready["flops_per_token"],
+        "peak_flops": player.ready["peak_flops"],
+        "memory": [max(turn["memory"][rank] for turn in player.turns) for rank in range(ranks)],
+        "first_step": player.ready["first_step"],
+        "parity": player.parity,
+        "truth": player.ready["engine"],
+        "turns": player.turns,
+        **_folder(player),
+    }
+
+
+def _folder(player: Player | None) -> dict[str, str]:
+    return {"folder": str(player.run)} if player else {}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and ends."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "quartile_1": low, "quartile_3": high, "min": min(values), "max": max(values)}
+
+
+def _base(row: dict[str, Any], measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a variant is compared with: eager with the same varied keys, else the first eager, else the first."""
+    eager = [other for other in measured if other["engine"] == "eager"]
+    same = [other for other in eager if other["varied"] == row["varied"]]
+    return (same or eager or list(measured))[0]
+
+
+def _mfu(row: dict[str, Any], measured: Sequence[dict[str, Any]]) -> float | None:
+    """Of the highest rate that any variant of this precision saw: one yardstick for all of them."""
+    if not row["flops_per_token"] or not row["tokens_per_second"]:
+        return None
+    peak = max(other["peak_flops"] or 0.0 for other in measured if other["precision"] == row["precision"])
+    return float(row["flops_per_token"] * row["tokens_per_second"] / (peak * row["ranks"]))
+
+
+def passes(row: dict[str, Any]) -> bool:
+    """Whether a variant was measured and computes what plain PyTorch computes."""
+    return row["state"] == MEASURED and row["parity"]["verdict"] in ("passes", "reference")
+
+
+def fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The fastest by samples a second of those that pass parity."""
+    return max((row for row in rows if passes(row)), key=lambda row: float(row["samples_per_second"]), default=None)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Figures of what was measured, and a line of reason for what was not."""
+    measured = [row for row in rows if row["state"] == MEASURED]
+    cells = [_HEAD, *(_cells(row) for row in measured)] if measured else []
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))] if cells else []
+    lines = [
+        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in
+                  enumerate(zip(line, widths))).rstrip()
+        for line in cells
+    ]  # fmt: skip
+    return "\n".join([*lines, *_notes(rows)])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    seconds, tokens, mfu = row["seconds"], row["tokens_per_second"], row["mfu"]
+    return (
+        row["name"],
+        f"{seconds['median']:.4g}",
+        f"{seconds['quartile_1']:.4g} - {seconds['quartile_3']:.4g}",
+        f"{row['samples_per_second']:,.1f}",
+        f"{tokens:,.0f}" if tokens else "-",
+        f"{mfu:.1%}" if mfu else "-",
+        human(max(row["memory"])),
+        f"{row['first_step']['since_launch']:.1f} s",
+        _parity_cell(row["parity"]),
+        f"{row['ratio']:.2f} x",
+    )
+
+
+def _parity_cell(parity: dict[str, Any]) -> str:
+    """`reference`, `1.2e-06`, or a word in capitals where the figures are not to be used."""
+    if parity["verdict"] == "passes":
+        return f"{parity['largest']:.0e}"
+    if parity["verdict"] == "differs":
+        return "DIFFERS" if parity["largest"] is None else f"DIFFERS {parity['largest']:.0e}"
+    return "reference" if parity["verdict"] == "reference" else "NOT COMPARED"
+
+
+def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    notes = [f"{row['name']}: {row['state']}: {telling(row['reason'])}" for row in rows if "reason" in row]
+    measured = [row for row in rows if row["state"] == MEASURED]
+    notes += [
+        f"{row['name']}: parity: {row['parity']['why']}"
+        for row in measured
+        if row["parity"].get("why") and not passes(row)
+    ]
+    if measured:
+        others = sorted({row["ratio_to"] for row in measured})
+        notes.append(f"ratio: to {', '.join(others)}; memory: the highest of the ranks; parity: largest relative "
+                     "difference from plain PyTorch")  # fmt: skip
+    return notes
+
+
+def telling(reason: str) -> str:
+    """One line of a failure's text: the message of an error for people, or the end of a traceback."""
+    said = reason.partition("\n\nortlaunch: ")[0].strip().splitlines() or [""]
+    return said[-1] if said[0].startswith("Traceback") else said[0]

@@ -1,0 +1,110 @@
+"""One variant's job from the control side: started, given turns, asked to leave; and how it failed, if it did.
+
+An order is a small file in the variant's run folder, its answer a line in another, so that all launchers can be
+measured and a waiting job waits asleep.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from ortlaunch import control
+from ortlaunch.bench.variants import Variant
+from ortlaunch.launch import JobState, backend
+from ortlaunch.launch.cause import explain_end
+from ortlaunch.rundir import RunDir, write_json
+
+WARM_UP_STEPS = 3
+_POLL_SECONDS = 0.02
+_LEAVE_SECONDS = 60
+
+
+class Failed(Exception):
+    """The variant's job ended before its time; the text is the whole reason."""
+
+
+class Player:
+    """A variant that takes part: its job, and every answer that it gave."""
+
+    def __init__(self, variant: Variant, run: RunDir) -> None:
+        self.variant, self.run = variant, run
+        self.ready: dict[str, Any] = {}
+        self.turns: list[dict[str, Any]] = []
+        self.parity: dict[str, Any] = {}
+        self.failed = ""
+        self._job: Any = None
+        self._number = self._read = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether a job of it is running."""
+        return self._job is not None
+
+    @property
+    def measured(self) -> bool:
+        """Whether it can be compared: it came to the end."""
+        return bool(self.turns) and not self.failed
+
+    def start(self) -> None:
+        """Start the job, and wait until it has warmed up; the first start's times are kept."""
+        assert self.variant.settled is not None
+        plan = self.variant.settled.plan
+        request = control.write_run(self.variant.settled, self.run)
+        self.run.order.unlink(missing_ok=True)
+        self.run.results.unlink(missing_ok=True)
+        self._number = self._read = 0
+        launched = {"launched": time.time(), "warm_up_steps": WARM_UP_STEPS}
+        write_json(self.run.bench, launched)
+        self._job = backend(plan.launcher).submit(request, self.run.path / "output.log")
+        answer = self._answer()
+        self.ready = self.ready or answer
+
+    def turn(self, steps: int) -> None:
+        """Let it train `steps` measured steps."""
+        self.turns.append(self._do({"do": "steps", "steps": steps}))
+
+    def compare(self) -> None:
+        """Let it compare itself with plain PyTorch."""
+        self.parity = self._do({"do": "compare"})["parity"]
+
+    def _do(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._number += 1
+        write_json(self.run.order, {"number": self._number, **order})
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        """The next line of results."""
+        while True:
+            lines = self.run.results.read_text(encoding="utf-8").split("\n") if self.run.results.exists() else [""]
+            if len(lines) - 1 > self._read:
+                self._read += 1
+                answer: dict[str, Any] = json.loads(lines[self._read - 1])
+                return answer
+            self._check()
+            time.sleep(_POLL_SECONDS)
+
+    def _check(self) -> None:
+        assert self.variant.settled is not None
+        launcher = backend(self.variant.settled.plan.launcher)
+        if launcher.state(self._job) is not JobState.RUNNING:
+            job, self._job = self._job, None
+            end = explain_end(self.run, launcher.wait(job))
+            raise Failed(end.text if end.status else "it ended before its time without an error")
+
+    def leave(self) -> None:
+        """Let the job end by itself."""
+        if not self.alive or self.variant.settled is None:
+            return
+        write_json(self.run.order, {"number": self._number + 1, "do": "leave"})
+        launcher, deadline = backend(self.variant.settled.plan.launcher), time.monotonic() + _LEAVE_SECONDS
+        while launcher.state(self._job) is JobState.RUNNING and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the job now, with all that it started."""
+        if self.alive and self.variant.settled is not None:
+            backend(self.variant.settled.plan.launcher).cancel(self._job)
+            self._job = None

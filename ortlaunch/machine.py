@@ -1,0 +1,65 @@
+"""What this machine is, and whether it is busy with something else; read from /proc. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_WATCH_SECONDS = 0.5
+_BUSY_SHARE = 0.1  # of one core
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores that this process may use, and the GPUs that the NVIDIA driver names."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"processor": _processor(), "cores": cores, "gpus": _gpus()}
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if named:
+            return named[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    found = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        named = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
+        found.append(named[1].strip() if named else "unknown")
+    return found
+
+
+def free_memory() -> int | None:
+    """Bytes that new processes could take without swapping; None where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    return None
+
+
+def others_at_work() -> list[str]:
+    """`name (pid): share of a core` of every process that works now, this one apart; the busiest first."""
+    before, begun = dict(_ticks()), time.perf_counter()
+    time.sleep(_WATCH_SECONDS)
+    passed = (time.perf_counter() - begun) * os.sysconf("SC_CLK_TCK")
+    shares = [((used - before.get(who, used)) / passed, who) for who, used in _ticks()]
+    busy = sorted(((share, who) for share, who in shares if share >= _BUSY_SHARE), reverse=True)
+    return [f"{name} ({pid}): {share:.0%} of a core" for share, (pid, name) in busy]
+
+
+def _ticks() -> Iterator[tuple[tuple[int, str], int]]:
+    """((pid, name), processor time in ticks) of every process but this one."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            head, _, tail = path.read_text(errors="replace").rpartition(")")
+            pid, _, name = head.partition(" (")
+            if int(pid) != os.getpid():
+                yield (int(pid), name), sum(map(int, tail.split()[11:13]))
