@@ -6,6 +6,8 @@ from typing import Any
 
 from ortlaunch.worker.tell import outcome_lines, plan_lines
 
+FP16 = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"
+
 
 def truth(**ort: Any) -> dict[str, Any]:
     """An engine.json with this onnxruntime part."""
@@ -14,7 +16,7 @@ def truth(**ort: Any) -> dict[str, Any]:
     return {
         "engine": {"asked": "ort", "used": "ort", "fallback_reason": None},
         "device": "cpu", "precision": "fp32", "trained_parameters": 1, "parameters": 2, "ranks": 1,
-        "threads_per_rank": 2, "sharding": "none", "fp16_optimizer": {"applied": True, "why": ""},
+        "threads_per_rank": 2, "sharding": "none", "fp16_optimizer": {"applied": True, "by": "ortlaunch", "why": ""},
         "optimizer": {"asked": "adamw", "used": "AdamW", "why": None},
         "onnxruntime": {"settings": {}, "variables": {}, **counted, **ort},
     }  # fmt: skip
@@ -35,8 +37,8 @@ def test_a_run_without_a_graph_counts_no_nodes() -> None:
 
 
 def test_defaults_are_not_told() -> None:
-    """One line, of the engine."""
-    assert len(plan_lines(truth())) == 1
+    """A line of the engine, and one of whose FP16_Optimizer runs."""
+    assert plan_lines(truth())[1:] == [FP16]
 
 
 def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
@@ -47,4 +49,4 @@ def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
     lines = plan_lines(truth(deepcopy_before_export=copy, settings=chosen))
-    assert lines[1:] == ['settings: deepcopy_before_export: false, log_level: "info"']
+    assert lines[1:-1] == ['settings: deepcopy_before_export: false, log_level: "info"']
