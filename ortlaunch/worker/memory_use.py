@@ -179,8 +179,12 @@ def _count(tensors: Any, seen: dict[int, int]) -> int:
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             continue
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen[storage.data_ptr()] = storage.nbytes()
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:  # torch.compile's stand-ins have none
+            continue
+        if storage.nbytes() and address not in seen:
+            seen[address] = storage.nbytes()
             total += storage.nbytes()
     return total
 

@@ -134,7 +134,7 @@ class Keyed(BaseException):
 
 def keys(model: nn.Module, *args: Any, opset: int | None = None, level: int = 0, **kwargs: Any) -> list[str]:
     """Keys of the training and the evaluation graph."""
-    module, found = wrap(model, threads=1, opset=opset, memory_optimization=level), []
+    module, found = wrap(model, Engine(opset=opset, memory_optimization=level), threads=1), []
     for training in (True, False):
         with pytest.raises(Keyed) as ended, torch.set_grad_enabled(training):
             module(*args, **kwargs)

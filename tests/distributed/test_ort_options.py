@@ -39,6 +39,8 @@ def _nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty cache of exports, so that each setting meets an export of its own."""
     if INSTALLED:
         compat.import_ortmodule()  # its extensions are in the real one
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
         monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
 
 
@@ -242,7 +244,7 @@ def deepcopy_before_export(witness: Witness, tmp_path: Path, capfd: Any) -> None
     copies = {}
     for wanted in (True, False, None):
         Copied.copies = 0
-        stepped(Copied(), deepcopy_before_export=wanted)
+        stepped(Copied(), deepcopy_before_export=wanted, export_cache=False)
         copies[wanted] = Copied.copies
     assert copies[True] == copies[None] > 0
     assert copies[False] == 0

