@@ -21,22 +21,22 @@ LORA = {"r": 8, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}
 ATTENTION_OF = {"bert": "eager", "llama": "sdpa"}  # what ONNX Runtime takes; see README
 
 
-def size(shape: str, small: bool) -> dict[str, Any]:
+def size(shape: str, small: bool, vocabulary: int) -> dict[str, Any]:
     """A config of the family: BERT-base's or a Llama of the same width, 4 layers of it."""
     wide = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4} if small else {
         "hidden_size": 768, "intermediate_size": 3072 if shape == "bert" else 2048, "num_attention_heads": 12,
     }  # fmt: skip
-    return {"model_type": shape, **wide, "num_hidden_layers": 4, "vocab_size": 30528 if shape == "bert" else 32000}
+    return {"model_type": shape, **wide, "num_hidden_layers": 4, "vocab_size": vocabulary}
 
 
-def samples(shape: str, count: int = 512) -> list[dict[str, Any]]:
+def samples(shape: str, vocabulary: int, count: int = 512) -> list[dict[str, Any]]:
     """Random words; BERT predicts 15 % of them, Llama all."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
     found = []
     for _ in range(count):
-        ids = torch.randint(5, 30000, (LENGTH,), generator=generator)
+        ids = torch.randint(5, vocabulary, (LENGTH,), generator=generator)
         labels = ids if shape == "llama" else ids.where(torch.rand(LENGTH, generator=generator) < 0.15, -100)
         found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
     return found
@@ -48,7 +48,7 @@ def model(options: dict[str, Any], attention: str | None) -> Any:
     import transformers
 
     shape = options["shape"]
-    fields = size(shape, options["small"])
+    fields = size(shape, options["small"], options["vocabulary"])
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False)
     auto = transformers.AutoModelForMaskedLM if shape == "bert" else transformers.AutoModelForCausalLM
     torch.manual_seed(SEED)
@@ -66,7 +66,7 @@ def bare(module: Any, gate: Gate, options: dict[str, Any]) -> None:
 
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
-    data, batch = samples(options["shape"]), options["batch"]
+    data, batch = samples(options["shape"], options["vocabulary"]), options["batch"]
     for step in range(NEVER):
         gate.step()
         rows = [data[(step * batch + i) % len(data)] for i in range(batch)]
@@ -104,11 +104,13 @@ def ours(gate: Gate, options: dict[str, Any]) -> None:
     from ortlaunch.world import Asked
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
-    shape = options["shape"]
+    shape, vocabulary = options["shape"], options["vocabulary"]
+    task, config = "masked-lm" if shape == "bert" else "causal-lm", size(shape, options["small"], vocabulary)
+    arguments = {"shape": shape, "vocabulary": vocabulary}
     recipe = {
         "name": "contest", "seed": SEED,
-        "model": {"task": "masked-lm" if shape == "bert" else "causal-lm", "config": size(shape, options["small"])},
-        "data": {"train": {"format": "custom", "factory": "loops:samples", "arguments": {"shape": shape}}},
+        "model": {"task": task, "config": config},
+        "data": {"train": {"format": "custom", "factory": "loops:samples", "arguments": arguments}},
         "batch": {"micro_size": options["batch"], "accumulation_steps": 1},
         "optimizer": {"name": "fused_adam", "learning_rate": RATE}, "schedule": {"name": "constant"},
         "engine": {"name": options["engine"]},
@@ -150,7 +152,10 @@ def trainer(gate: Gate, options: dict[str, Any]) -> None:
         logging_steps=10, disable_tqdm=True, seed=SEED,
     )  # fmt: skip
     transformers.Trainer(
-        model(options, None), arguments, train_dataset=samples(options["shape"]), callbacks=[Turns()]
+        model(options, None),
+        arguments,
+        train_dataset=samples(options["shape"], options["vocabulary"]),
+        callbacks=[Turns()],
     ).train()
 
 
@@ -174,7 +179,7 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
     module = model(options, None)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
-    loader = torch.utils.data.DataLoader(samples(options["shape"]), batch_size=options["batch"])
+    loader = torch.utils.data.DataLoader(samples(options["shape"], options["vocabulary"]), batch_size=options["batch"])
     module, optimizer, loader = accelerator.prepare(module, optimizer, loader)
     while True:
         for batch in loader:

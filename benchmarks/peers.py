@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="training steps of a turn")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--small", action="store_true", help="a tiny model: to try the script, not to measure")
     options = parser.parse_args()
     contestants, against, shapes, lora = RACES[options.race]
@@ -65,13 +66,14 @@ def main() -> int:
     against = against if against in names else names[0]
     for shape in options.shapes.split(",") if options.shapes else shapes:
         base = {"shape": shape, "lora": lora, "zero": None, "batch": options.batch, "small": options.small}
+        base["vocabulary"] = options.vocabulary
         commands = {
             name: [sys.executable, str(LOOPS), json.dumps({**base, "steps": options.steps, **contestants[name]})]
             for name in names
         }
         with tempfile.TemporaryDirectory() as folder:
             times = race(commands, options.rounds, {**os.environ, **SETTINGS, "CONTEST_FOLDER": folder})
-        what = "LoRA, r 8 on q and v" if lora else "all weights"
+        what = f"vocabulary {options.vocabulary:,}, {'LoRA, r 8 on q and v' if lora else 'all weights'}"
         print(f"\n{shape}-shaped, hidden 768, 4 layers, batch {options.batch} x 128, {what}, fp32, "
               f"{options.rounds} turns of {options.steps} steps:\n\n{table(times, against)}", flush=True)  # fmt: skip
     return 0
