@@ -8,9 +8,7 @@ import sys
 from collections.abc import Callable
 
 from ortlaunch.errors import InputError, LaunchError
-from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.recipe import parse_resolved
 from ortlaunch.rundir import RunDir, read_json, write_json
 from ortlaunch.worker.shepherd import watch
 
@@ -30,6 +28,9 @@ def main(work: Callable[..., None] | None = None) -> int:
 
 def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> None:
     """Join the world, build, train, leave."""
+    from ortlaunch.plan import Plan  # here, so that guardian and logs are there before pydantic is loaded
+    from ortlaunch.recipe import parse_resolved
+
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
     sys.path.insert(0, os.path.abspath(plan.modules))
