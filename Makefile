@@ -26,6 +26,8 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/launch.py
+	$(BIN)/ortlaunch bench recipes/bert-large/tiny.yaml
 
 # Every torch and transformers that engine ort is said to run on, in environments of its own: hours, and 40 GB to fetch.
 matrix:

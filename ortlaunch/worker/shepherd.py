@@ -30,6 +30,7 @@ _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remot
 _FINISHED = b"finished"
 _PR_SET_PDEATHSIG = 1
 _EXIT_SECONDS = 30
+_FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
 
 
 def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
@@ -203,6 +204,7 @@ def _tell(rank: Rank, run: RunDir) -> None:
         if not record["secondary"] and read_json(run.plan)["launcher"] == "inside":
             said = f"{record['traceback']}\n" if rank.rank else ""  # rank 0's output is on the terminal already
             print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
+            time.sleep(_FORWARDED_SECONDS)
 
 
 def _last_words(run: RunDir, rank: Rank) -> str:
