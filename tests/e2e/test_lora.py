@@ -85,7 +85,7 @@ def saved_names(folder: Path) -> set[str]:
 
 
 @needs_ort
-@pytest.mark.parametrize(("engine", "stage"), [("ort", 2), ("eager", 3)])
+@pytest.mark.parametrize(("engine", "stage"), [("ort", 2), pytest.param("eager", 3, marks=pytest.mark.slow)])
 def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: int) -> None:
     """Two ranks: eager's curve, checkpoints of adapters only, and a run that goes on from them as if never stopped."""
     sharded = merged(LORA, {"engine": {"name": engine}, "zero": {"stage": stage}, "checkpoint": {"every_steps": 3}})
