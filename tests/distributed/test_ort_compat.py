@@ -388,16 +388,6 @@ with warnings.catch_warnings(record=True) as caught:
     assert gradient(custom=False) == [2.0] * 4
 noise = [str(w.message) for w in caught if w.category.__name__ in ("TracerWarning", "DeprecationWarning")]
 assert not noise, "warnings of the export: " + noise[0]
-class FewLabels(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.loss = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss()
-    def forward(self, x, labels):
-        return self.loss(self.linear(x), labels)
-
-labels = torch.full((40,), -100)
-labels[:2] = 1
-wrap(FewLabels(), Engine(), threads=1)(torch.ones(40, 4), labels).backward()
 try:
     convolution = wrap(torch.nn.Conv2d(1, 1, 3), Engine(), threads=1)
     convolution(torch.ones(1, 1, 4, 4)).sum().backward()
@@ -405,6 +395,10 @@ except Exception as error:
     raise SystemExit(f"a convolution: {error}")
 from ortlaunch import extensions
 refusal = extensions.interop_refusal()
+from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+words = torch.nn.Sequential(torch.nn.Embedding(5, 4, padding_idx=0))
+hooks = GraphTransitionManager._add_check_embedding_sparsity_hook(True, torch.device("cuda"), None, None, words)
+assert bool(hooks) != bool(refusal), "padding would take a Python operator"
 try:
     assert gradient(custom=True) == [-2.0] * 4, "a custom backward was replaced"
 except Exception as error:
@@ -444,7 +438,7 @@ WITHOUT = {
     "stand_in_for_interop": "torch_interop_utils",
     "export_with_torchscript": "exporting the PyTorch model to ONNX",
     "refuse_custom_backward": "a custom backward was replaced",
-    "skip_sparsity_hooks": "Couldn't export Python operator",
+    "skip_padding_hook": "padding would take a Python operator",
     "keep_boolean_arguments": "a mask became uint8",
     "export_multihead_attention": "assert is_literal",
     "export_attention_dropout": "gradient_builder_base.h",
@@ -455,7 +449,7 @@ WITHOUT = {
 
 
 # What takes the place of custom autograd functions where their extension cannot be built.
-REFUSING = ("stand_in_for_interop", "refuse_custom_backward", "skip_sparsity_hooks")
+REFUSING = ("stand_in_for_interop", "refuse_custom_backward", "skip_padding_hook")
 
 
 def one_step(cache: Path, skipped: str, *first: str) -> subprocess.CompletedProcess[str]:

@@ -170,16 +170,12 @@ def refuse_custom_backward() -> bool:
     return True
 
 
-def skip_sparsity_hooks() -> bool:
-    """ORT marks sparse labels and padding with a Python operator, which takes torch_interop_utils.
-
-    A model with an `nn.CrossEntropyLoss` inside and few valid labels (DistilBERT's masked-lm) could not be exported.
-    """
+def skip_padding_hook() -> bool:
+    """On CUDA ORT marks padding with a Python operator, which takes torch_interop_utils."""
     if not extensions.interop_refusal():
         return False
     manager = importlib.import_module(f"{_ORTMODULE}._graph_transition_manager").GraphTransitionManager
-    for hook in ("_add_check_label_sparsity_hook", "_add_check_embedding_sparsity_hook"):
-        setattr(manager, hook, staticmethod(lambda *args: []))
+    manager._add_check_embedding_sparsity_hook = staticmethod(lambda *args: [])
     return True
 
 
@@ -258,7 +254,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     stand_in_for_interop,
     export_with_torchscript,
     refuse_custom_backward,
-    skip_sparsity_hooks,
+    skip_padding_hook,
     keep_boolean_arguments,
     export_multihead_attention,
     export_attention_dropout,

@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.worker.ort import IMPORTED, compat
 from ortlaunch.worker.ort.plain import NotPlain, Plain
+from ortlaunch.worker.ort.sparse_labels import sparse
 
 _FORMAT = 1
 # Of a module: described apart, or without meaning for a forward pass.
@@ -88,7 +89,7 @@ def _call(plain: Plain, info: Any, inputs: list[Any]) -> Any:
 
 def _tensor(value: torch.Tensor) -> Any:
     sizes = tuple(min(size, 2) for size in value.shape)
-    return str(value.dtype), sizes, str(value.device), value.requires_grad
+    return str(value.dtype), sizes, str(value.device), value.requires_grad, sparse(value)
 
 
 def _settings(options: Any, device: str) -> Any:

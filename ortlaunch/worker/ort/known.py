@@ -24,13 +24,16 @@ KNOWN = {
     f"{TRANSITION}.get_post_processed_model": "a766fd8849dbdd15",
     f"{TRANSITION}._export_model": "c78321fdd45b86ef",
     f"{TRANSITION}._get_exported_model": "dec39cba4428f95e",
+    f"{TRANSITION}._add_check_label_sparsity_hook": "e99a910898fcadc0",
     f"{PROCESSED}.restore_outputs": "faecc5bfae8ec00d",
     f"{TRAINING}.forward": "e4a9f9b107877f89",
     f"{TRAINING}._create_autofunction_class": "0028d11175495ec4",
+    f"{TRAINING}._build_graph": "f83f91604f964faf",
     f"{TRAINING}._create_execution_agent": "d25d6cd3c6333ed3",
     f"{EVALUATION}.forward": "1f8e3538efd4c23d",
     "_io:parse_outputs_for_onnx_export_and_extract_schema": "c83275c7f572b599",
     "__init__:_override_gradient_checkpoint": "cec15e65a7037fcf",
+    "_mem_efficient_grad_mgmt:post_processing_enable_mem_efficient_training": "3244fee3a0d1c060",
     "options:_RuntimeOptions.memory_optimizer_is_enabled": "b490d1ca93ec18c7",
 }
 

@@ -17,8 +17,10 @@ import torch.utils.checkpoint
 from ortlaunch.extensions import ORT_VERSION
 from ortlaunch.worker.ort import compat
 from ortlaunch.worker.ort.buffers import keep_buffers_exact
+from ortlaunch.worker.ort.cross_entropy import compute_cross_entropy_in_torch
 from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
+from ortlaunch.worker.ort.sparse_labels import leave_out_ignored_labels
 from ortlaunch.worker.ort.tally import tally, traced
 
 
@@ -231,6 +233,21 @@ def _recomputing(original: Callable[..., Any], **kwargs: Any) -> Any:
     return exported
 
 
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+def manage_gradients_on_device() -> None:
+    """memory_efficient_grad_management ended in `zeros() ... device=dict`: it was given parameters for a device."""
+    compat.wrap_method(owner(_MANAGEMENT), _ENABLE, _on_device)
+
+
+_MANAGEMENT, _ENABLE = "_mem_efficient_grad_mgmt:", "post_processing_enable_mem_efficient_training"
+
+
+def _on_device(enable: Callable[..., Any], model: Any, named_parameters: Any, parameters: Any) -> Any:
+    return enable(model, named_parameters, next(iter(parameters.values())).device)
+
+
 # ------------------------------------------------------------------------------------------------ the table
 
 
@@ -261,5 +278,11 @@ REPAIRS = (
             "options:_RuntimeOptions.memory_optimizer_is_enabled",
         ),
     ),
+    Repair(manage_gradients_on_device, (f"{_MANAGEMENT}{_ENABLE}", f"{TRANSITION}.get_post_processed_model")),
+    Repair(
+        leave_out_ignored_labels,
+        (*_EXPORT, f"{TRANSITION}._add_check_label_sparsity_hook", f"{TRANSITION}.get_post_processed_model"),
+    ),
+    Repair(compute_cross_entropy_in_torch, (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent")),
     Repair(cache_exports, (*_EXPORT, f"{TRANSITION}.get_post_processed_model")),  # last: it stands around the others
 )

@@ -18,6 +18,8 @@ class Tally:
     """Graphs thrown away, because a call or what is frozen had changed."""
     export_seconds: float = 0.0
     """Spent in those exports, with the passes of the model that they take."""
+    label_density: float | None = None
+    """Share of the labels that count in a batch, where the others are left out of the computation."""
     not_cached: list[str] = field(default_factory=list)
     """Why an export was not kept in the cache."""
     notes: list[str] = field(default_factory=list)

@@ -17,7 +17,6 @@ from ortlaunch.worker.ort.buffers import kept_modes
 from ortlaunch.worker.ort.compat import environment, import_ortmodule, record, wrap_method
 from ortlaunch.worker.ort.export_cache import ENABLED
 from ortlaunch.worker.ort.repairs import apply_repairs
-from ortlaunch.worker.ort.setting_repairs import repair_settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +35,6 @@ def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1
     ortmodule = import_ortmodule()
     _set_sessions_and_exports()
     apply_repairs()
-    repair_settings()
     deepcopy = options.settle_deepcopy(module, engine, ranks_here)
     # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
     with environment(**options.variables(engine, deepcopy, allow_fallback)), kept_modes(module):

@@ -1,0 +1,115 @@
+"""Leaves ignored labels out of the loss of an exported graph: BERT computes 15 % of its scores, not all.
+
+ORT's own form of it looks only at `nn.CrossEntropyLoss` modules, which the models of transformers have not, and takes
+a Python operator, which keeps a graph out of the export cache. Here every `torch.nn.functional.cross_entropy` of a
+training export gathers the rows that count; ORT's compute optimizer then moves the gather up through the layers that
+make them. The graph is right for any labels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ortlaunch.worker.ort.compat import wrap_method
+from ortlaunch.worker.ort.known import TRANSITION, owner
+from ortlaunch.worker.ort.tally import tally, traced
+
+IGNORED = -100
+"""torch's `ignore_index` where none is given."""
+SPARSE = 0.9
+"""Below this share of labels that count, the others are left out; ORT's threshold."""
+
+
+def leave_out_ignored_labels() -> None:
+    """ORT computed scores and loss for every label, also those that do not count, in transformers' models."""
+    transition = owner(TRANSITION)
+    transition._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
+    wrap_method(transition, "_get_exported_model", _gathering)
+    wrap_method(transition, "_export_model", _telling)
+
+
+def _gathering(original: Callable[..., Any], **kwargs: Any) -> Any:
+    transition = kwargs["stage3_param_handle"]
+    options, mode = transition._runtime_options, kwargs["model_info_for_export"].export_mode
+    if mode != torch.onnx.TrainingMode.TRAINING or not options.enable_embedding_sparse_optimizer:
+        return original(**kwargs)
+    with _cross_entropy(traced(transition), options.print_input_density):
+        model, schema = original(**kwargs)
+    if "label_density" in traced(transition):
+        _shrink(model)
+    return model, schema
+
+
+def _telling(original: Callable[..., Any], **kwargs: Any) -> Any:
+    exported = original(**kwargs)
+    tally.label_density = traced(kwargs["stage3_param_handle"]).get("label_density", tally.label_density)
+    return exported
+
+
+@contextlib.contextmanager
+def _cross_entropy(seen: dict[str, Any], printing: bool) -> Iterator[None]:
+    """While open, `functional.cross_entropy` leaves out what it ignores, if that is enough of the labels at hand."""
+    functional: Any = torch.nn.functional
+    plain = functional.cross_entropy
+
+    @functools.wraps(plain)
+    def gathered(
+        input: torch.Tensor,
+        target: torch.Tensor,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = IGNORED,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        scores, labels = input, target
+        if scores.dim() == 2 and labels.dim() == 1 and reduction in ("mean", "sum"):
+            counts = labels != ignore_index
+            density = float(counts.float().mean())
+            if density < SPARSE:
+                seen["label_density"] = round(density, 3)
+                scores, labels = _without(scores, labels, counts, ignore_index, printing)
+        return plain(scores, labels, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+    functional.cross_entropy = gathered
+    try:
+        yield
+    finally:
+        functional.cross_entropy = plain
+
+
+def _without(scores: Any, labels: Any, counts: Any, ignore_index: int, printing: bool) -> tuple[Any, Any]:
+    if printing:  # ORT's operator prints in every step, and is the sign for ORT to do the same
+        from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
+
+        return scores, FlagAndPrintDensity.apply(labels, ignore_index, "label")
+    rows = counts.nonzero().squeeze(1)
+    return scores.index_select(0, rows), labels.index_select(0, rows)
+
+
+def _shrink(model: Any) -> None:
+    """Gathers of the rows where something is not zero become the operator that ORT's compute optimizer moves up."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        axis = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
+        if node.op_type == "Gather" and axis == [0] and _rows(node.input[1], makers):
+            node.op_type, node.domain = "ShrunkenGather", "com.microsoft"
+    if not any(item.domain == "com.microsoft" for item in model.opset_import):
+        model.opset_import.add(domain="com.microsoft", version=1)
+
+
+def _rows(name: str, makers: Mapping[str, Any]) -> bool:
+    while name in makers and makers[name].op_type in ("Squeeze", "Transpose"):
+        name = makers[name].input[0]
+    return name in makers and makers[name].op_type == "NonZero"
+
+
+def sparse(value: torch.Tensor) -> bool:
+    """Whether an input of a model looks like labels of which few count: an export depends on it."""
+    return value.dtype == torch.int64 and bool((value == IGNORED).float().mean() > 1 - SPARSE)

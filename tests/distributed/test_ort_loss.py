@@ -1,0 +1,211 @@
+"""Cross entropy in ORT's graph: ignored labels left out, torch's kernels on the CPU; loss and gradients are eager's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch import extensions
+from ortlaunch.recipe.models import Engine
+from ortlaunch.worker.ort import compat, export_key
+from ortlaunch.worker.ort.tally import tally
+from ortlaunch.worker.ort.witness import Witness
+from ortlaunch.worker.ort.wrap import wrap
+
+INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+BATCH, CLASSES = 40, 23
+
+
+class Scores(nn.Module):
+    """As a head of transformers': dense, GELU, LayerNorm, scores, and the functional form of the loss."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES)
+        self.options = options
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.norm(nn.functional.gelu(self.dense(x)))).view(-1, CLASSES)
+        return nn.functional.cross_entropy(scores, labels.view(-1), **self.options).sum()
+
+
+class Along(Scores):
+    """Classes in the second of three dimensions."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.dense(x)).transpose(1, 2), labels)
+
+
+def batch(counting: float, ignored: int = -100) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of 4 x 10, and as many labels, of which so many count."""
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(1, CLASSES, (4, 10), generator=generator)
+    labels.view(-1)[torch.randperm(BATCH, generator=generator)[round(counting * BATCH) :]] = ignored
+    return torch.randn(4, 10, 8, generator=generator), labels
+
+
+def ort(model: nn.Module, **settings: Any) -> Any:
+    return wrap(model, Engine(**{"export_cache": False, **settings}), threads=1)
+
+
+def check(module: Any, eager: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> None:
+    """One step forward and backward: loss and gradients."""
+    losses = []
+    for each in (module, eager):
+        each.zero_grad()
+        losses.append(each(x, labels))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    ours = dict(module.named_parameters())
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.fixture(scope="module")
+def installed() -> Witness:
+    witness = Witness()
+    witness.install()
+    return witness
+
+
+@pytest.fixture
+def witness(installed: Witness) -> Witness:
+    """Sees the graphs of one test."""
+    installed.reset()
+    tally.label_density = None
+    return installed
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "one a label": {"reduction": "none"},
+    "another label ignored": {"ignore_index": 0},
+    "weights": {"weight": torch.linspace(0.5, 2, CLASSES)},
+}
+
+
+@pytest.mark.parametrize("density", [0.2, 1.0])
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Witness) -> None:
+    """Whatever the loss is asked for, also for batches of other density and size than the first."""
+    model = Scores(**OPTIONS[options])
+    eager, ignored = copy.deepcopy(model), OPTIONS[options].get("ignore_index", -100)
+    module = ort(model)
+    check(module, eager, *batch(density, ignored))
+    check(module, eager, *batch(1.2 - density, ignored))
+    check(module, eager, *(part[:3] for part in batch(0.5, ignored)))
+    assert len(witness.graphs) == 1
+
+
+def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
+    """Scores that are not one row a label stay ORT's business."""
+    model = Along()
+    check(ort(model), copy.deepcopy(model), *batch(0.2))
+    assert tally.label_density is None
+
+
+def test_no_label_counts(witness: Witness) -> None:
+    """The mean of nothing is not a number, as in PyTorch; the next batch is right again."""
+    model = Scores()
+    eager, module = copy.deepcopy(model), ort(model)
+    check(module, eager, *batch(0.2))
+    x, none = batch(0.0)
+    assert torch.isnan(eager(x, none))
+    assert torch.isnan(module(x, none))
+    check(module, eager, *batch(0.3))
+
+
+def test_ignored_labels_are_left_out(witness: Witness) -> None:
+    """Few labels count: rows are gathered, and told; not where nearly all count, nor where it is switched off."""
+    ort(Scores())(*batch(0.2)).backward()
+    assert witness.graphs[-1].forward["ShrunkenGather"] > 0
+    assert tally.label_density == 0.2
+    tally.label_density = None
+    for density, settings in ((0.95, {}), (0.2, {"sparsity_optimizer": False}), (0.2, {"compute_optimizer": False})):
+        ort(Scores(), **settings)(*batch(density)).backward()
+        assert witness.graphs[-1].forward["ShrunkenGather"] == 0
+    assert tally.label_density is None
+
+
+def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
+    """The gather stands before the matrix product of the head, not behind it."""
+    import onnx
+
+    ort(Scores(), save_onnx=str(tmp_path))(*batch(0.2)).backward()
+    graph = onnx.load(tmp_path / "rank_00000_execution_model_training.onnx").graph
+    makers = {name: node for node in graph.node for name in node.output}
+
+    def maker(name: str) -> str:
+        while name in makers and makers[name].op_type in ("Reshape", "Squeeze"):
+            name = makers[name].input[0]
+        return makers[name].op_type if name in makers else "input"
+
+    gathered = {maker(node.input[0]) for node in graph.node if node.op_type == "ShrunkenGather"}
+    assert gathered == {"input", "LayerNormalization"}
+
+
+def test_evaluation_takes_every_label(witness: Witness) -> None:
+    """An evaluation graph gives the same loss; nothing is gathered in it."""
+    model = Scores()
+    eager, module = copy.deepcopy(model).eval(), ort(model).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(*batch(0.2)), eager(*batch(0.2)))
+    assert witness.graphs[-1].forward["ShrunkenGather"] == 0
+
+
+def test_plain_pytorch_is_as_it_was() -> None:
+    """The loss is another one for the length of an export only, also of an export that ends in an error."""
+    before = nn.functional.cross_entropy
+
+    class Fails(Scores):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            super().forward(x, labels)
+            raise RuntimeError("in the trace")
+
+    ort(Scores())(*batch(0.2))
+    with pytest.raises(Exception, match="in the trace"):
+        ort(Fails())(*batch(0.2))
+    assert nn.functional.cross_entropy is before
+
+
+def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
+    """On the CPU ORT's own operators are gone from the training graph, forward and backward."""
+    ort(Scores())(*batch(1.0)).backward()
+    graph = witness.graphs[-1]
+    wanted = {"_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"}
+    assert wanted <= set(graph.aten)
+    assert not [name for name in graph.forward + graph.backward if name.startswith("SoftmaxCrossEntropyLoss")]
+
+
+def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
+    """ORT's own kernel reads what lies behind the scores."""
+    x, labels = batch(1.0)
+    labels[0, 0] = CLASSES
+    module = ort(Scores())
+    module(*batch(1.0))
+    with pytest.raises(Exception, match="out of bounds"):
+        module(x, labels)
+
+
+def test_density_is_part_of_an_exports_key() -> None:
+    """A graph for full labels is not taken for a batch with few, nor the other way round."""
+    keys = [str(export_key._tensor(batch(density)[1])) for density in (0.2, 0.25, 1.0, 0.97)]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+
+
+def test_the_graph_is_kept_for_a_restart(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, witness: Witness) -> None:
+    """It holds no Python operator; what was seen of the labels comes back with it."""
+    compat.import_ortmodule()  # its extensions are in the real cache
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    ort(Scores(), export_cache=True)(*batch(0.2)).backward()
+    hits, tally.label_density = tally.cache_hits, None
+    model = Scores()
+    check(ort(model, export_cache=True), copy.deepcopy(model), *batch(0.2))
+    assert (tally.cache_hits - hits, tally.label_density) == (1, 0.2)
