@@ -45,8 +45,13 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
 
 
 def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
-    """Settings that a CPU has no use for."""
-    if device != "cpu" or recipe.engine.name != "ort":
+    """Settings that the device has no use for."""
+    if recipe.engine.name != "ort":
+        return
+    if device != "cpu":
+        if recipe.engine.torch_matmul is not None:
+            path = ("engine.torch_matmul", "launch.device")
+            yield path, f"does nothing on {device}: it is for ONNX Runtime's CPU kernels; leave it out"
         return
     for name, why in CUDA_ONLY.items():
         if getattr(recipe.engine, name) != type(recipe.engine).model_fields[name].default:
@@ -76,6 +81,11 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
             ("engine.memory_optimization_config", "engine.memory_optimization"),
             f"does nothing at memory_optimization {engine.memory_optimization}, which chooses the subgraphs itself; "
             "set memory_optimization: 0",
+        )
+    if engine.torch_matmul and (engine.memory_optimization or engine.memory_optimization_config):
+        yield (
+            ("engine.torch_matmul", "engine.memory_optimization"),
+            "does nothing with memory optimization, which recomputes ONNX Runtime's own matrix products; leave it out",
         )
     for plan in engine.memory_optimization_config:
         if not _PLAN.fullmatch(plan):

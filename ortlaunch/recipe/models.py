@@ -306,6 +306,10 @@ class Engine(Section):
     """ort, CUDA: longest time to try variants of one operator; null: no limit."""
     tuning_results: Optional[Text] = None
     """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without it."""
+    torch_matmul: Optional[bool] = None
+    """ort, CPU: matrix products are torch's (MKL or OpenBLAS), called from inside the graph, where weights are 256 wide
+    or more. Gain: on Intel's processors a tenth of a step; none on AMD's. Not with memory optimization, which
+    recomputes ONNX Runtime's own. null: on for Intel's."""
     export_cache: bool = True
     """ort: keep exported graphs in the cache folder (`exports`, at most 64 files and 4 GiB), so that a restart of the
     same model and code skips the export, seconds to minutes. False: export every time."""

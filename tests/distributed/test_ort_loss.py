@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch import extensions
+from ortlaunch import extensions, machine
 from ortlaunch.recipe.models import Engine
-from ortlaunch.worker.ort import compat, export_key
+from ortlaunch.worker.ort import compat, export_key, torch_kernels
 from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
@@ -180,8 +180,57 @@ def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
     ort(Scores())(*batch(1.0)).backward()
     graph = witness.graphs[-1]
     wanted = {"_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"}
-    assert wanted <= set(graph.aten)
+    assert wanted | {"gelu_backward", "native_layer_norm_backward"} <= set(graph.aten)
     assert not [name for name in graph.forward + graph.backward if name.startswith("SoftmaxCrossEntropyLoss")]
+    assert not {"GeluGrad", "LayerNormalizationGrad"} & graph.backward.keys()
+
+
+class Products(nn.Module):
+    """Layers with and without a bias, a tied weight, attention's products of many matrices, a product transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.plain = nn.Embedding(CLASSES, 8), nn.Linear(8, 8, bias=False)
+        self.biased, self.free = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.biased(self.words(labels.clamp(min=0)) + self.plain(x))
+        attended = (hidden @ hidden.transpose(1, 2)).softmax(-1) @ hidden
+        crossed = (self.free @ self.free.t() @ self.plain.weight.t()) @ attended[0].t()
+        scores = (attended @ self.free) @ self.words.weight.t() + crossed.mean()
+        return nn.functional.cross_entropy(scores.view(-1, CLASSES), labels.view(-1))
+
+
+@pytest.mark.parametrize("kind", [Products, Scores])
+def test_torchs_matrix_products(kind: type[nn.Module], witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward products by a matrix are torch's, with eager's loss and gradients, for any batch."""
+    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    model = kind()
+    eager, module = copy.deepcopy(model), ort(model, torch_matmul=True)
+    check(module, eager, *batch(0.2))
+    check(module, eager, *(part[:3] for part in batch(1.0)))
+    graph = witness.graphs[-1]
+    assert {"linear", "matmul", "tensordot"} <= graph.aten.keys()
+    theirs = sum((graph.forward + graph.backward)[name] for name in ("MatMul", "FusedMatMul", "Gemm"))
+    assert theirs <= (7 if kind is Products else 0)  # attention's, of three dimensions, and of three by two
+
+
+def test_recomputed_products_stay_onnx_runtimes(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation knows no operator of torch's."""
+    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    ort(Scores(), torch_matmul=True, memory_optimization=1)(*batch(1.0)).backward()
+    assert "linear" not in witness.graphs[-1].aten
+
+
+@pytest.mark.parametrize(("processor", "wanted"), [("Intel(R) Xeon(R) Processor", True), ("AMD EPYC 9R14", False)])
+def test_products_are_torchs_on_intels_processors(
+    processor: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is asked for."""
+    monkeypatch.setattr(machine, "_processor", lambda: processor)
+    assert torch_kernels.torch_products(Engine()) is wanted
+    assert torch_kernels.torch_products(Engine(torch_matmul=not wanted)) is not wanted
 
 
 def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:

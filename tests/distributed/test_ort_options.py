@@ -105,6 +105,14 @@ class Custom(Words):
         return Doubled.apply(super().forward(ids))
 
 
+class Wide(Words):
+    """A layer as wide as takes torch's matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Sequential(nn.Linear(32, 256), nn.Linear(256, 256), nn.Linear(256, 16))
+
+
 class FewLabels(Words):
     """One label in eight counts."""
 
@@ -229,6 +237,15 @@ def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
             stepped(Custom())
         return
     assert size(executed(witness, Custom(), custom_autograd="python").python) == 2
+
+
+def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    on, off = (executed(witness, Wide(), torch_matmul=wanted) for wanted in (True, False))
+    assert {"linear", "matmul", "tensordot"} & on.aten.keys()
+    assert not {"linear", "matmul", "tensordot"} & off.aten.keys()
+    assert "does nothing with memory optimization" in refused(torch_matmul=True, memory_optimization=1)
+    made = recipe(engine={"name": "ort", "torch_matmul": True})
+    assert "does nothing on cuda" in "".join(text for _, text in device_rules(made, "cuda"))
 
 
 def opset(witness: Witness, tmp_path: Path, capfd: Any) -> None:
@@ -397,6 +414,7 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "sparsity_optimizer": sparsity_optimizer,
     "print_input_density": print_input_density,
     "custom_autograd": custom_autograd,
+    "torch_matmul": torch_matmul,
     "opset": opset,
     "deepcopy_before_export": deepcopy_before_export,
     "log_level": log_level,
@@ -601,7 +619,7 @@ def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: N
 def test_calls_out_of_onnx_runtime_are_named(witness: Witness) -> None:
     """Torch's operators inside the graph, by name."""
     graph = executed(witness, Words())
-    assert graph.aten == Counter(embedding=1, embedding_backward=1)
+    assert graph.aten == Counter(embedding=1, embedding_backward=1, gelu_backward=1, native_layer_norm_backward=1)
     assert graph.describe()["python"] == {}
 
 

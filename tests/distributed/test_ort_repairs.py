@@ -382,12 +382,12 @@ WITHOUT = {
     "keep_buffers_exact": "test_batch_normalization_is_eagers[trained]",
     "map_gradient_checkpointing": "test_checkpointing_becomes_recomputation[0-False]",
     "leave_out_ignored_labels": "test_ignored_labels_are_left_out",
-    "compute_cross_entropy_in_torch": "test_torchs_kernels_compute_the_loss",
+    "call_torch_kernels": "test_torchs_kernels_compute_the_loss",
     "cache_exports": "test_the_same_model_is_exported_once",
 }
 ELSEWHERE = {
     "leave_out_ignored_labels": "test_ort_loss.py",
-    "compute_cross_entropy_in_torch": "test_ort_loss.py",
+    "call_torch_kernels": "test_ort_loss.py",
     "cache_exports": "test_ort_export_cache.py",
 }
 RUN = """

@@ -20,8 +20,8 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
          "matplotlib"}  # fmt: skip
 ANY = None
 
-SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions"}
-CONTROL = {"cli", "control", "micro_size", "world", "hosts", "doctor", "shipped", "launch", "machine", "bench"}
+SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine"}
+CONTROL = {"cli", "control", "micro_size", "world", "hosts", "doctor", "shipped", "launch", "bench"}
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),

@@ -17,11 +17,11 @@ import torch.utils.checkpoint
 from ortlaunch.extensions import ORT_VERSION
 from ortlaunch.worker.ort import compat
 from ortlaunch.worker.ort.buffers import keep_buffers_exact
-from ortlaunch.worker.ort.cross_entropy import compute_cross_entropy_in_torch
 from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
 from ortlaunch.worker.ort.sparse_labels import leave_out_ignored_labels
 from ortlaunch.worker.ort.tally import tally, traced
+from ortlaunch.worker.ort.torch_kernels import call_torch_kernels
 
 
 class Repair(NamedTuple):
@@ -283,6 +283,6 @@ REPAIRS = (
         leave_out_ignored_labels,
         (*_EXPORT, f"{TRANSITION}._add_check_label_sparsity_hook", f"{TRANSITION}.get_post_processed_model"),
     ),
-    Repair(compute_cross_entropy_in_torch, (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent")),
+    Repair(call_torch_kernels, (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent")),
     Repair(cache_exports, (*_EXPORT, f"{TRANSITION}.get_post_processed_model")),  # last: it stands around the others
 )

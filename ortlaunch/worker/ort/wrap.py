@@ -17,6 +17,7 @@ from ortlaunch.worker.ort.buffers import kept_modes
 from ortlaunch.worker.ort.compat import environment, import_ortmodule, record, wrap_method
 from ortlaunch.worker.ort.export_cache import ENABLED
 from ortlaunch.worker.ort.repairs import apply_repairs
+from ortlaunch.worker.ort.torch_kernels import PRODUCTS, torch_products
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +44,7 @@ def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1
     for training in (True, False):
         manager = wrapped._torch_module._execution_manager(training)
         setattr(manager, _THREADS, threads)
+        setattr(manager, PRODUCTS, torch_products(engine))
         setattr(manager._graph_transition_manager, ENABLED, engine.export_cache)
     # This logger of ORT's is under no option; it says what it guessed about shapes.
     logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
