@@ -19,7 +19,7 @@ from ortlaunch import extensions
 from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort.wrap import wrap
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
 pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
 LENGTH = 5
 MASKS = ("none", "float", "bool", "causal", "padding", "float and padding")

@@ -26,7 +26,7 @@ from ortlaunch.worker.ort import compat
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
 needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
 STEPS = 6
 
@@ -527,7 +527,7 @@ def test_importing_twice_repairs_once(witness: Witness) -> None:
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     """Let exactly these packages be installed."""
     found = {name.replace("_", "-"): version for name, version in versions.items()}
-    monkeypatch.setattr(extensions, "_version", found.get)
+    monkeypatch.setattr(extensions, "version", found.get)
 
 
 @pytest.mark.parametrize(

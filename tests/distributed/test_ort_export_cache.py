@@ -25,7 +25,7 @@ from ortlaunch.worker.ort.plain import NotPlain, Plain
 from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.wrap import wrap
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
 needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
 
 

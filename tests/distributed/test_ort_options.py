@@ -29,7 +29,7 @@ from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
 from tests.makers import recipe
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
 pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
 INTEROP = not extensions.interop_refusal()
 

@@ -24,7 +24,7 @@ from ortlaunch.worker.ort.repairs import REPAIRS, apply_repairs
 from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.wrap import wrap
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
 pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("ortlaunch")
 TWO_RANKS = ("--launcher=torchrun", "--nproc-per-node=2")
 EAGER = {"engine": {"name": "eager"}}
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
+INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
 needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
 
 TOYS = '''
