@@ -239,11 +239,11 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime() -> dict[str, Any]:
-    from ortlaunch.worker.ort import compat, options
+    from ortlaunch.worker.ort import options, patching
 
     return {
-        "repairs": list(compat.applied()),
-        "repairs_not_applied": compat.not_applied(),
+        "repairs": list(patching.applied()),
+        "repairs_not_applied": patching.not_applied(),
         **options.report(),
     }
 
@@ -256,10 +256,10 @@ def _exports() -> dict[str, Any]:
 
 
 def _ort_notes() -> tuple[str, ...]:
-    from ortlaunch.worker.ort import compat
+    from ortlaunch.worker.ort import patching
     from ortlaunch.worker.ort.tally import tally
 
-    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in compat.not_applied().items())
+    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in patching.not_applied().items())
     not_cached = (f"the exported graph is not kept for a restart: {why}" for why in tally.not_cached)
     return (*left_out, *tally.notes, *not_cached)
 

@@ -22,7 +22,7 @@ from ortlaunch import extensions
 from ortlaunch.cache import cache_root
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe.models import Engine
-from ortlaunch.worker.ort import compat
+from ortlaunch.worker.ort import compat, patching
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
 
@@ -272,7 +272,7 @@ def test_a_custom_backward_is_called_or_refused(witness: Witness) -> None:
     model = Reversed()
     x = torch.ones(2, 4)
     module = wrapped(model)
-    if "stand_in_for_interop" in compat.applied():
+    if "stand_in_for_interop" in patching.applied():
         with pytest.raises(Exception, match="Couldn't export Python operator Reverse"):
             module(x)
     else:
@@ -350,7 +350,7 @@ skipped, first = sys.argv[1], sys.argv[2:]
 for name in first:
     __import__(name)
 import torch
-from ortlaunch.worker.ort import compat
+from ortlaunch.worker.ort import compat, patching
 from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort.wrap import wrap
 
@@ -435,7 +435,7 @@ for dropout in (0.0, 0.5):
 if not refusal:
     wrap(Mask(True), Engine(), threads=1)(torch.ones(2, 4)).backward()
 assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
-print("applied:", *compat.applied())
+print("applied:", *patching.applied())
 """
 
 WITHOUT = {
@@ -515,9 +515,9 @@ def test_every_repair_is_tested(built: None) -> None:
 @needs_ort
 def test_importing_twice_repairs_once(witness: Witness) -> None:
     """The second call returns the same module and applies nothing more."""
-    before = compat.applied()
+    before = patching.applied()
     assert compat.import_ortmodule() is compat.import_ortmodule()
-    assert compat.applied() == before
+    assert patching.applied() == before
     assert len(set(before)) == len(before)
 
 
@@ -751,7 +751,7 @@ def test_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ORTLAUNCH_TEST_B", raising=False)
 
     def fail() -> None:
-        with compat.environment(ORTLAUNCH_TEST_A="during", ORTLAUNCH_TEST_B="during"):
+        with patching.environment(ORTLAUNCH_TEST_A="during", ORTLAUNCH_TEST_B="during"):
             assert (os.environ["ORTLAUNCH_TEST_A"], os.environ["ORTLAUNCH_TEST_B"]) == ("during", "during")
             raise KeyError
 

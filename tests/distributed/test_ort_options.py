@@ -23,7 +23,7 @@ from ortlaunch import extensions
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe.models import Engine
 from ortlaunch.recipe.rules import broken, device_rules
-from ortlaunch.worker.ort import compat, options
+from ortlaunch.worker.ort import compat, options, patching
 from ortlaunch.worker.ort.graph import Graph, size
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
@@ -195,7 +195,7 @@ def memory_efficient_grad_management(witness: Witness, tmp_path: Path, capfd: An
         return
     graph = executed(witness, Words(), memory_efficient_grad_management=True)
     assert sum(graph.python.values()) >= len(list(Words().parameters()))
-    assert "manage_gradients_on_device" in compat.applied()
+    assert "manage_gradients_on_device" in patching.applied()
 
 
 def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
@@ -475,7 +475,7 @@ def test_a_host_whose_environment_contradicts_is_refused() -> None:
 
 WITHOUT_REPAIR = """
 import json, sys
-from ortlaunch.worker.ort import compat, setting_repairs
+from ortlaunch.worker.ort import compat, patching, setting_repairs
 from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort.wrap import wrap
 skipped = sys.argv[1]
@@ -496,7 +496,7 @@ for settings in json.loads(sys.argv[2]):
     model = Loss()
     wrap(model, Engine(**settings), threads=1)(torch.ones(2, 4)).backward()
     assert model.linear.weight.grad.tolist() == [[2.0] * 4]
-print("applied:", *compat.applied())
+print("applied:", *patching.applied())
 """
 
 

@@ -19,7 +19,7 @@ from ortlaunch import extensions
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe.models import Engine
 from ortlaunch.worker import engine
-from ortlaunch.worker.ort import compat, known, repairs
+from ortlaunch.worker.ort import known, patching, repairs
 from ortlaunch.worker.ort.repairs import REPAIRS, apply_repairs
 from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.wrap import wrap
@@ -412,22 +412,22 @@ def test_every_repair_is_tested_and_applied() -> None:
     """A repair that is added gets its line above; on the known ORT all are in force."""
     wrapped(Two())
     assert {repair.name for repair in REPAIRS} == WITHOUT.keys()
-    assert WITHOUT.keys() <= set(compat.applied())
-    assert not WITHOUT.keys() & compat.not_applied().keys()
+    assert WITHOUT.keys() <= set(patching.applied())
+    assert not WITHOUT.keys() & patching.not_applied().keys()
 
 
 def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repair of a function with another source, or of another version, is not made; its reason is kept."""
-    monkeypatch.setattr(compat, "_applied", [])
-    monkeypatch.setattr(compat, "_not_applied", {})
+    monkeypatch.setattr(patching, "_applied", [])
+    monkeypatch.setattr(patching, "_not_applied", {})
     changed = f"{known.TRANSITION}._export_model"
     monkeypatch.setitem(known.KNOWN, changed, "0" * 16)
     monkeypatch.setattr(repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.functions])
     apply_repairs()
-    assert compat.applied() == ()
-    assert "skip_frozen_gradients" in compat.not_applied()
-    assert set(compat.not_applied().values()) == {f"the source of {changed} is not that of 1.19.2"}
-    monkeypatch.setattr(compat, "_not_applied", {})
+    assert patching.applied() == ()
+    assert "skip_frozen_gradients" in patching.not_applied()
+    assert set(patching.not_applied().values()) == {f"the source of {changed} is not that of 1.19.2"}
+    monkeypatch.setattr(patching, "_not_applied", {})
     monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
     apply_repairs()
-    assert "1.20.0 is installed" in compat.not_applied()["keep_buffers_exact"]
+    assert "1.20.0 is installed" in patching.not_applied()["keep_buffers_exact"]

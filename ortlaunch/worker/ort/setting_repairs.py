@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ortlaunch.worker.ort.compat import record
+from ortlaunch.worker.ort.patching import record
 
 
 @functools.cache

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort import options
 from ortlaunch.worker.ort.buffers import kept_modes
-from ortlaunch.worker.ort.compat import environment, import_ortmodule, record, wrap_method
+from ortlaunch.worker.ort.compat import import_ortmodule
 from ortlaunch.worker.ort.export_cache import ENABLED
+from ortlaunch.worker.ort.patching import environment, record, wrap_method
 from ortlaunch.worker.ort.repairs import apply_repairs
 from ortlaunch.worker.ort.setting_repairs import repair_settings
 
