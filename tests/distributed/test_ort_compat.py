@@ -21,7 +21,7 @@ from torch import nn
 from ortlaunch import extensions
 from ortlaunch.cache import cache_root
 from ortlaunch.errors import MissingDependency
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort import compat, patching
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
@@ -351,7 +351,7 @@ for name in first:
     __import__(name)
 import torch
 from ortlaunch.worker.ort import compat, patching
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort.wrap import wrap
 
 def kept(repairs):

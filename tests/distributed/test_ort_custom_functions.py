@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ortlaunch import extensions
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ortlaunch import extensions
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort import compat, export_cache, export_key
 from ortlaunch.worker.ort.plain import NotPlain, Plain
 from ortlaunch.worker.ort.tally import tally
@@ -225,7 +225,7 @@ def scaled(y):
 RESTART = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort.wrap import wrap
 from ortlaunch.worker.ort.tally import tally
 import torch, model

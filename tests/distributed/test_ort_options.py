@@ -21,7 +21,7 @@ from torch import nn
 
 from ortlaunch import extensions
 from ortlaunch.errors import EngineError
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.rules import broken, device_rules
 from ortlaunch.worker.ort import compat, options, patching
 from ortlaunch.worker.ort.graph import Graph, size
@@ -370,7 +370,7 @@ def aten_sdpa(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 def registered_in_a_new_process(**settings: Any) -> str:
     """Graph optimizers for CUDA that ORT has after an import with these settings."""
     script = (
-        "from ortlaunch.recipe.models import Engine\nfrom ortlaunch.worker.ort import options\n"
+        "from ortlaunch.recipe.engine import Engine\nfrom ortlaunch.worker.ort import options\n"
         f"options.prepare(Engine(**{settings!r}), {{}})\n"
         "from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry as Registry\n"
         "print('found:', *[f.__name__ for found in Registry._OPTIMIZER_FUNCS.values() for f, _, _ in found])"
@@ -476,7 +476,7 @@ def test_a_host_whose_environment_contradicts_is_refused() -> None:
 WITHOUT_REPAIR = """
 import json, sys
 from ortlaunch.worker.ort import compat, patching, setting_repairs
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort.wrap import wrap
 skipped = sys.argv[1]
 # On torch 2.7 and later this other repair takes the hooks out altogether.

@@ -17,7 +17,7 @@ from torch import nn
 
 from ortlaunch import extensions
 from ortlaunch.errors import EngineError
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker import engine
 from ortlaunch.worker.ort import known, patching, repairs
 from ortlaunch.worker.ort.repairs import REPAIRS, apply_repairs

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.ort.wrap import wrap

@@ -17,7 +17,7 @@ from ortlaunch.bench.turns import Player
 from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, settle, split_values, variants
 from ortlaunch.control import Settled, settle_run
 from ortlaunch.errors import EngineError, InputError, MissingDependency, PlanError
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.rundir import RunDir, read_json, write_json, write_text
 from ortlaunch.world import Asked
 from tests.makers import CUSTOM

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort import options
 from ortlaunch.worker.ort.buffers import kept_modes
 from ortlaunch.worker.ort.compat import import_ortmodule
