@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ortlaunch import extension_sources
@@ -41,19 +41,31 @@ def ort_package() -> str:
     Raises MissingDependency, saying what to type, where there is none, the wrong version, or more than one wheel
     that provides the module `onnxruntime`.
     """
-    training = {name: version for name in EXTRA_OF if (version := _version(name))}
-    others = {name: version for name in _OTHER_WHEELS if (version := _version(name))}
+    training, others = versions(EXTRA_OF), versions(_OTHER_WHEELS)
     if not training:
         raise MissingDependency(_install_hint())
-    name, version = next(iter(training.items()))
+    name, found = next(iter(training.items()))
     if len(training) + len(others) > 1:
         raise MissingDependency(_clash_hint({**training, **others}, EXTRA_OF[name]))
-    if version != ORT_VERSION:
+    if found != ORT_VERSION:
         raise MissingDependency(
-            f"the ort engine's repairs are written for {name} {ORT_VERSION}, and {version} is installed. "
+            f"the ort engine's repairs are written for {name} {ORT_VERSION}, and {found} is installed. "
             f'Type: pip install "ortlaunch[{EXTRA_OF[name]}]"'
         )
     return name
+
+
+def version(package: str) -> str | None:
+    """Version of an installed package, from its metadata; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Those of the packages that are installed, with their versions."""
+    return {package: found for package in packages if (found := version(package))}
 
 
 def cache_dir() -> Path:
@@ -140,18 +152,11 @@ def _say_and_build() -> None:
 # ---------------------------------------------------------------------------------------- what is installed
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _torch_version() -> str:
-    version = _version("torch")
-    if version is None:
+    found = version("torch")
+    if found is None:
         raise MissingDependency("torch is not installed. Type: pip install torch")
-    return version
+    return found
 
 
 def _install_hint() -> str:

@@ -35,7 +35,7 @@ def main(check: str) -> int:
 
 def compare(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Largest relative differences over a few AdamW steps: of the losses, and of the first step's gradients."""
-    from ortlaunch.recipe.models import Engine
+    from ortlaunch.recipe.engine import Engine
     from ortlaunch.worker.ort.wrap import wrap
 
     ours = wrap(copy.deepcopy(model), Engine(), threads=1)

@@ -12,11 +12,10 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ortlaunch import __version__, machine
+from ortlaunch import __version__, extensions, machine
 from ortlaunch.bench import Length, measure, new_folder, prepared, times
 from ortlaunch.bench.report import MEASURED, fastest, passes, table, telling
 from ortlaunch.bench.variants import ENGINES, engine_overrides
@@ -183,7 +182,7 @@ def key(settled: Settled) -> dict[str, Any]:
         "device": plan.device,
         "threads": _threads(plan),
         "hardware": machine.hardware(),
-        "versions": {"ortlaunch": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {"ortlaunch": __version__, "python": platform.python_version(), **extensions.versions(_PACKAGES)},
     }
 
 
@@ -200,13 +199,3 @@ def _threads(plan: Plan) -> str | None:
     """What a rank will read in OMP_NUM_THREADS; under torchrun a 1 is nobody's choice, also for the ranks."""
     asked = dict(plan.env).get("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
     return None if asked == "1" and (plan.launcher == "torchrun" or "TORCHELASTIC_RUN_ID" in os.environ) else asked
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ortlaunch import control, doctor
 from ortlaunch.control import Settled
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.rundir import RunDir
 
 ENGINES = ("ort", "inductor", "eager")

@@ -10,10 +10,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ortlaunch.recipe.messages import missing, wrong
-from ortlaunch.recipe.models import MAPPING, NUMBER, WORD, Recipe
+from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.names import settle
 from ortlaunch.recipe.place import KeyPath, Line, dotted, keys
 from ortlaunch.recipe.rules import broken
+from ortlaunch.recipe.section import MAPPING, NUMBER, WORD
 from ortlaunch.recipe.tree import Tree
 from ortlaunch.recipe.yaml_text import parse
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ortlaunch.recipe import models
+from ortlaunch.recipe import engine, models
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.place import KeyPath, dotted
 
@@ -85,9 +85,8 @@ def choices(path: KeyPath) -> tuple[str, ...]:
 def manual() -> dict[tuple[str, str], str]:
     """(section's class, field) -> the docstring under the field, on one line."""
     found = {}
-    for section in ast.walk(ast.parse(inspect.getsource(models))):
-        if not isinstance(section, ast.ClassDef):
-            continue
+    sources = [ast.parse(inspect.getsource(module)) for module in (models, engine)]
+    for section in (node for source in sources for node in source.body if isinstance(node, ast.ClassDef)):
         for above, text in zip(section.body, section.body[1:]):
             if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(text, ast.Expr):
                 found[section.name, above.target.id] = " ".join(str(ast.literal_eval(text.value)).split())

@@ -1,4 +1,4 @@
-"""The recipe's fields: one frozen model a section, named after the module that consumes it.
+"""The recipe's fields: one frozen model a section, named after the module that consumes it (`engine` has its own file).
 
 The docstring under each field is the manual; error messages and `ortlaunch schema` read it when they need it
 (`fields.manual`), not pydantic at every start.
@@ -9,56 +9,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Optional, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-# Branches of "a word or a mapping" and of "a number or auto", as they appear in pydantic's locations.
-WORD, MAPPING, NUMBER = "<word>", "<mapping>", "<number>"
-
-
-def _tuple_of(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _tuple_of_one_or_more(value: object) -> object:
-    return (value,) if isinstance(value, str) else _tuple_of(value)
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.section import (
+    MAPPING,
+    WORD,
+    Decay,
+    Fraction,
+    OneOrMore,
+    Positive,
+    PositiveOrAuto,
+    Section,
+    Text,
+    Words,
+    tuple_of,
+)
 
 
 def _kind(value: object) -> str:
     """Which branch of "a name or a mapping" a value belongs to."""
     return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
-
-
-def _number_or_auto(value: object) -> str:
-    return WORD if value == "auto" else NUMBER
-
-
-Text = Annotated[str, Field(min_length=1)]
-Words = Annotated[tuple[Text, ...], BeforeValidator(_tuple_of)]
-OneOrMore = Annotated[
-    tuple[Text, ...],
-    BeforeValidator(_tuple_of_one_or_more),
-    Field(min_length=1),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
-]
-Positive = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveOrAuto = Annotated[
-    Union[Annotated[Positive, Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
-    Discriminator(_number_or_auto),
-]
-
-
-class Section(BaseModel):
-    """What every section shares: frozen, strict types, unknown keys are errors."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
 
 
 class Lora(Section):
@@ -192,7 +163,7 @@ class Optimizer(Section):
     its trust ratio would be wrong."""
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_tuple_of)] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(tuple_of)] = (0.9, 0.999)
     """Decay of the first and second moment (adam and lamb)."""
     epsilon: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator (adam and lamb)."""
@@ -216,103 +187,6 @@ class Schedule(Section):
     """Warm-up as a share of `train.max_steps`."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`: 0.5 in BERT-large's phase 1 and 2."""
-
-
-class Engine(Section):
-    """What runs the model."""
-
-    name: Literal["ort", "inductor", "eager", "auto"] = "ort"
-    """`ort`: ONNX Runtime's ORTModule. `inductor`: torch.compile. `eager`: plain PyTorch. `auto`: the fastest of
-    the three that agrees with plain PyTorch, measured before the first training (a minute or more) and
-    remembered by model, shape, machine and versions; fields for ort apply where it is the one."""
-    allow_fallback: bool = False
-    """Let a model that ONNX Runtime cannot run train in eager PyTorch instead; printed and recorded. False:
-    the run ends before step 1 with the reason."""
-    # Not a Literal, which would take true for 1 and 2.0 for 2.
-    memory_optimization: Annotated[int, Field(ge=0, le=2)] = 0
-    """ort: recompute activations in the backward pass: 1 layer by layer, 2 also where it costs a little
-    accuracy of the plan. Saves memory, costs about a forward pass."""
-    memory_optimization_config: Words = ()
-    """ort: recompute these subgraphs only, as [`cluster:strategy:count`]: strategy 1 recomputes, 2 recomputes in
-    part, 0 leaves alone; count is how many, -1 all. `log_level: info` prints the clusters of a model with the bytes
-    each saves. Costs their recomputation. Only at `memory_optimization: 0`, for 1 and 2 choose clusters themselves."""
-    memory_efficient_grad_management: bool = False
-    """ort: each gradient goes to its parameter inside the graph as soon as it is there, not all at the end. Saves up to
-    a copy of all gradients, costs a Python call a parameter. Needs custom_autograd python, and no DeepSpeed."""
-    compute_optimizer: bool = True
-    """ort: move slices and gathers before the matrix products that they shrink. Gain: fewer FLOPs where only some
-    tokens count (masked-lm); off only to look for a fault."""
-    sparsity_optimizer: Optional[bool] = None
-    """ort: leave ignored labels (of cross_entropy) and, on CUDA, padding (an nn.Embedding with padding_idx) out of the
-    computation, where the first batch has more than 10 % of them. Gain: that share of the head and loss (masked-lm:
-    85 %) or of everything. Padding needs custom_autograd python. null: on, for padding where that is there."""
-    print_input_density: bool = False
-    """ort: print the density of labels and padding that sparsity_optimizer meets, in every step. Costs a count and a
-    line a step."""
-    custom_autograd: Literal["auto", "python", "inline"] = "auto"
-    """ort: a torch.autograd.Function in the model. `python`: called from inside the graph, forward and backward.
-    `inline`: its forward is exported and ONNX Runtime derives it: faster, and right only where its backward is the
-    derivative of its forward. `auto`: python where torch lets ORT's extension load; elsewhere the model is refused."""
-    opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
-    """ort: ONNX opset of the export; null: ORTModule's own (17)."""
-    parity_steps: Annotated[int, Field(ge=0)] = 0
-    """ort and inductor: before each of the first N steps, one micro batch a rank also runs in plain PyTorch, on the
-    same weights, dropout off in both; loss and every gradient are compared (parity.jsonl, engine.json). Training
-    itself stays bit for bit what it is without. Costs two passes a step, memory for two sets of gradients, and for a
-    model with dropout a second export. Not with ZeRO 3."""
-    parity_tolerance: Optional[Annotated[float, Field(gt=0)]] = None
-    """The run stops, naming the parameters, where the loss or a gradient differs by more than this: norm of the
-    difference / norm of PyTorch's gradient. null: 1e-3 in fp32, 0.05 in fp16, 0.2 in bf16."""
-    parity_only: bool = False
-    """Stop after the parity steps: nothing is saved or exported. `ortlaunch parity RECIPE` sets it."""
-    deepcopy_before_export: Optional[bool] = None
-    """ort: export from a copy of the model, so that the export's own passes do not touch its buffers. Costs the bytes
-    of its parameters for the length of the export. null: on, unless twice those bytes exceed the free memory."""
-    log_level: Literal["verbose", "devinfo", "info", "warning", "error"] = "error"
-    """ort: how much ONNX Runtime and the exporter say. `warning` adds a table of what is on, `info` also the memory
-    plans of the graph, `devinfo` and `verbose` pages for ORT's developers."""
-    save_onnx: Optional[Text] = None
-    """ort: folder for rank 0's graphs as ONNX files (exported, optimized, with gradients, as executed), for Netron.
-    Relative to where you run. Costs their size on disk, once."""
-    print_memory_stats: bool = False
-    """ort, CUDA: print GPU memory before and after each forward and backward pass, on rank 0. Costs a synchronization a
-    pass; for looking, not for training."""
-    cast_propagation: Literal["flood_fill", "insert_and_reduce", "none"] = "flood_fill"
-    """ort, fp16 without DeepSpeed (autocast): how casts move, so that more of the graph runs in 16 bits."""
-    # Not a Literal, which would take true for 1 and 2.0 for 2.
-    cast_propagation_level: Annotated[int, Field(ge=0, le=2)] = 1
-    """ort, fp16 without DeepSpeed: casts move across 0 nothing, 1 what does not compute (transpose, reshape), 2 also
-    dropout, LayerNorm and the like: faster, less exact."""
-    conv_algorithm_search: Literal["heuristic", "exhaustive"] = "heuristic"
-    """ort, CUDA: cuDNN's convolutions chosen by rule, or by trying all, once for each shape: slow first step, faster
-    convolutions."""
-    triton: bool = False
-    """ort, CUDA: fuse element-wise chains and reductions into Triton kernels. Gain: memory traffic; costs compilation
-    in the first steps. Needs a build of ONNX Runtime with Triton, and the package triton."""
-    triton_config: Optional[dict[str, Any]] = None
-    """ort, CUDA: what triton may fuse: `ops`, `initializer` (none, scalar or all; scalar), `min_nodes` (2),
-    `symbolic_shape_hint`; null: ORT's own list."""
-    flash_attention: bool = False
-    """ort, CUDA of capability 8.0 and newer: attention written out in the model (not sdpa) becomes a Triton flash
-    attention kernel. Needs triton."""
-    efficient_attention: bool = False
-    """ort, CUDA: attention written out in the model (not sdpa) becomes torch's memory-efficient attention. Gain: no
-    square score matrix in memory."""
-    aten_sdpa: bool = False
-    """ort, CUDA: sdpa attention stays torch's memory-efficient kernel and is not written out in the graph."""
-    tuning: bool = False
-    """ort, CUDA: try variants of tunable operators in the first steps and keep the fastest."""
-    tuning_duration_ms: Optional[Positive] = None
-    """ort, CUDA: longest time to try variants of one operator; null: no limit."""
-    tuning_results: Optional[Text] = None
-    """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without it."""
-    torch_matmul: Optional[bool] = None
-    """ort, CPU: matrix products are torch's (MKL or OpenBLAS), called from inside the graph, where weights are 256 wide
-    or more. Gain: on Intel's processors a tenth of a step; none on AMD's. Not with memory optimization, which
-    recomputes ONNX Runtime's own. null: on for Intel's."""
-    export_cache: bool = True
-    """ort: keep exported graphs in the cache folder (`exports`, at most 64 files and 4 GiB), so that a restart of the
-    same model and code skips the export, seconds to minutes. False: export every time."""
 
 
 class Zero(Section):
@@ -372,7 +246,7 @@ class Log(Section):
 
     every_steps: Positive = 10
     """Print and record metrics this often."""
-    trackers: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(_tuple_of)] = ()
+    trackers: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(tuple_of)] = ()
     """`tensorboard` (needs the extra `tensorboard`). metrics.jsonl is always written."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ortlaunch.recipe.dialects import closest
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 
 PREFIX = "ORTMODULE_"
 

@@ -13,11 +13,11 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import torch
 
+from ortlaunch import extensions
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
@@ -213,7 +213,7 @@ def _report(
         "optimizer": {"asked": asked, "used": chosen.used, "why": chosen.why or None},
         "attention": _attention(model),
         "onnxruntime": _onnxruntime() if recipe.engine.name == "ort" else {},
-        "versions": versions(),
+        "versions": {**extensions.versions(_PACKAGES), "torch": torch.__version__},  # torch's own: with its build
     }
 
 
@@ -239,11 +239,11 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime() -> dict[str, Any]:
-    from ortlaunch.worker.ort import compat, options
+    from ortlaunch.worker.ort import options, patching
 
     return {
-        "repairs": list(compat.applied()),
-        "repairs_not_applied": compat.not_applied(),
+        "repairs": list(patching.applied()),
+        "repairs_not_applied": patching.not_applied(),
         **options.report(),
     }
 
@@ -256,10 +256,10 @@ def _exports() -> dict[str, Any]:
 
 
 def _ort_notes() -> tuple[str, ...]:
-    from ortlaunch.worker.ort import compat
+    from ortlaunch.worker.ort import patching
     from ortlaunch.worker.ort.tally import tally
 
-    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in compat.not_applied().items())
+    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in patching.not_applied().items())
     not_cached = (f"the exported graph is not kept for a restart: {why}" for why in tally.not_cached)
     return (*left_out, *tally.notes, *not_cached)
 
@@ -281,14 +281,3 @@ def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -
     ours = theirs if theirs.applied else fuse_gradient_norm(stepper.engine.optimizer)
     reasons = (theirs.why, ours.why) if ours is not theirs else (ours.why,)
     return ours._replace(why="; ".join(why for why in reasons if why))._asdict()
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that decide what runs, with torch's build."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {**found, "torch": torch.__version__}

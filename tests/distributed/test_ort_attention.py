@@ -6,8 +6,6 @@ import copy
 import inspect
 import io
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,21 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch import extensions
-from ortlaunch.recipe.models import Engine
-from ortlaunch.worker.ort.wrap import wrap
+from tests.distributed.modules import wrapped
+from tests.ort import needs_ort
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
-pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+pytestmark = needs_ort
 LENGTH = 5
 MASKS = ("none", "float", "bool", "causal", "padding", "float and padding")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built() -> Iterator[None]:
-    """The extensions, built once; eager without its fused attention, whose outputs at padded places are zero."""
-    if not extensions.is_built():
-        subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
+def _unfused(built: None) -> Iterator[None]:
+    """Eager without its fused attention, whose outputs at padded places are zero."""
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(True)
@@ -89,10 +83,6 @@ class Decoder(nn.Module):
     def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
         ahead = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         return self.layer(x, x * 0.5, tgt_mask=ahead, memory_key_padding_mask=padding).square().mean()
-
-
-def wrapped(module: nn.Module) -> Any:
-    return wrap(module, Engine(), threads=1)
 
 
 def compare(model: Any) -> None:

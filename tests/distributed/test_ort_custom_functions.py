@@ -15,33 +15,18 @@ import torch
 from torch import nn
 
 from ortlaunch import extensions
-from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.ort.witness import Witness
-from ortlaunch.worker.ort.wrap import wrap
+from tests.distributed.modules import Reverse, training_graph, wrapped
+from tests.ort import needs_ort
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
-pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+pytestmark = needs_ort
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built() -> None:
-    """The extensions, built once per stack by the command that `ortlaunch setup` runs."""
-    if not extensions.is_built():
-        subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
+def _callable(built: None) -> None:
+    """Only where ORT's extension that calls them could be built."""
     if extensions.interop_refusal():
         pytest.skip(f"not on this torch: {extensions.interop_refusal()}")
-
-
-class Reverse(torch.autograd.Function):
-    """Gradient reversal: its backward is not the derivative of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return -gradient
 
 
 class Cube(torch.autograd.Function):
@@ -174,14 +159,9 @@ def split(x: torch.Tensor) -> torch.Tensor:
     return torch.where(chosen, doubled, -doubled)
 
 
-def wrapped(module: nn.Module) -> Any:
-    return wrap(module, Engine(), threads=1)
-
-
 def python_ops(module: Any) -> int:
     """PythonOp nodes in the training graph that ORT runs."""
-    graph = module._torch_module._execution_manager(True)._onnx_models.optimized_model.graph
-    return sum(node.op_type == "PythonOp" for node in graph.node)
+    return sum(node.op_type == "PythonOp" for node in training_graph(module).node)
 
 
 def difference(ours: Any, theirs: Any) -> float:
@@ -299,12 +279,9 @@ def test_twenty_steps_leave_no_context_behind() -> None:
     assert sum(reference() is not None for reference in Witnessed.alive) <= 1
 
 
-def test_functions_stay_in_the_graph_and_none_falls_back() -> None:
+def test_functions_stay_in_the_graph_and_none_falls_back(witness: Witness) -> None:
     """The witness counts passes of ORT's, and no fallback."""
-    witness = Witness()
-    witness.install()
     ours = wrapped(Model(Reverse.apply))
-    witness.reset()
     ours(torch.randn(3, 4)).backward()
     assert (witness.forward_passes, witness.backward_passes, witness.fallbacks) == (1, 1, 0)
 
@@ -313,7 +290,8 @@ TWO_RANKS = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[1])
-from test_ort_custom_functions import Cube, Model, difference, wrapped
+from tests.distributed.modules import wrapped
+from tests.distributed.test_ort_custom_functions import Cube, Model, difference
 import copy
 rank = int(sys.argv[3])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
@@ -338,7 +316,7 @@ dist.destroy_process_group()
 
 def test_two_ranks_average_the_custom_gradients(tmp_path: Any) -> None:
     """Under DistributedDataParallel on two gloo ranks both ranks have eager's averaged gradients."""
-    command = [sys.executable, "-c", TWO_RANKS, str(Path(__file__).parent), str(tmp_path / "store")]
+    command = [sys.executable, "-c", TWO_RANKS, str(Path(__file__).parents[2]), str(tmp_path / "store")]
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)

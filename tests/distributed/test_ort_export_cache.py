@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import os
-import subprocess
-import sys
 import threading
 import types
 from collections.abc import Callable
@@ -18,19 +15,16 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch import extensions
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort import compat, export_cache, export_key
-from ortlaunch.worker.ort.plain import NotPlain, Plain
 from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.wrap import wrap
-
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
-needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+from tests.distributed.modules import python
+from tests.ort import needs_ort, share_extensions
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(built: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of exports."""
     compat.import_ortmodule()  # its extensions are in the real one
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
@@ -225,7 +219,7 @@ def scaled(y):
 RESTART = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort.wrap import wrap
 from ortlaunch.worker.ort.tally import tally
 import torch, model
@@ -242,12 +236,7 @@ def restart(folder: Path, factor: int) -> list[Any]:
     source = MODEL.format(factor=factor)
     if not (folder / "model.py").exists() or (folder / "model.py").read_text() != source:
         (folder / "model.py").write_text(source)
-    (folder / "cache").mkdir(exist_ok=True)
-    if not (folder / "cache" / "extensions").exists():
-        (folder / "cache" / "extensions").symlink_to(extensions.cache_dir().parent)
-    environment = {**os.environ, "ORTLAUNCH_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-c", RESTART, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = python(RESTART, str(folder), ORTLAUNCH_CACHE=str(folder / "cache"))
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -255,8 +244,9 @@ def restart(folder: Path, factor: int) -> list[Any]:
 
 @needs_ort
 @pytest.mark.slow
-def test_a_restart_does_not_export_and_changed_code_does(tmp_path: Path) -> None:
+def test_a_restart_does_not_export_and_changed_code_does(built: None, tmp_path: Path) -> None:
     """The same model in a second process is read; a number changed in its source file is exported."""
+    share_extensions(tmp_path / "cache")
     first, second, third = restart(tmp_path, 2), restart(tmp_path, 2), restart(tmp_path, 3)
     assert [found[:2] for found in (first, second, third)] == [[1, 0], [0, 1], [1, 0]], first[4]
     assert second[2:] == first[2:]
@@ -354,23 +344,3 @@ def test_a_model_with_an_unknown_part_is_not_cached(folder: Path, value: Any, re
         assert reason in tally.not_cached[0]
         assert "settings" in tally.not_cached[0]
         assert not folder.exists()
-
-
-def test_a_plain_description_is_equal_exactly_for_equal_things() -> None:
-    """Numbers of another kind, another order, another code or another content are other things."""
-
-    def function(offset: int) -> Callable[[int], int]:
-        return lambda x: x + offset
-
-    things: list[Any] = [1, True, 1.0, "1", b"1", None, (1,), [1], {1}, {1: 2, 3: 4}, {3: 4, 1: 2}, {"a": [1, {}]}]
-    things += [torch.zeros(2), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int32), torch.ones(2), torch.float32]
-    things += [function(1), function(2), functools.partial(function, 1), functools.partial(function, 2)]
-    things += [types.SimpleNamespace(a=1), types.SimpleNamespace(a=2), Path("a"), Path("b"), slice(1), slice(2), len]
-    texts = [repr(Plain({})(thing)) for thing in things]
-    assert len(set(texts)) == len(texts)
-    assert texts == [repr(Plain({})(copy.copy(thing))) for thing in things]
-    circle: list[Any] = []
-    circle.append(circle)
-    assert "again" in repr(Plain({})(circle))
-    with pytest.raises(NotPlain, match="here holds"):
-        Plain({})(threading.Lock(), "here")

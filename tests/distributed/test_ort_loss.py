@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch import extensions, machine
-from ortlaunch.recipe.models import Engine
-from ortlaunch.worker.ort import compat, export_key, torch_kernels
+from ortlaunch import machine
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.worker.ort import export_key, torch_kernels
 from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.witness import Witness
-from ortlaunch.worker.ort.wrap import wrap
+from tests.distributed.modules import wrapped
+from tests.ort import needs_ort, share_extensions
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
-pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 BATCH, CLASSES = 40, 23
 
 
@@ -50,10 +50,6 @@ def batch(counting: float, ignored: int = -100) -> tuple[torch.Tensor, torch.Ten
     return torch.randn(4, 10, 8, generator=generator), labels
 
 
-def ort(model: nn.Module, **settings: Any) -> Any:
-    return wrap(model, Engine(**{"export_cache": False, **settings}), threads=1)
-
-
 def check(module: Any, eager: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> None:
     """One step forward and backward: loss and gradients."""
     losses = []
@@ -67,19 +63,10 @@ def check(module: Any, eager: nn.Module, x: torch.Tensor, labels: torch.Tensor) 
         torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.fixture(scope="module")
-def installed() -> Witness:
-    witness = Witness()
-    witness.install()
-    return witness
-
-
-@pytest.fixture
-def witness(installed: Witness) -> Witness:
-    """Sees the graphs of one test."""
-    installed.reset()
+@pytest.fixture(autouse=True)
+def _density() -> None:
+    """What an export saw of its labels is one of this test."""
     tally.label_density = None
-    return installed
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -97,7 +84,7 @@ def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Wi
     """Whatever the loss is asked for, also for batches of other density and size than the first."""
     model = Scores(**OPTIONS[options])
     eager, ignored = copy.deepcopy(model), OPTIONS[options].get("ignore_index", -100)
-    module = ort(model)
+    module = wrapped(model)
     check(module, eager, *batch(density, ignored))
     check(module, eager, *batch(1.2 - density, ignored))
     check(module, eager, *(part[:3] for part in batch(0.5, ignored)))
@@ -107,14 +94,14 @@ def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Wi
 def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
     """Scores that are not one row a label stay ORT's business."""
     model = Along()
-    check(ort(model), copy.deepcopy(model), *batch(0.2))
+    check(wrapped(model), copy.deepcopy(model), *batch(0.2))
     assert tally.label_density is None
 
 
 def test_no_label_counts(witness: Witness) -> None:
     """The mean of nothing is not a number, as in PyTorch; the next batch is right again."""
     model = Scores()
-    eager, module = copy.deepcopy(model), ort(model)
+    eager, module = copy.deepcopy(model), wrapped(model)
     check(module, eager, *batch(0.2))
     x, none = batch(0.0)
     assert torch.isnan(eager(x, none))
@@ -124,12 +111,12 @@ def test_no_label_counts(witness: Witness) -> None:
 
 def test_ignored_labels_are_left_out(witness: Witness) -> None:
     """Few labels count: rows are gathered, and told; not where nearly all count, nor where it is switched off."""
-    ort(Scores())(*batch(0.2)).backward()
+    wrapped(Scores())(*batch(0.2)).backward()
     assert witness.graphs[-1].forward["ShrunkenGather"] > 0
     assert tally.label_density == 0.2
     tally.label_density = None
     for density, settings in ((0.95, {}), (0.2, {"sparsity_optimizer": False}), (0.2, {"compute_optimizer": False})):
-        ort(Scores(), **settings)(*batch(density)).backward()
+        wrapped(Scores(), **settings)(*batch(density)).backward()
         assert witness.graphs[-1].forward["ShrunkenGather"] == 0
     assert tally.label_density is None
 
@@ -138,7 +125,7 @@ def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
     """The gather stands before the matrix product of the head, not behind it."""
     import onnx
 
-    ort(Scores(), save_onnx=str(tmp_path))(*batch(0.2)).backward()
+    wrapped(Scores(), save_onnx=str(tmp_path))(*batch(0.2)).backward()
     graph = onnx.load(tmp_path / "rank_00000_execution_model_training.onnx").graph
     makers = {name: node for node in graph.node for name in node.output}
 
@@ -154,7 +141,7 @@ def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
 def test_evaluation_takes_every_label(witness: Witness) -> None:
     """An evaluation graph gives the same loss; nothing is gathered in it."""
     model = Scores()
-    eager, module = copy.deepcopy(model).eval(), ort(model).eval()
+    eager, module = copy.deepcopy(model).eval(), wrapped(model).eval()
     with torch.no_grad():
         torch.testing.assert_close(module(*batch(0.2)), eager(*batch(0.2)))
     assert witness.graphs[-1].forward["ShrunkenGather"] == 0
@@ -169,15 +156,15 @@ def test_plain_pytorch_is_as_it_was() -> None:
             super().forward(x, labels)
             raise RuntimeError("in the trace")
 
-    ort(Scores())(*batch(0.2))
+    wrapped(Scores())(*batch(0.2))
     with pytest.raises(Exception, match="in the trace"):
-        ort(Fails())(*batch(0.2))
+        wrapped(Fails())(*batch(0.2))
     assert nn.functional.cross_entropy is before
 
 
 def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
     """On the CPU ORT's own operators are gone from the training graph, forward and backward."""
-    ort(Scores())(*batch(1.0)).backward()
+    wrapped(Scores())(*batch(1.0)).backward()
     graph = witness.graphs[-1]
     wanted = {"_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"}
     assert wanted | {"gelu_backward", "native_layer_norm_backward"} <= set(graph.aten)
@@ -207,7 +194,7 @@ def test_torchs_matrix_products(kind: type[nn.Module], witness: Witness, monkeyp
     """Forward and backward products by a matrix are torch's, with eager's loss and gradients, for any batch."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     model = kind()
-    eager, module = copy.deepcopy(model), ort(model, torch_matmul=True)
+    eager, module = copy.deepcopy(model), wrapped(model, torch_matmul=True)
     check(module, eager, *batch(0.2))
     check(module, eager, *(part[:3] for part in batch(1.0)))
     graph = witness.graphs[-1]
@@ -219,7 +206,7 @@ def test_torchs_matrix_products(kind: type[nn.Module], witness: Witness, monkeyp
 def test_recomputed_products_stay_onnx_runtimes(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputation knows no operator of torch's."""
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
-    ort(Scores(), torch_matmul=True, memory_optimization=1)(*batch(1.0)).backward()
+    wrapped(Scores(), torch_matmul=True, memory_optimization=1)(*batch(1.0)).backward()
     assert "linear" not in witness.graphs[-1].aten
 
 
@@ -237,7 +224,7 @@ def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
     """ORT's own kernel reads what lies behind the scores."""
     x, labels = batch(1.0)
     labels[0, 0] = CLASSES
-    module = ort(Scores())
+    module = wrapped(Scores())
     module(*batch(1.0))
     with pytest.raises(Exception, match="out of bounds"):
         module(x, labels)
@@ -251,10 +238,10 @@ def test_density_is_part_of_an_exports_key() -> None:
 
 def test_the_graph_is_kept_for_a_restart(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, witness: Witness) -> None:
     """It holds no Python operator; what was seen of the labels comes back with it."""
-    compat.import_ortmodule()  # its extensions are in the real cache
+    share_extensions(tmp_path)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
-    ort(Scores(), export_cache=True)(*batch(0.2)).backward()
+    wrapped(Scores(), export_cache=True)(*batch(0.2)).backward()
     hits, tally.label_density = tally.cache_hits, None
     model = Scores()
-    check(ort(model, export_cache=True), copy.deepcopy(model), *batch(0.2))
+    check(wrapped(model, export_cache=True), copy.deepcopy(model), *batch(0.2))
     assert (tally.cache_hits - hits, tally.label_density) == (1, 0.2)

@@ -1,77 +1,26 @@
-"""Every field under `engine` changes something to be seen, or is refused with its reason; the witness is exact."""
+"""Every field under `engine` changes something to be seen, or is refused with its reason."""
 
 from __future__ import annotations
 
-import copy
-import importlib
-import json
 import logging
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
-import onnx
 import pytest
 import torch
 from torch import nn
 
 from ortlaunch import extensions
 from ortlaunch.errors import EngineError
-from ortlaunch.recipe.models import Engine
-from ortlaunch.recipe.rules import broken, device_rules
-from ortlaunch.worker.ort import compat, options
-from ortlaunch.worker.ort.graph import Graph, size
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.worker.ort import options, patching
+from ortlaunch.worker.ort.graph import size
 from ortlaunch.worker.ort.witness import Witness
-from ortlaunch.worker.ort.wrap import wrap
-from tests.makers import recipe
+from tests.distributed.modules import Words, executed, manager_of, refused, stepped, training_graph
+from tests.ort import needs_ort
 
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
-pytestmark = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
-INTEROP = not extensions.interop_refusal()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache of exports, so that each setting meets an export of its own."""
-    if INSTALLED:
-        compat.import_ortmodule()  # its extensions are in the real one
-        (tmp_path / "cache").mkdir()
-        (tmp_path / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
-        monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def installed_witness() -> Witness:
-    if not extensions.is_built():
-        subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
-    witness = Witness()
-    witness.install()
-    return witness
-
-
-@pytest.fixture
-def witness(installed_witness: Witness) -> Witness:
-    """One witness for all tests, set to zero before each."""
-    installed_witness.reset()
-    return installed_witness
-
-
-class Words(nn.Module):
-    """Embedding, LayerNorm, GELU and a loss on the first word only, which the compute optimizer moves up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.first, self.norm = nn.Embedding(30, 16), nn.Linear(16, 32), nn.LayerNorm(32)
-        self.second, self.last = nn.Linear(32, 16), nn.Linear(16, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.second(nn.functional.gelu(self.norm(self.first(self.words(ids)))))
-        return self.last(hidden)[:, 0].square().mean()
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
 
 class Casts(nn.Module):
@@ -138,45 +87,6 @@ class Copied(Words):
         return twin
 
 
-IDS = torch.arange(32).reshape(4, 8) % 30
-
-
-def stepped(module: nn.Module, **settings: Any) -> Any:
-    """The module under engine ort with these settings, after one pass forward and backward."""
-    options.prepare(Engine(**settings), {})
-    wrapped = wrap(module, Engine(**settings), threads=1)
-    wrapped(IDS).backward()
-    return wrapped
-
-
-def executed(witness: Witness, module: nn.Module, **settings: Any) -> Graph:
-    """The training graph that such a pass runs; its gradients are those of eager PyTorch."""
-    eager = copy.deepcopy(module)
-    eager(IDS).backward()
-    stepped(module, **settings)
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.grad, eager.get_parameter(name).grad, msg=name)
-    return witness.graphs[-1]
-
-
-def manager_of(wrapped: Any) -> Any:
-    return wrapped._torch_module._execution_manager(True)
-
-
-def refused(**settings: Any) -> str:
-    """What the recipe's rules say of these settings on a CPU."""
-    made = recipe(engine={"name": "ort", **settings})
-    return "\n".join(text for _, text in [*broken(made), *device_rules(made, "cpu")])
-
-
-def cuda_provider(wrapped: Any) -> dict[str, str]:
-    """The options that a session on a GPU would get."""
-    manager = manager_of(wrapped)
-    manager._graph_transition_manager._device = torch.device("cuda", 0)
-    manager._runtime_options.use_external_gpu_allocator = False
-    return manager._get_session_config()[2][0]
-
-
 # ---------------------------------------------------------------------------------------- what each field changes
 
 
@@ -198,12 +108,12 @@ def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> 
 
 
 def memory_efficient_grad_management(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    if not INTEROP:
+    if extensions.interop_refusal():
         refuses_without_interop(memory_efficient_grad_management=True)
         return
     graph = executed(witness, Words(), memory_efficient_grad_management=True)
     assert sum(graph.python.values()) >= len(list(Words().parameters()))
-    assert "manage_gradients_on_device" in compat.applied()
+    assert "manage_gradients_on_device" in patching.applied()
 
 
 def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
@@ -214,14 +124,14 @@ def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 def sparsity_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert "without compute_optimizer: true" in refused(sparsity_optimizer=True, compute_optimizer=False)
     off, on = (executed(witness, FewLabels(), sparsity_optimizer=wanted) for wanted in (False, None))
-    if not INTEROP:
+    if extensions.interop_refusal():
         refuses_without_interop(sparsity_optimizer=True)
     assert on.forward["ShrunkenGather"] > off.forward["ShrunkenGather"] == 0
 
 
 def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert "without sparsity_optimizer" in refused(print_input_density=True, sparsity_optimizer=False)
-    if not INTEROP:
+    if extensions.interop_refusal():
         refuses_without_interop(print_input_density=True)
         return
     silent, printing = (executed(witness, FewLabels(), print_input_density=wanted) for wanted in (False, True))
@@ -231,7 +141,7 @@ def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
 
 def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert not executed(witness, Custom(), custom_autograd="inline").python
-    if not INTEROP:
+    if extensions.interop_refusal():
         refuses_without_interop(custom_autograd="python")
         with pytest.raises(Exception, match="Couldn't export Python operator Doubled"):
             stepped(Custom())
@@ -244,11 +154,12 @@ def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert {"linear", "matmul", "tensordot"} & on.aten.keys()
     assert not {"linear", "matmul", "tensordot"} & off.aten.keys()
     assert "does nothing with memory optimization" in refused(torch_matmul=True, memory_optimization=1)
-    made = recipe(engine={"name": "ort", "torch_matmul": True})
-    assert "does nothing on cuda" in "".join(text for _, text in device_rules(made, "cuda"))
+    assert "does nothing on cuda" in refused("cuda", torch_matmul=True)
 
 
 def opset(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    import onnx
+
     for wanted in (15, 18):
         stepped(Words(), opset=wanted, save_onnx=str(tmp_path))
         exported = onnx.load(tmp_path / "rank_00000_torch_exported_training.onnx")
@@ -259,7 +170,7 @@ def deepcopy_before_export(witness: Witness, tmp_path: Path, capfd: Any) -> None
     copies = {}
     for wanted in (True, False, None):
         Copied.copies = 0
-        stepped(Copied(), deepcopy_before_export=wanted, export_cache=False)
+        stepped(Copied(), deepcopy_before_export=wanted)
         copies[wanted] = Copied.copies
     assert copies[True] == copies[None] > 0
     assert copies[False] == 0
@@ -287,6 +198,8 @@ def logged(**settings: Any) -> str:
 
 
 def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    import onnx
+
     stepped(Words(), save_onnx=str(tmp_path / "graphs"))
     saved = onnx.load(tmp_path / "graphs" / "rank_00000_execution_model_training.onnx")
     graph = witness.graphs[-1]
@@ -310,88 +223,7 @@ def cast_propagation_level(witness: Witness, tmp_path: Path, capfd: Any) -> None
 
 def nodes_built(**settings: Any) -> list[str]:
     torch.manual_seed(0)
-    return [node.op_type for node in manager_of(stepped(Casts(), **settings))._onnx_models.optimized_model.graph.node]
-
-
-def print_memory_stats(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing on CPU: it reads CUDA's allocator" in refused(print_memory_stats=True)
-    observer = manager_of(stepped(Words(), print_memory_stats=True))._runtime_inspector.memory_ob
-    assert observer._print_memory_stats_by_step
-
-
-def conv_algorithm_search(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing on CPU: it is cuDNN's" in refused(conv_algorithm_search="exhaustive")
-    assert cuda_provider(stepped(Words(), conv_algorithm_search="exhaustive"))["cudnn_conv_algo_search"] == "EXHAUSTIVE"
-    assert cuda_provider(stepped(Words()))["cudnn_conv_algo_search"] == "HEURISTIC"
-
-
-def tuning(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing on CPU" in refused(tuning=True)
-    assert cuda_provider(stepped(Words(), tuning=True))["tunable_op_tuning_enable"] == "1"
-    assert "tunable_op_enable" not in cuda_provider(stepped(Words()))
-
-
-def tuning_duration_ms(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing without tuning: true" in refused(tuning_duration_ms=5)
-    provider = cuda_provider(stepped(Words(), tuning=True, tuning_duration_ms=5))
-    assert provider["tunable_op_max_tuning_duration_ms"] == "5"
-
-
-def tuning_results(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing on CPU" in refused(tuning_results="here")
-    stepped(Words(), tuning=True, tuning_results=str(tmp_path))
-    assert (tmp_path / "tuning_results_training.json").exists()
-    assert cuda_provider(stepped(Words(), tuning_results=str(tmp_path)))["tunable_op_enable"] == "1"
-
-
-def triton(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing on CPU: Triton writes kernels for GPUs" in refused(triton=True)
-    with pytest.raises(EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"):
-        options.prepare(Engine(triton=True), {})
-
-
-def triton_config(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing without triton: true" in refused(triton_config={"min_nodes": 3})
-    assert "unknown key; valid here: ops" in refused(triton=True, triton_config={"nodes": 3})
-    assert "must be none, scalar or all" in refused(triton=True, triton_config={"initializer": "some"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ORTMODULE_TRITON_CONFIG_FILE", "")
-        for name in ("triton", "triton.language"):  # ORT's package imports it for its kernels
-            patch.setitem(sys.modules, name, MagicMock())
-        options.set_attributes(stepped(Words()), Engine(triton=True, triton_config={"min_nodes": 3}))
-        read = importlib.import_module("onnxruntime.training.ort_triton").get_config()
-    assert json.loads(read)["min_nodes"] == 3
-
-
-def flash_attention(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    said = refused(flash_attention=True)
-    assert "does nothing without triton: true" in said
-    assert "does nothing on CPU: it is a Triton kernel" in said
-
-
-def efficient_attention(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(efficient_attention=True)
-    assert registered_in_a_new_process(efficient_attention=True) == "optimize_graph_for_aten_efficient_attention"
-    with pytest.raises(EngineError, match=r"engine\.efficient_attention: ONNX Runtime found nothing to replace"):
-        options.require_effect(Engine(efficient_attention=True), witness.graphs)
-
-
-def aten_sdpa(witness: Witness, tmp_path: Path, capfd: Any) -> None:
-    assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(aten_sdpa=True)
-    with pytest.raises(EngineError, match=r"as it was up to torch 2\.4"):
-        options.prepare(Engine(aten_sdpa=True), {})
-
-
-def registered_in_a_new_process(**settings: Any) -> str:
-    """Graph optimizers for CUDA that ORT has after an import with these settings."""
-    script = (
-        "from ortlaunch.recipe.models import Engine\nfrom ortlaunch.worker.ort import options\n"
-        f"options.prepare(Engine(**{settings!r}), {{}})\n"
-        "from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry as Registry\n"
-        "print('found:', *[f.__name__ for found in Registry._OPTIMIZER_FUNCS.values() for f, _, _ in found])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout.split("found:")[1].strip()
+    return [node.op_type for node in training_graph(stepped(Casts(), **settings)).node]
 
 
 def refuses_without_interop(**settings: Any) -> None:
@@ -419,18 +251,18 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "deepcopy_before_export": deepcopy_before_export,
     "log_level": log_level,
     "save_onnx": save_onnx,
-    "print_memory_stats": print_memory_stats,
+    "print_memory_stats": "tests/distributed/test_ort_cuda_options.py::test_print_memory_stats",
     "cast_propagation": cast_propagation,
     "cast_propagation_level": cast_propagation_level,
-    "conv_algorithm_search": conv_algorithm_search,
-    "triton": triton,
-    "triton_config": triton_config,
-    "flash_attention": flash_attention,
-    "efficient_attention": efficient_attention,
-    "aten_sdpa": aten_sdpa,
-    "tuning": tuning,
-    "tuning_duration_ms": tuning_duration_ms,
-    "tuning_results": tuning_results,
+    "conv_algorithm_search": "tests/distributed/test_ort_cuda_options.py::test_conv_algorithm_search",
+    "triton": "tests/distributed/test_ort_cuda_options.py::test_triton",
+    "triton_config": "tests/distributed/test_ort_cuda_options.py::test_triton_config",
+    "flash_attention": "tests/distributed/test_ort_cuda_options.py::test_flash_attention",
+    "efficient_attention": "tests/distributed/test_ort_cuda_options.py::test_efficient_attention",
+    "aten_sdpa": "tests/distributed/test_ort_cuda_options.py::test_aten_sdpa",
+    "tuning": "tests/distributed/test_ort_cuda_options.py::test_tuning",
+    "tuning_duration_ms": "tests/distributed/test_ort_cuda_options.py::test_tuning_duration_ms",
+    "tuning_results": "tests/distributed/test_ort_cuda_options.py::test_tuning_results",
 }
 
 
@@ -485,149 +317,3 @@ def test_a_host_whose_environment_contradicts_is_refused() -> None:
     """Another host's shell may set what the launching host's does not."""
     with pytest.raises(EngineError, match=r"LEVEL=1 on this host contradicts engine.memory_optimization \(0\)"):
         options.prepare(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})
-
-
-# ------------------------------------------------------------------------------------------- each repair is needed
-
-WITHOUT_REPAIR = """
-import json, sys
-from ortlaunch.worker.ort import compat
-from ortlaunch.recipe.models import Engine
-from ortlaunch.worker.ort.repairs import apply_repairs
-from ortlaunch.worker.ort.wrap import wrap
-compat.import_ortmodule()
-apply_repairs(sys.argv[1])
-import torch
-model = torch.nn.Linear(4, 1)
-class Loss(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 1)
-    def forward(self, x):
-        return self.linear(x).sum()
-for settings in json.loads(sys.argv[2]):
-    model = Loss()
-    wrap(model, Engine(**settings), threads=1)(torch.ones(2, 4)).backward()
-    assert model.linear.weight.grad.tolist() == [[2.0] * 4]
-"""
-
-
-def steps_without(skipped: str, *settings: dict[str, bool]) -> subprocess.CompletedProcess[str]:
-    """A fresh process that leaves out one repair and takes a step with each of these settings."""
-    command = [sys.executable, "-c", WITHOUT_REPAIR, skipped, json.dumps(settings)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
-@pytest.mark.parametrize("skipped", ["nothing", "leave_out_ignored_labels"])
-def test_switching_sparsity_off_needs_its_repair(skipped: str, witness: Witness) -> None:
-    """Stock ORTModule walks through None where compute or sparsity optimization is off."""
-    done = steps_without(skipped, {"compute_optimizer": False}, {"sparsity_optimizer": False})
-    if skipped == "nothing":
-        assert done.returncode == 0, done.stderr
-    else:
-        assert "'NoneType' object is not iterable" in done.stderr
-
-
-@pytest.mark.skipif(not INTEROP, reason="needs ORT's extension torch_interop_utils")
-@pytest.mark.parametrize("skipped", ["nothing", "manage_gradients_on_device"])
-def test_gradient_management_needs_its_repair(skipped: str, witness: Witness) -> None:
-    """Stock ORTModule gives parameters where torch.zeros wants a device."""
-    done = steps_without(skipped, {"memory_efficient_grad_management": True})
-    if skipped == "nothing":
-        assert done.returncode == 0, done.stderr
-    else:
-        assert "zeros()" in done.stderr
-
-
-# ------------------------------------------------------------------------------------------- the witness is exact
-
-
-class Layered(nn.Module):
-    """A two-layer BERT with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        import transformers
-
-        sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
-        config = transformers.BertConfig(
-            **sizes, num_attention_heads=4, max_position_embeddings=32, attn_implementation="eager"
-        )
-        self.model = transformers.AutoModelForMaskedLM.from_config(config)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, labels=ids).loss
-
-
-@pytest.fixture
-def profiling(witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets every session write down each node that it runs."""
-    from onnxruntime.training.ortmodule._graph_execution_manager import GraphExecutionManager
-
-    configure = GraphExecutionManager._get_session_config
-
-    def with_profile(manager: Any) -> Any:
-        session_options, providers, provider_options = configure(manager)
-        session_options.enable_profiling, session_options.profile_file_prefix = True, str(tmp_path / "profile")
-        return session_options, providers, provider_options
-
-    monkeypatch.setattr(GraphExecutionManager, "_get_session_config", with_profile)
-
-
-def profiled(wrapped: Any, training: bool = True) -> Counter[str]:
-    """Nodes by operator that ORT itself says it has run."""
-    manager = wrapped._torch_module._execution_manager(training)
-    events = json.loads(Path(manager._execution_agent._inference_session.end_profiling()).read_text())
-    nodes = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
-    return Counter(event["args"]["op_name"] for event in nodes)
-
-
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("model", [Words, Layered])
-def test_counted_nodes_are_those_that_onnx_runtime_ran(
-    model: type[nn.Module], level: int, witness: Witness, profiling: None
-) -> None:
-    """By operator, for a forward pass alone and for both, against ORT's own profile."""
-    settings = Engine(memory_optimization=level)
-    forward = wrap(model(), settings, threads=1)
-    loss = forward(IDS)
-    assert profiled(forward) == witness.graphs[-1].forward
-    del loss
-    both = wrap(model(), settings, threads=1)
-    both(IDS).backward()
-    graph = witness.graphs[-1]
-    assert profiled(both) == graph.forward + graph.backward
-    assert graph.nodes_run == size(graph.forward + graph.backward)
-
-
-def test_evaluation_is_counted_with_its_own_graph(witness: Witness, profiling: None) -> None:
-    """Nodes run are passes times nodes, each graph by its own."""
-    wrapped = wrap(Words(), Engine(), threads=1)
-    for _ in range(3):
-        wrapped(IDS).backward()
-    wrapped.eval()
-    with torch.no_grad():
-        wrapped(IDS)
-    counts = witness.counts()
-    assert counts["graphs_built"] == 2
-    assert profiled(wrapped, training=False) == witness.graphs[-1].forward
-    graph, evaluation = counts["training_graph"], counts["evaluation_graph"]
-    run = 3 * (graph["forward_nodes"] + graph["backward_nodes"]) + evaluation["forward_nodes"]
-    assert counts["nodes_run"] == run == size(profiled(wrapped)) + evaluation["forward_nodes"]
-
-
-def test_calls_out_of_onnx_runtime_are_named(witness: Witness) -> None:
-    """Torch's operators inside the graph, by name."""
-    graph = executed(witness, Words())
-    assert graph.aten == Counter(embedding=1, embedding_backward=1, gelu_backward=1, native_layer_norm_backward=1)
-    assert graph.describe()["python"] == {}
-
-
-def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
-    """The pass that tries the model out is not a step; its export and its graph are the run's."""
-    wrapped = stepped(Words())
-    witness.restart()
-    counts = witness.counts()
-    assert (counts["forward_passes"], counts["nodes_run"]) == (0, 0)
-    wrapped(IDS)
-    assert witness.counts()["nodes_run"] == counts["training_graph"]["forward_nodes"] > 0

@@ -9,45 +9,29 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.recipe.models import Engine
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.ort.witness import Witness
-from ortlaunch.worker.ort.wrap import wrap
 from ortlaunch.worker.parity import Comparison, compare, dropouts
-from tests.distributed.test_ort_compat import built, needs_ort  # noqa: F401
+from tests.distributed.modules import language_model, wrapped
+from tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
-SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4,
-         "max_position_embeddings": 32}  # fmt: skip
 
 
-def language_model(family: str, dropout: float, lora: bool = False) -> LossModule:
-    """A two-layer BERT or Llama with random weights, as the worker builds it."""
-    import transformers
-
-    torch.manual_seed(0)
-    if family == "bert":
-        drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        config = transformers.BertConfig(**SIZES, **drops)
-        model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
-    else:
-        config = transformers.LlamaConfig(**SIZES, attention_dropout=dropout, use_cache=False)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+def prepared(family: str, dropout: float, lora: bool = False) -> LossModule:
+    """A small language model in training, with adapters or without."""
+    model = language_model(family, "eager", dropout)
     if lora:
         import peft
 
         adapters = peft.LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"])
-        model = peft.get_peft_model(model, adapters)
-    return LossModule(model.train())
+        model.model = peft.get_peft_model(model.model, adapters)
+    return model.train()
 
 
 def words() -> dict[str, torch.Tensor]:
     ids = torch.randint(0, 99, (3, 16), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-
-def on_ort(model: nn.Module) -> Any:
-    return wrap(model, Engine(), threads=1)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +40,13 @@ def on_ort(model: nn.Module) -> Any:
 )
 def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
     """Loss and every gradient within 1e-4, on a second ORTModule over the same weights where there is dropout."""
-    model = language_model(family, dropout, lora)
+    model = prepared(family, dropout, lora)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    training = on_ort(model)
+    training = wrapped(model)
     training(**words()).backward()
     before = {name: model.get_parameter(name).grad.clone() for name in trained}
 
-    found = compare(model, on_ort(model) if dropout else training, words())
+    found = compare(model, wrapped(model) if dropout else training, words())
 
     assert len(found.gradients) == len(trained)
     assert found.largest < 1e-4
@@ -74,8 +58,8 @@ def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
 
 def test_the_comparison_sees_the_weights_of_the_step() -> None:
     """Weights that changed after the export are those compared: the loss follows them, the difference stays small."""
-    model = language_model("bert", 0.1)
-    engine = on_ort(model)
+    model = prepared("bert", 0.1)
+    engine = wrapped(model)
     first = compare(model, engine, words())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,12 +69,10 @@ def test_the_comparison_sees_the_weights_of_the_step() -> None:
     assert second.largest < 1e-4
 
 
-def test_compared_passes_are_not_the_runs() -> None:
+def test_compared_passes_are_not_the_runs(witness: Witness) -> None:
     """The witness counts what trains; while it looks away it counts nothing, also where a pass raises."""
-    witness = Witness()
-    witness.install()
-    model = language_model("llama", 0.0)
-    engine = on_ort(model)
+    model = prepared("llama", 0.0)
+    engine = wrapped(model)
     engine(**words()).backward()
     with witness.uncounted():
         compare(model, engine, words())
@@ -119,7 +101,7 @@ def compared(planted: Any) -> Comparison:
     torch.onnx.register_custom_op_symbolic("aten::tanh", planted, 9)
     try:
         net = Net()
-        return compare(net, on_ort(net), {"x": X})
+        return compare(net, wrapped(net), {"x": X})
     finally:
         torch.onnx.unregister_custom_op_symbolic("aten::tanh", 9)
 

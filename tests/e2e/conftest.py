@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ortlaunch import extensions
-from tests.e2e.runs import COMMAND, INSTALLED, TOYS, Run, Train, environment
+from tests.e2e.runs import COMMAND, TOYS, Run, Train, environment
+from tests.ort import INSTALLED, build, share_extensions
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +21,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "toys.py").write_text(TOYS)
     (home / "cache").mkdir()
     if INSTALLED:
-        if not extensions.is_built():
-            subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
-        (home / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
+        build()
+        share_extensions(home / "cache")
     for name, lines in (("train", 400), ("held-out", 24)):
         text = [f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(lines)]
         (home / f"{name}.txt").write_text("\n\n".join(text))

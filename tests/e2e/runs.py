@@ -9,16 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
-from ortlaunch import extensions
-
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("ortlaunch")
 TWO_RANKS = ("--launcher=torchrun", "--nproc-per-node=2")
 EAGER = {"engine": {"name": "eager"}}
-INSTALLED = any(extensions._version(name) for name in extensions.EXTRA_OF)
-needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
 
 TOYS = '''
 import os

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.runs import BERT, EAGER, SMALL, TWO_RANKS, Run, Train, ended_well, merged, needs_ort
+from tests.e2e.runs import BERT, EAGER, SMALL, TWO_RANKS, Run, Train, ended_well, merged
+from tests.ort import needs_ort
 
 LORA: dict[str, Any] = {
     **BERT,

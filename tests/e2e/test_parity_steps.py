@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from ortlaunch import extensions
-from tests.e2e.test_runs import TWO_RANKS, environment, merged, needs_ort
+from tests.e2e.runs import COMMAND, TWO_RANKS, environment, merged
+from tests.ort import needs_ort
 
-COMMAND = Path(sys.executable).with_name("ortlaunch")
 TOYS = '''
 import torch
 from torch import nn

@@ -26,8 +26,8 @@ from tests.e2e.runs import (
     ended_well,
     environment,
     merged,
-    needs_ort,
 )
+from tests.ort import needs_ort
 
 # --------------------------------------------------------------------------------- one run, looked at from all sides
 

@@ -16,8 +16,7 @@ import pytest
 import yaml
 
 from ortlaunch.cache import cache_root
-from tests.launch.test_failures import processes_of
-from tests.launch.tiny import ortlaunch
+from tests.launch.tiny import ortlaunch, processes_of
 from tests.makers import CUSTOM
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny import LAUNCHERS
+from tests.launch.tiny import LAUNCHERS, processes_of
 
 MODULE = """
 import os, signal, sys, time, torch
@@ -98,19 +98,6 @@ def start(tmp_path: Path):
             process.kill()
     for pid in processes_of(tmp_path):
         os.kill(pid, signal.SIGKILL)
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Living processes with the folder in their command line: launchers, guardians and ranks of the run."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words, status = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
-        except OSError:  # it ended meanwhile
-            continue
-        if str(folder).encode() in words and status.rpartition(")")[2].split()[0] != "Z":
-            found.append(int(entry.name))
-    return found
 
 
 def gone_within(folder: Path, seconds: float) -> bool:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-RECIPE = """
-name: refused
-model: {task: custom, factory: "mine:model"}
-data: {train: {format: custom, factory: "mine:data"}}
-batch: {micro_size: 2, accumulation_steps: 1}
-optimizer: {name: sgd, learning_rate: 0.1}
-engine: {name: eager}
-train: {max_steps: 3}
-"""
+from tests.launch.tiny import RECIPE, ortlaunch, write_recipe
+
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
 CASES = {
@@ -47,13 +38,10 @@ def test_it_is_refused_before_anything_starts(case: str, tmp_path: Path):
     words, variables, said = CASES[case]
     if case == "extensions not built" and sys.version_info >= (3, 12):
         pytest.skip("onnxruntime-training has no wheel for this Python")
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    write_recipe(tmp_path)
     (tmp_path / "many").write_text("localhost slots=4096\n")
     (tmp_path / "one").write_text("localhost slots=1\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "ortlaunch.cli", "train", "recipe.yaml", *words],
-        cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True, timeout=25, check=False,
-    )  # fmt: skip
+    done = ortlaunch(tmp_path, "train", RECIPE, *words, timeout=25, **variables)
     assert done.returncode == 2, done.stderr
     assert [word for word in said if word not in done.stderr] == [], done.stderr
     assert "Traceback" not in done.stderr

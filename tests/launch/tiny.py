@@ -1,4 +1,4 @@
-"""A user's own tiny model and data beside a recipe, and the command as a user types it."""
+"""A user's own tiny model and data beside a recipe, the command as a user types it, and what it left."""
 
 from __future__ import annotations
 
@@ -74,3 +74,16 @@ def ortlaunch(folder: Path, *arguments: str, timeout: float = 60, **environ: str
         timeout=timeout,
         check=False,
     )
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Living processes with the folder in their command line: launchers, guardians and ranks of the run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words, status = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        if str(folder).encode() in words and status.rpartition(")")[2].split()[0] != "Z":
+            found.append(int(entry.name))
+    return found

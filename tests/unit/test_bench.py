@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch import bench, control, doctor, machine
+from ortlaunch import bench, control, doctor, extensions, machine
 from ortlaunch.bench import Length, auto, picture, report
 from ortlaunch.bench.turns import Player
 from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, settle, split_values, variants
 from ortlaunch.control import Settled, settle_run
 from ortlaunch.errors import EngineError, InputError, MissingDependency, PlanError
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.rundir import RunDir, read_json, write_json, write_text
 from ortlaunch.world import Asked
 from tests.makers import CUSTOM
@@ -274,7 +274,7 @@ def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPat
     changed = {before, auto.digest(settled())}
     monkeypatch.setattr(machine, "hardware", lambda: {"processor": "another"})
     changed.add(auto.digest(settled()))
-    monkeypatch.setattr(auto, "_versions", lambda: {"torch": "99"})
+    monkeypatch.setattr(extensions, "version", {"torch": "99"}.get)
     changed.add(auto.digest(settled()))
     assert len(changed) == 4
 

@@ -16,7 +16,7 @@ import yaml
 
 from ortlaunch.control import settle_run
 from ortlaunch.errors import PlanError
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.ort_variables import FIELDS, HARMLESS, LEFT_OUT, contradictions, seen
 from ortlaunch.world import Asked
 from tests.makers import CUSTOM

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-NOT_RUN = ("setup", "bench")  # half a minute and more; test_ort_compat.py and test_bench.py run them for real
+NOT_RUN = ("setup", "bench")  # half a minute and more; test_extensions.py and test_bench.py run them for real
 
 
 def _blocks(language: str) -> list[str]:

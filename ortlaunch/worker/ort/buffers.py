@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
-from ortlaunch.worker.ort.compat import _wrap_ort_export, wrap_method
 from ortlaunch.worker.ort.known import PACKAGE, PROCESSED, TRAINING, TRANSITION, owner
+from ortlaunch.worker.ort.patching import wrap_method, wrap_ort_export
 from ortlaunch.worker.ort.tally import traced
 
 _SIZE = "ortlaunch_size_of_"
@@ -30,7 +30,7 @@ def keep_buffers_exact() -> None:
     Other buffers that a forward pass changes would stay as they are in ORT's graph: such a model is refused.
     """
     wrap_method(owner(TRANSITION), "_get_exported_model", _with_buffers_kept)
-    _wrap_ort_export(_with_each_mode)
+    wrap_ort_export(_with_each_mode)
     wrap_method(owner(PROCESSED), "restore_outputs", _keeping_sizes)
     wrap_method(owner(TRAINING), "forward", _with_exact_statistics)
 

@@ -6,27 +6,23 @@ and torch as the user's code sees it stays as it is. Must not import the rest of
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ortlaunch import extensions
 from ortlaunch.errors import MissingDependency
 from ortlaunch.worker.ort import custom_functions
+from ortlaunch.worker.ort.patching import Seen, applied, environment, record, wrap_ort_export
 
 _ORTMODULE = "onnxruntime.training.ortmodule"
-_applied: list[str] = []
-_not_applied: dict[str, str] = {}
 
 
 @functools.cache
@@ -44,52 +40,6 @@ def import_ortmodule() -> ModuleType:
     for repair in _AFTER_IMPORT:
         _apply(repair)
     return ortmodule
-
-
-def applied() -> tuple[str, ...]:
-    """Names of the repairs in force, in the order they were applied; empty before `import_ortmodule`."""
-    return tuple(_applied)
-
-
-def record(*names: str) -> None:
-    """Add repairs that were made elsewhere to `applied`."""
-    _applied.extend(name for name in names if name not in _applied)
-
-
-def not_applied() -> dict[str, str]:
-    """Repairs that were not made, with the reason."""
-    return dict(_not_applied)
-
-
-def leave_out(name: str, why: str) -> None:
-    """Add a repair to `not_applied`."""
-    _not_applied[name] = why
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Set environment variables for the length of a with-block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def wrap_method(owner: Any, method: str, around: Callable[..., Any]) -> None:
-    """Let `around(original, *args, **kwargs)` stand in for a method of a class."""
-    original = getattr(owner, method)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, method, wrapped)
 
 
 # --------------------------------------------------------------------------------- repairs before the import
@@ -139,8 +89,8 @@ def stand_in_for_interop() -> bool:
         return False
     package = importlib.import_module(f"{_ORTMODULE}.torch_cpp_extensions")
     stand_in: Any = ModuleType(f"{package.__name__}.torch_interop_utils")
-    stand_in.get_custom_function_forward_runner = _no_custom_autograd
-    stand_in.get_custom_function_backward_runner = _no_custom_autograd
+    stand_in.get_custom_function_forward_runner = custom_functions.refuse
+    stand_in.get_custom_function_backward_runner = custom_functions.refuse
     stand_in.clear_all_grad_fns = lambda: None
     sys.modules[stand_in.__name__] = package.torch_interop_utils = stand_in  # type: ignore[attr-defined]
     with environment(ORTMODULE_ENABLE_CUSTOM_AUTOGRAD="0"):
@@ -154,7 +104,7 @@ def export_with_torchscript() -> bool:
 
     if inspect.signature(torch.onnx.export).parameters["dynamo"].default is not True:
         return False
-    _wrap_ort_export(lambda export: functools.partial(export, dynamo=False))
+    wrap_ort_export(lambda export: functools.partial(export, dynamo=False))
     return True
 
 
@@ -166,7 +116,7 @@ def refuse_custom_backward() -> bool:
     """
     if not extensions.interop_refusal():
         return False
-    _wrap_ort_export(_without_inlining)
+    wrap_ort_export(custom_functions.without_inlining)
     return True
 
 
@@ -186,7 +136,7 @@ def keep_boolean_arguments() -> bool:
 
 def export_multihead_attention() -> bool:
     """Every torch: ORT's shape inference ends at torch's form of unflatten, which nn.MultiheadAttention takes."""
-    _wrap_ort_export(_symbolics().unflattening)
+    wrap_ort_export(_symbolics().unflattening)
     return True
 
 
@@ -196,7 +146,7 @@ def export_attention_dropout() -> bool:
 
     if _symbolics().with_attention_dropout(torch.onnx.export) is None:
         return False
-    _wrap_ort_export(_symbolics().with_attention_dropout)
+    wrap_ort_export(_symbolics().with_attention_dropout)
     return True
 
 
@@ -222,7 +172,7 @@ def quiet_ort_export() -> bool:
 
         return export_quietly
 
-    _wrap_ort_export(quiet)
+    wrap_ort_export(quiet)
     return True
 
 
@@ -244,7 +194,7 @@ def skip_nvtx_without_cuda() -> bool:
         return False
     # ORT asks hasattr(torch.cuda.nvtx, "range_push") first, so an nvtx without names is one it skips.
     helpers: Any = importlib.import_module("onnxruntime.training.utils.torch_profile_utils")
-    helpers.torch = _Seen(torch, cuda=_Seen(torch.cuda, nvtx=types.SimpleNamespace()))
+    helpers.torch = Seen(torch, cuda=Seen(torch.cuda, nvtx=types.SimpleNamespace()))
     return True
 
 
@@ -267,61 +217,12 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
 # ------------------------------------------------------------------------------------------------ their parts
 
 
-class _Seen:
-    """A module as one module of ORT's sees it: the same names, some of them replaced."""
-
-    def __init__(self, module: Any, **replaced: Any) -> None:
-        self.__dict__.update(replaced)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 def _symbolics() -> Any:
     return importlib.import_module("ortlaunch.worker.ort.symbolics")  # it imports torch, which is late here
 
 
-def _wrap_ort_export(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap `torch.onnx.export` as ORT's only caller of it sees it; everybody else's stays as it is."""
-    caller: Any = importlib.import_module(f"{_ORTMODULE}._graph_transition_manager")
-    onnx = caller.torch.onnx
-    caller.torch = _Seen(caller.torch, onnx=_Seen(onnx, export=wrapper(onnx.export)))
-
-
-_inline: contextvars.ContextVar[bool] = contextvars.ContextVar("inline", default=False)
-
-
-@contextlib.contextmanager
-def inlining(wanted: bool) -> Iterator[None]:
-    """Let ORT derive the forward of custom autograd functions in exports of this with-block; False: call them."""
-    calls = importlib.import_module(f"{_ORTMODULE}._custom_autograd_function")
-    called = calls.custom_autograd_function_enabler.state
-    token = _inline.set(wanted)
-    if wanted:  # the exporter inlines no function that ORT exports as a call
-        calls.enable_custom_autograd_support(False)
-    try:
-        yield
-    finally:
-        _inline.reset(token)
-        calls.enable_custom_autograd_support(called)
-
-
-def _without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(export)
-    def export_without_inlining(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
-        except RuntimeError as error:
-            if "Couldn't export Python operator" in str(error):
-                _no_custom_autograd(error)
-            raise
-
-    return export_without_inlining
-
-
 def _apply(repair: Callable[[], bool]) -> None:
-    if repair.__name__ not in _applied and repair():
+    if repair.__name__ not in applied() and repair():
         record(repair.__name__)
 
 
@@ -352,13 +253,6 @@ def _require_extensions() -> None:
             f"ORT's torch extensions are not built for this stack ({', '.join(missing)} not in "
             f"{extensions.cache_dir()}). Type: ortlaunch setup"
         )
-
-
-def _no_custom_autograd(cause: Exception | None = None) -> None:
-    raise RuntimeError(
-        f"{f'{cause}: ' if cause else ''}custom autograd functions inside ORT's graph need {extensions.INTEROP}, which "
-        f"`ortlaunch setup` could not build here: {extensions.interop_refusal()}"
-    ) from cause
 
 
 def _nvtx_works() -> bool:

@@ -1,4 +1,4 @@
-"""What custom autograd functions inside ORT's graph (its PythonOp) need to be right.
+"""What custom autograd functions inside ORT's graph (its PythonOp) need to be right, inlined or refused.
 
 ORT hands a function its tensors by DLPack, in which a boolean tensor is one of uint8: `~mask` then flips bits, and a
 boolean output ends the step. Here each function gets, and may return, the booleans that eager gives it.
@@ -6,13 +6,18 @@ boolean output ends the step. Here each function gets, and may return, the boole
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from ortlaunch import extensions
+
+_CALLS = "onnxruntime.training.ortmodule._custom_autograd_function"
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
 _REGISTERS = "    register_torch_autograd_function(func_full_qual_name, func_class)\n"
 _SCHEMA = ("infer_shape", "alias_input")  # what a function may tell ORT's exporter about itself
@@ -76,3 +81,47 @@ def _through_booleans(function: Any, takes: frozenset[int], gives: frozenset[int
     return types.new_class(
         function.__name__, (torch.autograd.Function,), {}, lambda body: body.update(members, **schema)
     )
+
+
+# ---------------------------------------------------------------------------------------- inlined or refused
+
+
+_inline: contextvars.ContextVar[bool] = contextvars.ContextVar("inline", default=False)
+
+
+@contextlib.contextmanager
+def inlining(wanted: bool) -> Iterator[None]:
+    """Let ORT derive the forward of custom autograd functions in exports of this with-block; False: call them."""
+    calls = importlib.import_module(_CALLS)
+    called = calls.custom_autograd_function_enabler.state
+    token = _inline.set(wanted)
+    if wanted:  # the exporter inlines no function that ORT exports as a call
+        calls.enable_custom_autograd_support(False)
+    try:
+        yield
+    finally:
+        _inline.reset(token)
+        calls.enable_custom_autograd_support(called)
+
+
+def without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
+    """An export that inlines only inside of `inlining(True)`, and ends with the reason where it cannot call."""
+
+    @functools.wraps(export)
+    def export_without_inlining(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
+        except RuntimeError as error:
+            if "Couldn't export Python operator" in str(error):
+                refuse(error)
+            raise
+
+    return export_without_inlining
+
+
+def refuse(cause: Exception | None = None) -> None:
+    """Raise RuntimeError, saying what keeps custom autograd functions out of the graph here."""
+    raise RuntimeError(
+        f"{f'{cause}: ' if cause else ''}custom autograd functions inside ORT's graph need {extensions.INTEROP}, which "
+        f"`ortlaunch setup` could not build here: {extensions.interop_refusal()}"
+    ) from cause

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.cache import cache_root
-from ortlaunch.worker.ort.compat import wrap_method
 from ortlaunch.worker.ort.export_key import key_of
 from ortlaunch.worker.ort.known import TRANSITION, owner
+from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.plain import NotPlain
 from ortlaunch.worker.ort.tally import tally, traced
 

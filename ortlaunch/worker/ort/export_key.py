@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ortlaunch.worker.ort import IMPORTED, compat
+from ortlaunch.worker.ort import IMPORTED, patching
 from ortlaunch.worker.ort.plain import NotPlain, Plain
 from ortlaunch.worker.ort.sparse_labels import sparse
 
@@ -45,7 +45,7 @@ def key_of(export: dict[str, Any]) -> str:
         "modules": [_module(plain, path, child) for path, child in module.named_modules(remove_duplicate=False)],
         "parameters": [_parameter(plain, name, p) for name, p in module.named_parameters(remove_duplicate=False)],
         "buffers": [_buffer(path, child) for path, child in module.named_modules()],
-        "repairs": (sorted(compat.applied()), sorted(compat.not_applied())),
+        "repairs": (sorted(patching.applied()), sorted(patching.not_applied())),
         "installed": installed(),
         "sources": dict(_sources()),
         "globals": _globals(plain),

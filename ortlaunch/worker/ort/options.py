@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from ortlaunch import extensions
 from ortlaunch.errors import EngineError
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.ort_variables import contradictions, seen
-from ortlaunch.worker.ort.compat import environment, import_ortmodule, inlining
+from ortlaunch.worker.ort.compat import import_ortmodule
+from ortlaunch.worker.ort.custom_functions import inlining
 from ortlaunch.worker.ort.graph import Graph
+from ortlaunch.worker.ort.patching import environment
 
 if TYPE_CHECKING:
     from torch import nn

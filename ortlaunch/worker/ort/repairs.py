@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 from ortlaunch.extensions import ORT_VERSION
-from ortlaunch.worker.ort import compat
+from ortlaunch.worker.ort import patching
 from ortlaunch.worker.ort.buffers import keep_buffers_exact
 from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
@@ -38,14 +38,14 @@ class Repair(NamedTuple):
 def apply_repairs(*left_out: str) -> None:
     """Make every repair, once in a process; `left_out` names those a test wants to miss."""
     for repair in REPAIRS:
-        if repair.name in (*compat.applied(), *compat.not_applied()):
+        if repair.name in (*patching.applied(), *patching.not_applied()):
             continue
         why = "left out" if repair.name in left_out else _unknown(repair)
         if why:
-            compat.leave_out(repair.name, why)
+            patching.leave_out(repair.name, why)
         else:
             repair.apply()
-            compat.record(repair.name)
+            patching.record(repair.name)
 
 
 def _unknown(repair: Repair) -> str:
@@ -66,8 +66,8 @@ def skip_frozen_gradients() -> None:
 
     A parameter that is unfrozen later has no gradient in a graph built while it was frozen: build another.
     """
-    compat.wrap_method(owner(TRANSITION), "_export_model", _without_frozen)
-    compat.wrap_method(owner(TRAINING), "forward", _rebuilding_when_unfrozen)
+    patching.wrap_method(owner(TRANSITION), "_export_model", _without_frozen)
+    patching.wrap_method(owner(TRAINING), "forward", _rebuilding_when_unfrozen)
 
 
 def _without_frozen(export_model: Callable[..., Any], **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def export_for_changed_calls() -> None:
     Shapes may change freely; everything else about a call that an export depends on makes another graph.
     """
     for manager in (TRAINING, EVALUATION):
-        compat.wrap_method(owner(manager), "forward", _exporting_when_changed)
+        patching.wrap_method(owner(manager), "forward", _exporting_when_changed)
 
 
 def _exporting_when_changed(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
 
 def keep_graphs_for_backward() -> None:
     """ORT runs every backward pass in the newest graph, also that of a forward pass in an earlier one."""
-    compat.wrap_method(owner(TRAINING), "_create_autofunction_class", _with_own_graph)
+    patching.wrap_method(owner(TRAINING), "_create_autofunction_class", _with_own_graph)
 
 
 def _with_own_graph(original: Callable[..., Any], manager: Any) -> Any:
@@ -177,8 +177,8 @@ def map_gradient_checkpointing() -> None:
     """Gradient checkpointing ended the export (reentrant) or was lost in it: ORT's recomputation takes its place."""
     ortmodule: Any = owner("__init__:")
     ortmodule._defined_from_envvar = functools.partial(_level, ortmodule._defined_from_envvar)
-    compat.wrap_method(owner(TRANSITION), "_get_exported_model", _seeing_checkpoints)
-    compat.wrap_method(owner(TRANSITION), "_export_model", _recomputing)
+    patching.wrap_method(owner(TRANSITION), "_get_exported_model", _seeing_checkpoints)
+    patching.wrap_method(owner(TRANSITION), "_export_model", _recomputing)
 
 
 _checkpoints: list[None] = []
@@ -238,7 +238,7 @@ def _recomputing(original: Callable[..., Any], **kwargs: Any) -> Any:
 
 def manage_gradients_on_device() -> None:
     """memory_efficient_grad_management ended in `zeros() ... device=dict`: it was given parameters for a device."""
-    compat.wrap_method(owner(_MANAGEMENT), _ENABLE, _on_device)
+    patching.wrap_method(owner(_MANAGEMENT), _ENABLE, _on_device)
 
 
 _MANAGEMENT, _ENABLE = "_mem_efficient_grad_mgmt:", "post_processing_enable_mem_efficient_training"

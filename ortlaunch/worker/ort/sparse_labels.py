@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ortlaunch.worker.ort.compat import wrap_method
 from ortlaunch.worker.ort.known import TRANSITION, owner
+from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.tally import tally, traced
 
 IGNORED = -100

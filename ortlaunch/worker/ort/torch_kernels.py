@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ortlaunch import machine
-from ortlaunch.recipe.models import Engine
-from ortlaunch.worker.ort.compat import wrap_method
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort.known import TRAINING, owner
+from ortlaunch.worker.ort.patching import wrap_method
 
 PRODUCTS = "_ortlaunch_torch_matmul"
 """Attribute of a manager of ORT's: whether matrix products are torch's."""

@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ortlaunch.worker.ort.compat import import_ortmodule, wrap_method
+from ortlaunch.worker.ort.compat import import_ortmodule
 from ortlaunch.worker.ort.graph import Graph, read_graph
+from ortlaunch.worker.ort.patching import wrap_method
 
 _GRAPH = "_ortlaunch_graph"
 

@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.recipe.models import Engine
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort import options
 from ortlaunch.worker.ort.buffers import kept_modes
-from ortlaunch.worker.ort.compat import environment, import_ortmodule, record, wrap_method
+from ortlaunch.worker.ort.compat import import_ortmodule
 from ortlaunch.worker.ort.export_cache import ENABLED
+from ortlaunch.worker.ort.patching import environment, record, wrap_method
 from ortlaunch.worker.ort.repairs import apply_repairs
 from ortlaunch.worker.ort.torch_kernels import PRODUCTS, torch_products
 

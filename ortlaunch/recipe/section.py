@@ -1,0 +1,52 @@
+"""What the recipe's sections share: their base model, and the kinds of values that several of them take."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Union
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+
+# Branches of "a word or a mapping" and of "a number or auto", as they appear in pydantic's locations.
+WORD, MAPPING, NUMBER = "<word>", "<mapping>", "<number>"
+
+
+def tuple_of(value: object) -> object:
+    """A list of YAML as a tuple; anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _tuple_of_one_or_more(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple_of(value)
+
+
+def _number_or_auto(value: object) -> str:
+    return WORD if value == "auto" else NUMBER
+
+
+Text = Annotated[str, Field(min_length=1)]
+Words = Annotated[tuple[Text, ...], BeforeValidator(tuple_of)]
+OneOrMore = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(_tuple_of_one_or_more),
+    Field(min_length=1),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+]
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveOrAuto = Annotated[
+    Union[Annotated[Positive, Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
+    Discriminator(_number_or_auto),
+]
+
+
+class Section(BaseModel):
+    """What every section shares: frozen, strict types, unknown keys are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
