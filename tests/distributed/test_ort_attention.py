@@ -6,9 +6,11 @@ import copy
 import inspect
 import io
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,6 +163,59 @@ def test_attention_dropout_drops_and_keeps_the_scale() -> None:
     assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.3)
     ours(x).backward()
     assert ours.eval()(x).item() == pytest.approx(1.0, rel=1e-6)
+
+
+class Probabilities(nn.Module):
+    """scaled_dot_product_attention over the identity: its output is the attention's probabilities after dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = torch.eye(x.shape[-2]).expand(*x.shape[:-1], -1)
+        dropout = 0.3 if self.training else 0.0
+        return nn.functional.scaled_dot_product_attention(x, x, values * self.scale, dropout_p=dropout)
+
+
+def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
+    """In each pass another 30 % of them are zero, and each of the others is divided by 0.7."""
+    torch.manual_seed(1_000_003)  # ORT's generator on CPU gives the multiples of its seed: 0, 1 and 2 are alike
+    model, x = Probabilities(), torch.randn(4, 4, 64, 8)
+    ours = wrapped(copy.deepcopy(model))
+    whole, first, second = (call(x).detach() for call in (model.eval(), ours, ours))
+    for found in (first, second):
+        dropped = found == 0
+        assert dropped.float().mean().item() == pytest.approx(0.3, abs=0.02)  # 65,536 of them: 11 times their spread
+        assert torch.allclose(found[~dropped], whole[~dropped] / 0.7, rtol=1e-5)
+    both = ((first == 0) & (second == 0)).float().mean().item()
+    assert both == pytest.approx(0.09, abs=0.02)  # of two masks that know nothing of each other
+
+
+UNKNOWN_TORCH = """
+from ortlaunch.worker.ort import compat, symbolics
+symbolics.with_attention_dropout = lambda export: None
+compat.import_ortmodule()
+import torch
+from ortlaunch.recipe.models import Engine
+from ortlaunch.worker.ort.wrap import wrap
+from tests.distributed.test_ort_attention import Scores
+x = torch.randn(2, 4, 16, 8)
+wrap(Scores(0.0), Engine(), threads=1)(x).backward()
+assert abs(wrap(Scores(0.3), Engine(), threads=1).eval()(x).item() - 1) < 1e-5
+assert "export_attention_dropout" in compat.not_applied()
+wrap(Scores(0.3), Engine(), threads=1)(x)
+"""
+
+
+def test_attention_dropout_of_an_unknown_torch_is_refused(tmp_path: Path) -> None:
+    """Where torch's source is not the known one, dropout in attention ends the first pass, and nothing else does."""
+    (tmp_path / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
+    environment = {**os.environ, "ORTLAUNCH_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", UNKNOWN_TORCH]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "and it may drop nothing; use model.attention=eager" in done.stderr
 
 
 def test_the_gradient_is_of_what_was_kept() -> None:

@@ -195,10 +195,15 @@ def export_multihead_attention() -> bool:
 
 
 def export_attention_dropout() -> bool:
-    """Every torch: scaled_dot_product_attention with dropout, written so that ORT can train it."""
+    """Every torch: scaled_dot_product_attention with dropout, written so that ORT can train it.
+
+    Where torch's source is unknown such attention ends the export, and so the run before step 1, with what to do.
+    """
     import torch
 
     if _symbolics().with_attention_dropout(torch.onnx.export) is None:
+        _wrap_ort_export(_symbolics().refusing_attention_dropout)
+        leave_out("export_attention_dropout", f"torch {torch.__version__} exports attention in a way not known here")
         return False
     _wrap_ort_export(_symbolics().with_attention_dropout)
     return True
