@@ -18,7 +18,6 @@ from contest import Gate
 
 LENGTH, SEED, RATE, NORM, NEVER = 128, 7, 1e-4, 1.0, 10**6
 LORA = {"r": 8, "alpha": 32, "target_modules": ["q_proj", "v_proj"]}
-ATTENTION_OF = {"bert": "eager", "llama": "sdpa"}  # what ONNX Runtime takes; see README
 
 
 def size(shape: str, small: bool, vocabulary: int) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def samples(shape: str, vocabulary: int, count: int = 512) -> list[dict[str, Any
     return found
 
 
-def model(options: dict[str, Any], attention: str | None) -> Any:
+def model(options: dict[str, Any]) -> Any:
     """The model in plain transformers, with adapters where asked."""
     import torch
     import transformers
@@ -52,7 +51,7 @@ def model(options: dict[str, Any], attention: str | None) -> Any:
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields, use_cache=False)
     auto = transformers.AutoModelForMaskedLM if shape == "bert" else transformers.AutoModelForCausalLM
     torch.manual_seed(SEED)
-    made = auto.from_config(config, attn_implementation=attention).train()
+    made = auto.from_config(config).train()
     if options["lora"]:
         import peft
 
@@ -81,17 +80,17 @@ def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
     """PyTorch as anyone writes it."""
     from ortlaunch.worker.model import LossModule
 
-    bare(LossModule(model(options, None)), gate, options)
+    bare(LossModule(model(options)), gate, options)
 
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
-    """ORTModule as Microsoft ships it, but for what importing it on today's torch takes."""
+    """ORTModule as Microsoft ships it, but for what importing it and exporting on today's torch take (compat.py)."""
     from ortlaunch.worker.ort.compat import import_ortmodule
 
     ortmodule = import_ortmodule()
     from ortlaunch.worker.model import LossModule
 
-    bare(ortmodule.ORTModule(LossModule(model(options, ATTENTION_OF[options["shape"]]))), gate, options)
+    bare(ortmodule.ORTModule(LossModule(model(options))), gate, options)
 
 
 def ours(gate: Gate, options: dict[str, Any]) -> None:
@@ -152,7 +151,7 @@ def trainer(gate: Gate, options: dict[str, Any]) -> None:
         logging_steps=10, disable_tqdm=True, seed=SEED,
     )  # fmt: skip
     transformers.Trainer(
-        model(options, None),
+        model(options),
         arguments,
         train_dataset=samples(options["shape"], options["vocabulary"]),
         callbacks=[Turns()],
@@ -176,7 +175,7 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": NEVER,
     }  # fmt: skip
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-    module = model(options, None)
+    module = model(options)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=0.0, fused=True)
     loader = torch.utils.data.DataLoader(samples(options["shape"], options["vocabulary"]), batch_size=options["batch"])

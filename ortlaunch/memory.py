@@ -199,7 +199,9 @@ def _lora_tensors(lora: Lora, c: dict[str, Any]) -> list[int] | None:
 def _activations(recipe: Recipe, c: dict[str, Any], micro: int) -> int:
     s, h, layers = recipe.data.sequence_length or 0, c["hidden_size"], c["num_hidden_layers"]
     width = 2 if recipe.precision == "fp32" else 1  # the paper counts 16-bit activations
-    scores = 0.0 if recipe.model.attention == "sdpa" else 5.0 * c["num_attention_heads"] * s / h
+    # Engine ort writes sdpa out in its graph.
+    fused = recipe.model.attention == "sdpa" and (recipe.engine.name != "ort" or recipe.engine.aten_sdpa)
+    scores = 0.0 if fused else 5.0 * c["num_attention_heads"] * s / h
     a_layer = s * micro * h * (34 + scores) * width
     kept = layers * a_layer if not recipe.engine.memory_optimization else layers * 2 * s * micro * h * width + a_layer
     # Logits, their log-softmax and the gradients of both, in float32: seen on CPU with BERT and Llama, fp32 and bf16.

@@ -68,7 +68,7 @@ def trained(module: Any, batch: Batch) -> tuple[list[float], dict[str, torch.Ten
 
 
 def bert() -> tuple[nn.Module, Batch]:
-    """A two-layer BERT for masked language modelling, written-out attention, as the recipes have it."""
+    """A two-layer BERT for masked language modelling, written-out attention."""
     import transformers
 
     config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

@@ -61,7 +61,6 @@ LLAMA: dict[str, Any] = {
 }
 FAMILIES = {"bert": BERT, "llama": LLAMA}
 CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
-ATTENTION_DROPOUT = {"bert": "attention_probs_dropout_prob", "llama": "attention_dropout"}
 # Linear layers that can get a low-rank adapter.
 LINEAR_LAYERS = {
     "bert": ("query", "key", "value", "dense"),
@@ -79,10 +78,3 @@ def complete(config: dict[str, Any] | None) -> dict[str, Any] | None:
     """The config with the family's defaults filled in, or None for other model types."""
     family = FAMILIES.get(str((config or {}).get("model_type")))
     return None if family is None else {**family, **(config or {})}
-
-
-def attention_dropout(config: dict[str, Any] | None) -> float | None:
-    """Dropout of the attention weights, or None where only transformers knows."""
-    full = complete(config)
-    value = full[ATTENTION_DROPOUT[full["model_type"]]] if full else None
-    return float(value) if isinstance(value, (int, float)) else None

@@ -64,8 +64,8 @@ class Model(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments for `factory`."""
     attention: Literal["auto", "eager", "sdpa"] = "auto"
-    """Attention implementation in transformers. `auto`: sdpa, but eager where engine ort meets attention
-    dropout above 0 (ONNX Runtime cannot build the gradient of sdpa's dropout)."""
+    """Attention implementation in transformers. `auto`: sdpa for the models that have it, but eager with
+    `engine.efficient_attention` or `engine.flash_attention`, which replace attention that is written out."""
     lora: Optional[Lora] = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
 

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
-from ortlaunch.recipe.families import attention_dropout
 from ortlaunch.recipe.model_rules import function, model_rules
 from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
 from ortlaunch.recipe.place import SECRET, Problem
@@ -264,13 +263,6 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
             ("zero.stage", "engine.name"),
             "got 3 with engine ort: ONNX Runtime 1.19.2 rebuilds DeepSpeed's ZeRO 3 hooks from their code of before "
             "0.16.9, and today's differ in name, closures and per-module classes; use stage 2, or engine.name: eager",
-        )
-    dropout = attention_dropout(recipe.model.config)
-    if recipe.model.attention == "sdpa" and dropout:
-        yield (
-            ("model.attention", "engine.name", "model.config"),
-            f"got sdpa with attention dropout {dropout:g} on engine ort, which cannot build the gradient of sdpa's "
-            "dropout; use eager or auto, or set the dropout to 0",
         )
 
 

@@ -74,12 +74,14 @@ class Engine:
 
     def truth(self) -> dict[str, Any]:
         """engine.json, with what ONNX Runtime has executed, or torch.compile has compiled, so far."""
+        averaging = getattr(self.stepper, "averaging", None)
+        report = {**self.report, "unused_parameters": list(averaging.unused) if averaging else []}
         if self.report["engine"]["used"] == "inductor":
-            return {**self.report, "inductor": _compiled()}
+            return {**report, "inductor": _compiled()}
         if self.witness is None:
-            return self.report
+            return report
         counts = self.witness.counts()
-        return {**self.report, "onnxruntime": {**self.report["onnxruntime"], **counts, **_exports()}}
+        return {**report, "onnxruntime": {**self.report["onnxruntime"], **counts, **_exports()}}
 
 
 def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sample: Batch) -> Engine:

@@ -70,7 +70,7 @@ def _transformers_model(recipe: Recipe, data: Data) -> nn.Module:
     import transformers
 
     config = _config(recipe, data)
-    attention = attention_of(recipe, config)
+    attention = attention_of(recipe)
     auto = getattr(transformers, _AUTO_CLASSES[recipe.model.task])
     try:
         if recipe.model.pretrained is None:
@@ -151,16 +151,14 @@ def _refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
         raise InputError(f"model.config.num_labels: got {config.num_labels}, and the data has {_classes(data)} classes")
 
 
-def attention_of(recipe: Recipe, config: Any) -> str | None:
-    """`auto` decided: eager where ONNX Runtime meets attention dropout, else transformers' choice (None).
+def attention_of(recipe: Recipe) -> str | None:
+    """`auto` decided: transformers' choice (None), which is sdpa for the models that have it.
 
-    That is sdpa for the models that have it.
+    Eager where ONNX Runtime is asked to replace attention that is written out.
     """
     if recipe.model.attention != "auto":
         return recipe.model.attention
-    names = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
-    dropout = max((getattr(config, name, None) or 0.0 for name in names), default=0.0)
-    return "eager" if recipe.engine.name == "ort" and dropout > 0 else None
+    return "eager" if recipe.engine.efficient_attention or recipe.engine.flash_attention else None
 
 
 # With these peft trains a new head, too.

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.worker.averaging import Averaging
 from ortlaunch.worker.distributed import Group
 
 _STATE_FILE = "state.pt"
@@ -64,18 +65,16 @@ class TorchStepper:
     ) -> None:
         self.model, self.optimizer, self.group = model, optimizer, group
         self.accumulation, self.max_norm = accumulation, max_norm
-        ids = [group.device.index] if group.device.type == "cuda" else None
-        self.module: Any = model
-        if group.size > 1:
-            self.module = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        self.averaging = Averaging(model, group) if group.size > 1 else None
+        self.module: Any = self.averaging.module if self.averaging else model
         self.dtype = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=precision == "fp16")
 
     @contextlib.contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
-        """Autocast, and no averaging of gradients before the last micro batch."""
-        quiet = self.module.no_sync() if self.group.size > 1 and not last else contextlib.nullcontext()
-        with quiet, torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None):
+        """Autocast, and gradients averaged with the last micro batch."""
+        averaging = self.averaging.of(last) if self.averaging else contextlib.nullcontext()
+        with averaging, torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None):
             yield
 
     def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -80,12 +81,20 @@ def train(
     return state
 
 
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Dropout, too, is a function of seed, step and rank: a resumed run goes on with the same masks.
+
+    Far apart for neighbours: ONNX Runtime counts up from it, one for each Dropout, so that with a seed higher by one
+    each would have the mask that the next one had in the step before, or has on the rank before.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "big")
+
+
 def train_step(
     recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, state: TrainState
 ) -> tuple[torch.Tensor, Any, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
-    # Dropout, too, is a function of seed, step and rank: a resumed run goes on with the same masks.
-    torch.manual_seed((recipe.seed + 1) * 1_000_003 + state.step * group.size + group.rank)
+    torch.manual_seed(step_seed(recipe.seed, state.step, group.rank))
     rate = recipe.optimizer.learning_rate * factor(recipe.schedule, state.step, recipe.train.max_steps)
     passes = plan.batch.accumulation_steps
     total = torch.zeros((), device=group.device)

@@ -7,14 +7,15 @@ import inspect
 import io
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.distributed.modules import wrapped
-from tests.ort import needs_ort
+from tests.distributed.modules import python, wrapped
+from tests.ort import needs_ort, share_extensions
 
 pytestmark = needs_ort
 LENGTH = 5
@@ -151,6 +152,57 @@ def test_attention_dropout_drops_and_keeps_the_scale() -> None:
     assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.3)
     ours(x).backward()
     assert ours.eval()(x).item() == pytest.approx(1.0, rel=1e-6)
+
+
+class Probabilities(nn.Module):
+    """scaled_dot_product_attention over the identity: its output is the attention's probabilities after dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = torch.eye(x.shape[-2]).expand(*x.shape[:-1], -1)
+        dropout = 0.3 if self.training else 0.0
+        return nn.functional.scaled_dot_product_attention(x, x, values * self.scale, dropout_p=dropout)
+
+
+def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
+    """In each pass another 30 % of them are zero, and each of the others is divided by 0.7."""
+    torch.manual_seed(1_000_003)  # ORT's generator on CPU gives the multiples of its seed: 0, 1 and 2 are alike
+    model, x = Probabilities(), torch.randn(4, 4, 64, 8)
+    ours = wrapped(copy.deepcopy(model))
+    whole, first, second = (call(x).detach() for call in (model.eval(), ours, ours))
+    for found in (first, second):
+        dropped = found == 0
+        assert dropped.float().mean().item() == pytest.approx(0.3, abs=0.02)  # 65,536 of them: 11 times their spread
+        assert torch.allclose(found[~dropped], whole[~dropped] / 0.7, rtol=1e-5)
+    both = ((first == 0) & (second == 0)).float().mean().item()
+    assert both == pytest.approx(0.09, abs=0.02)  # of two masks that know nothing of each other
+
+
+UNKNOWN_TORCH = """
+from ortlaunch.worker.ort import compat, patching, symbolics
+symbolics.with_attention_dropout = lambda export: None
+compat.import_ortmodule()
+import torch
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.worker.ort.wrap import wrap
+from tests.distributed.test_ort_attention import Scores
+x = torch.randn(2, 4, 16, 8)
+wrap(Scores(0.0), Engine(), threads=1)(x).backward()
+assert abs(wrap(Scores(0.3), Engine(), threads=1).eval()(x).item() - 1) < 1e-5
+assert "export_attention_dropout" in patching.not_applied()
+wrap(Scores(0.3), Engine(), threads=1)(x)
+"""
+
+
+def test_attention_dropout_of_an_unknown_torch_is_refused(tmp_path: Path) -> None:
+    """Where torch's source is not the known one, dropout in attention ends the first pass, and nothing else does."""
+    share_extensions(tmp_path)
+    done = python(UNKNOWN_TORCH, ORTLAUNCH_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert "and it may drop nothing; use model.attention=eager" in done.stderr
 
 
 def test_the_gradient_is_of_what_was_kept() -> None:

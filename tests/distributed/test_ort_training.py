@@ -15,6 +15,7 @@ from torch import nn
 
 from ortlaunch.worker.ort import patching
 from ortlaunch.worker.ort.witness import Witness
+from ortlaunch.worker.train import step_seed
 from tests.distributed.modules import (
     Checkpointed,
     Layers,
@@ -242,3 +243,24 @@ def test_wrapping_and_training_print_nothing(witness: Witness, capfd: pytest.Cap
     capfd.readouterr()
     wrapped(model)(**next(batches())).backward()
     assert capfd.readouterr() == ("", "")
+
+
+class Dropped(nn.Module):
+    """The masks of two dropouts of one size."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.dropout(x, 0.5), nn.functional.dropout(x, 0.5)
+
+
+def test_no_mask_is_another_ones_of_the_step_before_or_the_rank_before(built: None) -> None:
+    """ORT counts its seeds up, one for each dropout."""
+    module, x = wrapped(Dropped()), torch.ones(40, 40)
+    masks = []
+    for step, rank in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0)):
+        torch.manual_seed(step_seed(0, step, rank))
+        masks += [mask != 0 for mask in module(x)]
+    for place, mask in enumerate(masks):
+        assert mask.float().mean().item() == pytest.approx(0.5, abs=0.07)
+        assert all(0.4 < (mask == other).float().mean() < 0.6 for other in masks[:place])
+    torch.manual_seed(step_seed(0, 0, 1))
+    assert (module(x)[0] != 0).equal(masks[2])

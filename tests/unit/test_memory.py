@@ -321,3 +321,10 @@ def test_plan_of_llama_for_eight_gpus() -> None:
     found = [sum(parts[:3]) for _, parts in memory.by_stage]
     norms = 65 * 4096  # small enough for ZeRO 3 to keep whole, in 2 bytes
     assert found == [16 * n, 16 * n, 4 * n + 12 * n // 8, 2 * n + 14 * n // 8, 2 * n + 2 * norms]
+
+
+def test_engine_ort_writes_sdpa_out() -> None:
+    """There its scores are kept as those of eager attention, unless torch's own kernel is asked for."""
+    sdpa = {"model": {"task": "masked-lm", "config": BERT, "attention": "sdpa"}}
+    assert activations(**sdpa, engine={"name": "ort"}) == activations()
+    assert activations(**sdpa, engine={"name": "ort", "aten_sdpa": True}) == activations(**sdpa)

@@ -20,7 +20,7 @@ from typing import Any
 from ortlaunch import extensions
 from ortlaunch.errors import MissingDependency
 from ortlaunch.worker.ort import custom_functions
-from ortlaunch.worker.ort.patching import Seen, applied, environment, record, wrap_ort_export
+from ortlaunch.worker.ort.patching import Seen, applied, environment, leave_out, record, wrap_ort_export
 
 _ORTMODULE = "onnxruntime.training.ortmodule"
 
@@ -141,10 +141,15 @@ def export_multihead_attention() -> bool:
 
 
 def export_attention_dropout() -> bool:
-    """Every torch: scaled_dot_product_attention with dropout, written so that ORT can train it."""
+    """Every torch: scaled_dot_product_attention with dropout, written so that ORT can train it.
+
+    Where torch's source is unknown such attention ends the export, and so the run before step 1, with what to do.
+    """
     import torch
 
     if _symbolics().with_attention_dropout(torch.onnx.export) is None:
+        wrap_ort_export(_symbolics().refusing_attention_dropout)
+        leave_out("export_attention_dropout", f"torch {torch.__version__} exports attention in a way not known here")
         return False
     wrap_ort_export(_symbolics().with_attention_dropout)
     return True

@@ -39,7 +39,7 @@ def with_attention_dropout(export: Export) -> Export | None:
     """An export in which scaled_dot_product_attention's dropout is one for training; None: torch's source is unknown.
 
     Torch writes an ONNX Dropout without a mask, for which ORT cannot build a gradient, and without its training flag,
-    with which it would drop nothing.
+    with which it would drop nothing. Where the source is another, `refusing_attention_dropout` takes the place of this.
     """
     attention = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
     if inspect.getsource(attention).count('g.op(\n            "Dropout",\n') != 1:
@@ -49,6 +49,27 @@ def with_attention_dropout(export: Export) -> Export | None:
         return attention(_TrainingDropout(g), *args)
 
     return _registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
+
+
+def refusing_attention_dropout(export: Export) -> Export:
+    """An export that ends where scaled_dot_product_attention has dropout: an unknown form of it may drop nothing."""
+    attention = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
+
+    def symbolic(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any, *rest: Any) -> Any:
+        if _constant(dropout) != 0:
+            raise RuntimeError(
+                f"scaled_dot_product_attention with dropout: how torch {torch.__version__} exports it is not known "
+                "here, and it may drop nothing; use model.attention=eager, or attention without dropout"
+            )
+        return attention(g, query, key, value, mask, dropout, *rest)
+
+    return _registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
+
+
+def _constant(value: Any) -> Any:
+    from torch.onnx import symbolic_helper
+
+    return symbolic_helper._maybe_get_const(value, "f")
 
 
 class _TrainingDropout:

@@ -62,7 +62,7 @@ def replace(graph: Any, products: bool) -> None:
     }
     for node in graph.node:
         kernel = kernels.get(node.op_type)
-        if node.output[0] not in rewriting.made and not (kernel and kernel(rewriting, node)):
+        if not rewriting.made.intersection(node.output) and not (kernel and kernel(rewriting, node)):
             rewriting.nodes.append(node)
     nodes = []
     for node in rewriting.living():  # a node that stays in the graph is freed with it

@@ -1,0 +1,97 @@
+"""Gradients averaged over the ranks by DistributedDataParallel, or by hand where the loss leaves parameters out.
+
+DistributedDataParallel waits for every parameter's gradient, and where one does not come averages none of its bucket.
+Its find_unused_parameters looks at the last micro batch of an accumulation only: what another rank used before differs
+then from rank to rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ortlaunch.errors import EngineError
+from ortlaunch.worker.distributed import Group
+
+
+class Averaging:
+    """A model whose gradients are averaged in the last backward pass of a step.
+
+    The first pass shows whether every rank uses every trained parameter; all ranks decide the same.
+    """
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self.group = group
+        ids = [group.device.index] if group.device.type == "cuda" else None
+        self.module: Any = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.unused: tuple[str, ...] = ()
+        """Trained parameters that got no gradient on some rank in the first pass: if any, averaging is by hand."""
+        self._looked = False
+
+    @contextlib.contextmanager
+    def of(self, last: bool) -> Iterator[None]:
+        """Around one forward and backward pass; `last` of the accumulation.
+
+        Raises:
+            EngineError: a parameter was used in the first pass and not in this one.
+        """
+        by_hand = bool(self.unused) or not self._looked
+        with self.module.no_sync() if by_hand or not last else contextlib.nullcontext():
+            yield
+        if not self._looked:
+            self._look()
+        if last and by_hand:
+            self._average()
+        elif last:
+            self._require_averaged()
+
+    def _look(self) -> None:
+        found = [name for name, parameter in self.trained.items() if parameter.grad is None]
+        anywhere = {name for text in self.group.gather("\n".join(found)) for name in text.split("\n")}
+        self.unused, self._looked = tuple(name for name in self.trained if name in anywhere), True
+        if self.unused and self.group.rank == 0:
+            print(
+                f"the loss does not use {_listed(self.unused)}: gradients are averaged after the backward pass, not "
+                "during it; freeze what is never used (requires_grad_(False)) to save that time",
+                flush=True,
+            )
+
+    def _average(self) -> None:
+        """As DistributedDataParallel: what no rank used keeps no gradient, and the next step takes rank 0's buffers."""
+        used = torch.tensor([p.grad is not None for p in self.trained.values()], dtype=torch.uint8)
+        used = used.to(self.group.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        under_way: list[Any] = []
+        for parameter, by_some in zip(self.trained.values(), used.tolist()):
+            if by_some:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad /= self.group.size
+                under_way.append(dist.all_reduce(parameter.grad, async_op=True))
+        for work in under_way:
+            work.wait()
+        self.module.require_forward_param_sync = True
+
+    def _require_averaged(self) -> None:
+        try:
+            self.module._check_reducer_finalized()
+        except RuntimeError as error:
+            numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            names = list(self.trained)
+            missing = [names[int(number)] for number in numbers[1].split()] if numbers else ["some parameters"]
+            raise EngineError(
+                f"the loss of this step does not use {_listed(missing)} on rank {self.group.rank}, and that of the "
+                "first step did, so that gradients could not be averaged; use every trained parameter in every pass "
+                "(as 0 * parameter.sum(), where it has no part), freeze it, or train with DeepSpeed: zero={stage: 0}"
+            ) from None
+
+
+def _listed(names: Any) -> str:
+    shown = ", ".join(list(names)[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
