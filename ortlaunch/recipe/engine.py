@@ -101,9 +101,10 @@ class Engine(Section):
     tuning_results: Optional[Text] = None
     """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without it."""
     torch_matmul: Optional[bool] = None
-    """ort, CPU: matrix products are torch's (MKL or OpenBLAS), called from inside the graph, where weights are 256 wide
-    or more. Gain: on Intel's processors a tenth of a step; none on AMD's. Not with memory optimization, which
-    recomputes ONNX Runtime's own. null: on for Intel's."""
+    """ort, CPU: products by a matrix are torch's (MKL or OpenBLAS), called from inside the graph of a model with a
+    weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; none on AMD's. Not with memory
+    optimization, which recomputes ONNX Runtime's own (nor with gradient checkpointing, which becomes that), nor with
+    memory_efficient_grad_management. null: on for Intel's."""
     export_cache: bool = True
     """ort: keep exported graphs in the cache folder (`exports`, at most 64 files and 4 GiB), so that a restart of the
     same model and code skips the export, seconds to minutes. False: export every time."""

@@ -87,6 +87,11 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
             ("engine.torch_matmul", "engine.memory_optimization"),
             "does nothing with memory optimization, which recomputes ONNX Runtime's own matrix products; leave it out",
         )
+    if engine.torch_matmul and engine.memory_efficient_grad_management:
+        yield (
+            ("engine.torch_matmul", "engine.memory_efficient_grad_management"),
+            "does nothing with memory_efficient_grad_management, whose graph has no weights to know by; leave one out",
+        )
     for plan in engine.memory_optimization_config:
         if not _PLAN.fullmatch(plan):
             yield (

@@ -88,6 +88,14 @@ class Masked(torch.autograd.Function):
 class Mask(Model):
     def forward(self, x):
         return Masked.apply(self.linear(x), x[:, :1] > 0).sum()
+class Stopped(Model):
+    def forward(self, x):
+        hidden = self.linear(x)
+        return (hidden - hidden.detach()).sum()
+
+stopped = Stopped(False)
+wrap(stopped, Engine(export_cache=False), threads=1)(torch.ones(2, 4)).backward()
+assert stopped.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through detach"
 class Attention(torch.nn.Module):
     def __init__(self, dropout):
         super().__init__()
@@ -113,6 +121,7 @@ WITHOUT = {
     "keep_boolean_arguments": "a mask became uint8",
     "export_multihead_attention": "assert is_literal",
     "export_attention_dropout": "gradient_builder_base.h",
+    "stop_gradient_at_detach": "the gradient went through detach",
     "quiet_ort_export": "warnings of the export",
     "restore_convolution_symbolics": "a convolution: ",
     "skip_nvtx_without_cuda": "NVTX functions not installed",

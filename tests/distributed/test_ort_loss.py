@@ -19,6 +19,7 @@ from tests.ort import needs_ort, share_extensions
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 BATCH, CLASSES = 40, 23
+LOSS = nn.functional.cross_entropy
 
 
 class Scores(nn.Module):
@@ -98,15 +99,40 @@ def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
     assert tally.label_density is None
 
 
-def test_no_label_counts(witness: Witness) -> None:
-    """The mean of nothing is not a number, as in PyTorch; the next batch is right again."""
-    model = Scores()
-    eager, module = copy.deepcopy(model), wrapped(model)
+@pytest.mark.parametrize("matmul", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_label_counts(reduction: str, matmul: bool, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of nothing is not a number, its sum and gradients zero, as in PyTorch; the next batch is right again."""
+    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    model = Scores(reduction=reduction)
+    eager, module = copy.deepcopy(model), wrapped(model, torch_matmul=matmul)
     check(module, eager, *batch(0.2))
-    x, none = batch(0.0)
-    assert torch.isnan(eager(x, none))
-    assert torch.isnan(module(x, none))
+    if reduction == "sum":
+        check(module, eager, *batch(0.0))
+    else:
+        loss = module(*batch(0.0))
+        loss.backward()
+        assert torch.isnan(loss)
+        assert torch.isnan(eager(*batch(0.0)))
     check(module, eager, *batch(0.3))
+
+
+class Legacy(Scores):
+    """The loss by another name and with the arguments of before torch 0.4; rows of the model's own choice."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        flat = self.dense(x).view(-1, 8)
+        chosen = flat[(x.view(-1, 8)[:, 0] > 0).nonzero()]
+        scores, labels = self.head(flat), labels.view(-1)
+        each = LOSS(scores, labels, reduce=False)
+        return LOSS(scores, labels, size_average=False) + each.mean() + chosen.square().mean()
+
+
+def test_other_ways_to_the_loss(witness: Witness) -> None:
+    """What torch makes of old arguments is looked at, and gathers of the model stay what they are."""
+    model = Legacy()
+    check(wrapped(model), copy.deepcopy(model), *batch(0.2))
+    assert tally.label_density == 0.2
 
 
 def test_ignored_labels_are_left_out(witness: Witness) -> None:
@@ -149,7 +175,7 @@ def test_evaluation_takes_every_label(witness: Witness) -> None:
 
 def test_plain_pytorch_is_as_it_was() -> None:
     """The loss is another one for the length of an export only, also of an export that ends in an error."""
-    before = nn.functional.cross_entropy
+    before = torch._C._nn.cross_entropy_loss
 
     class Fails(Scores):
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -159,7 +185,7 @@ def test_plain_pytorch_is_as_it_was() -> None:
     wrapped(Scores())(*batch(0.2))
     with pytest.raises(Exception, match="in the trace"):
         wrapped(Fails())(*batch(0.2))
-    assert nn.functional.cross_entropy is before
+    assert torch._C._nn.cross_entropy_loss is before
 
 
 def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
@@ -184,8 +210,9 @@ class Products(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.biased(self.words(labels.clamp(min=0)) + self.plain(x))
         attended = (hidden @ hidden.transpose(1, 2)).softmax(-1) @ hidden
+        factored = nn.functional.linear(hidden, self.free.t() @ self.biased.weight)
         crossed = (self.free @ self.free.t() @ self.plain.weight.t()) @ attended[0].t()
-        scores = (attended @ self.free) @ self.words.weight.t() + crossed.mean()
+        scores = (attended @ self.free) @ self.words.weight.t() + crossed.mean() + factored.mean()
         return nn.functional.cross_entropy(scores.view(-1, CLASSES), labels.view(-1))
 
 

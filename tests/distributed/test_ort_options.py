@@ -154,6 +154,7 @@ def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert {"linear", "matmul", "tensordot"} & on.aten.keys()
     assert not {"linear", "matmul", "tensordot"} & off.aten.keys()
     assert "does nothing with memory optimization" in refused(torch_matmul=True, memory_optimization=1)
+    assert "whose graph has no weights" in refused(torch_matmul=True, memory_efficient_grad_management=True)
     assert "does nothing on cuda" in refused("cuda", torch_matmul=True)
 
 

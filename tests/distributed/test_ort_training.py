@@ -22,6 +22,7 @@ from tests.distributed.modules import (
     Reverse,
     language_model,
     manager_of,
+    same,
     training_graph,
     wrapped,
 )
@@ -243,6 +244,37 @@ def test_wrapping_and_training_print_nothing(witness: Witness, capfd: pytest.Cap
     capfd.readouterr()
     wrapped(model)(**next(batches())).backward()
     assert capfd.readouterr() == ("", "")
+
+
+class Detached(nn.Module):
+    """A value used with and without its gradient, a target, and the data of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, target = self.linear(x), self.other(x)
+        missed = (hidden - target.detach()).square().mean() + 0.25 * (hidden.detach() - target).square().mean()
+        return missed + (hidden * hidden.detach()).sum() + (hidden * self.other.weight.data.mean()).sum()
+
+
+def test_no_gradient_goes_through_detach(built: None) -> None:
+    """Loss and gradients are eager's, also in a batch of another size, and the evaluation loss."""
+    torch.manual_seed(0)
+    model = Detached()
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        losses = []
+        for each in (module, eager):
+            each.zero_grad()
+            losses.append(each(x))
+            losses[-1].backward()
+        torch.testing.assert_close(*losses)
+        same(model, eager)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x), eager.eval()(x))
 
 
 class Dropped(nn.Module):

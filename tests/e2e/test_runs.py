@@ -254,7 +254,7 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
     assert (ort["exports"] + ort["cache_hits"], ort["re_exports"], ort["not_cached"]) == (2, 0, [])
     assert ort["repairs_not_applied"] == {}
     assert truth["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
-    assert truth["attention"] == "eager"  # the model has attention dropout
+    assert truth["attention"] == "sdpa"  # with the model's attention dropout
 
 
 @needs_ort

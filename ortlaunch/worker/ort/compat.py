@@ -155,6 +155,12 @@ def export_attention_dropout() -> bool:
     return True
 
 
+def stop_gradient_at_detach() -> bool:
+    """Every torch: the exporter leaves `detach` out, and ORT's gradient went through it."""
+    wrap_ort_export(_symbolics().stopping_at_detach)
+    return True
+
+
 def quiet_ort_export() -> bool:
     """Every torch: warnings of the export that a user cannot act on.
 
@@ -213,6 +219,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     keep_boolean_arguments,
     export_multihead_attention,
     export_attention_dropout,
+    stop_gradient_at_detach,
     quiet_ort_export,
     restore_convolution_symbolics,
     skip_nvtx_without_cuda,

@@ -1,6 +1,6 @@
 """How a function of another package is changed in this process, and the record of every such repair.
 
-What is repaired, and why, is compat.py's, repairs.py's and setting_repairs.py's. Imports no torch.
+What is repaired, and why, is compat.py's and repairs.py's. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Leaves ignored labels out of the loss of an exported graph: BERT computes 15 % of its scores, not all.
 
 ORT's own form of it looks only at `nn.CrossEntropyLoss` modules, which the models of transformers have not, and takes
-a Python operator, which keeps a graph out of the export cache. Here every `torch.nn.functional.cross_entropy` of a
-training export gathers the rows that count; ORT's compute optimizer then moves the gather up through the layers that
-make them. The graph is right for any labels.
+a Python operator, which keeps a graph out of the export cache. Here every cross entropy of a training export that has
+one row of scores a label and a mean or a sum gathers the rows that count; ORT's compute optimizer then moves the gather
+up through the layers that make them. The graph is right for any labels.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ortlaunch.worker.ort.tally import tally, traced
 
 IGNORED = -100
 """torch's `ignore_index` where none is given."""
+_NONE = 0  # torch's number of the reduction
 SPARSE = 0.9
 """Below this share of labels that count, the others are left out; ORT's threshold."""
 
@@ -53,35 +54,27 @@ def _telling(original: Callable[..., Any], **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _cross_entropy(seen: dict[str, Any], printing: bool) -> Iterator[None]:
-    """While open, `functional.cross_entropy` leaves out what it ignores, if that is enough of the labels at hand."""
-    functional: Any = torch.nn.functional
-    plain = functional.cross_entropy
+    """While open, a cross entropy leaves out what it ignores, if that is enough of the labels at hand."""
+    parts: Any = torch._C._nn  # what torch.nn.functional.cross_entropy calls, by whatever name the model calls that
+    plain = parts.cross_entropy_loss
 
     @functools.wraps(plain)
     def gathered(
-        input: torch.Tensor,
-        target: torch.Tensor,
-        weight: Any = None,
-        size_average: Any = None,
-        ignore_index: int = IGNORED,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> torch.Tensor:
-        scores, labels = input, target
-        if scores.dim() == 2 and labels.dim() == 1 and reduction in ("mean", "sum"):
+        scores: torch.Tensor, labels: torch.Tensor, weight: Any, reduction: int, ignore_index: int, smoothing: float
+    ) -> Any:
+        if scores.dim() == 2 and labels.dim() == 1 and reduction != _NONE:
             counts = labels != ignore_index
             density = float(counts.float().mean())
             if density < SPARSE:
                 seen["label_density"] = round(density, 3)
                 scores, labels = _without(scores, labels, counts, ignore_index, printing)
-        return plain(scores, labels, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        return plain(scores, labels, weight, reduction, ignore_index, smoothing)
 
-    functional.cross_entropy = gathered
+    parts.cross_entropy_loss = gathered
     try:
         yield
     finally:
-        functional.cross_entropy = plain
+        parts.cross_entropy_loss = plain
 
 
 def _without(scores: Any, labels: Any, counts: Any, ignore_index: int, printing: bool) -> tuple[Any, Any]:
@@ -89,7 +82,9 @@ def _without(scores: Any, labels: Any, counts: Any, ignore_index: int, printing:
         from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
 
         return scores, FlagAndPrintDensity.apply(labels, ignore_index, "label")
-    rows = counts.nonzero().squeeze(1)
+    # The first row where none counts: ORT multiplies no empty matrices, and its label is ignored all the same.
+    first = torch.ones_like(labels).cumsum(0) == 1
+    rows = (counts | (first & ~counts.any())).nonzero().squeeze(1)
     return scores.index_select(0, rows), labels.index_select(0, rows)
 
 
@@ -105,9 +100,11 @@ def _shrink(model: Any) -> None:
 
 
 def _rows(name: str, makers: Mapping[str, Any]) -> bool:
-    while name in makers and makers[name].op_type in ("Squeeze", "Transpose"):
+    for kind in ("Squeeze", "Transpose", "NonZero"):  # as `nonzero().squeeze(1)` is exported: one index a row
+        if name not in makers or makers[name].op_type != kind:
+            return False
         name = makers[name].input[0]
-    return name in makers and makers[name].op_type == "NonZero"
+    return True
 
 
 def sparse(value: torch.Tensor) -> bool:

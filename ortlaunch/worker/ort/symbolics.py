@@ -72,6 +72,24 @@ def _constant(value: Any) -> Any:
     return symbolic_helper._maybe_get_const(value, "f")
 
 
+def stopping_at_detach(export: Export) -> Export:
+    """An export in which `detach` ends the gradient, as a copy that ORT is told not to derive; torch leaves it out."""
+    _c().register_custom_stop_gradient_edges("org.pytorch.aten::ATen::clone::", {0})
+
+    def symbolic(g: Any, x: Any) -> Any:
+        no_format = g.op("prim::Constant")
+        no_format.setType(torch._C.OptionalType.ofTensor())
+        copied = g.op("org.pytorch.aten::ATen", x, no_format, operator_s="clone", overload_name_s="")
+        copied.setType(x.type())
+        return copied
+
+    return _registered(export, "aten::detach", symbolic, 9)
+
+
+def _c() -> Any:
+    return importlib.import_module("onnxruntime.capi._pybind_state")
+
+
 class _TrainingDropout:
     """A graph being written, in which every Dropout has its training flag and its mask."""
 

@@ -18,7 +18,7 @@ from ortlaunch.worker.ort.patching import wrap_method
 PRODUCTS = "_ortlaunch_torch_matmul"
 """Attribute of a manager of ORT's: whether matrix products are torch's."""
 WIDTH = 256
-"""Matrix products with smaller weights are ORT's: a call to torch costs some microseconds."""
+"""Products of a model without a matrix as wide stay ORT's: a call to torch costs some microseconds."""
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # torch's numbers
 _FLOAT = 6  # torch's number of the type
 _IGNORED = -100
@@ -243,6 +243,6 @@ def _product(graph: _Rewriting, node: Any) -> bool:
 def _untransposed(graph: _Rewriting, name: str, transposed: int) -> tuple[str, bool]:
     """A matrix before its transposes, and whether it is to be taken transposed."""
     over = bool(transposed)
-    while name in graph.makers and graph.makers[name].op_type == "Transpose":
+    while name not in graph.made and name in graph.makers and graph.makers[name].op_type == "Transpose":
         name, over = graph.makers[name].input[0], not over
     return name, over
