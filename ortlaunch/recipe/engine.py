@@ -102,7 +102,7 @@ class Engine(Section):
     """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without it."""
     torch_matmul: Optional[bool] = None
     """ort, CPU: products by a matrix are torch's (MKL or OpenBLAS), called from inside the graph of a model with a
-    weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; none on AMD's. Not with memory
+    weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; not measured on others. Not with memory
     optimization, which recomputes ONNX Runtime's own (nor with gradient checkpointing, which becomes that), nor with
     memory_efficient_grad_management. null: on for Intel's."""
     export_cache: bool = True

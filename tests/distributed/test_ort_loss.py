@@ -14,7 +14,7 @@ from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort import export_key, torch_kernels
 from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.witness import Witness
-from tests.distributed.modules import wrapped
+from tests.distributed.modules import Checkpointed, wrapped
 from tests.ort import needs_ort, share_extensions
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
@@ -235,6 +235,12 @@ def test_recomputed_products_stay_onnx_runtimes(witness: Witness, monkeypatch: p
     monkeypatch.setattr(torch_kernels, "WIDTH", 4)
     wrapped(Scores(), torch_matmul=True, memory_optimization=1)(*batch(1.0)).backward()
     assert "linear" not in witness.graphs[-1].aten
+
+
+def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness) -> None:
+    """They become recomputation, whatever was asked of products."""
+    wrapped(Checkpointed(reentrant=False), torch_matmul=True)(torch.randn(3, 8)).backward()
+    assert any("torch_matmul is off" in note for note in tally.notes)
 
 
 @pytest.mark.parametrize(("processor", "wanted"), [("Intel(R) Xeon(R) Processor", True), ("AMD EPYC 9R14", False)])

@@ -14,6 +14,7 @@ from ortlaunch import machine
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort.known import TRAINING, owner
 from ortlaunch.worker.ort.patching import wrap_method
+from ortlaunch.worker.ort.tally import tally
 
 PRODUCTS = "_ortlaunch_torch_matmul"
 """Attribute of a manager of ORT's: whether matrix products are torch's."""
@@ -41,11 +42,13 @@ def torch_products(engine: Engine) -> bool:
 
 def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:
     original(manager, *args)
-    if manager._device.type == "cpu":
-        recomputing = (
-            manager._runtime_options.memory_optimizer_is_enabled()
-        )  # also where a model's checkpoints became it
-        replace(manager._onnx_models.optimized_model.graph, getattr(manager, PRODUCTS, False) and not recomputing)
+    if manager._device.type != "cpu":
+        return
+    products = getattr(manager, PRODUCTS, False)
+    if products and manager._runtime_options.memory_optimizer_is_enabled():  # the model's own checkpoints became it
+        tally.note("torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only")
+        products = False
+    replace(manager._onnx_models.optimized_model.graph, products)
 
 
 def replace(graph: Any, products: bool) -> None:
@@ -217,17 +220,12 @@ def _product(graph: _Rewriting, node: Any) -> bool:
     """op(a) op(b), where b is a matrix, and a too where it is transposed; a transpose at its end is done with it."""
     a, b = node.input[:2]
     settings = _attributes(node)
-    two = node.op_type == "Gemm"
-    ranks = [2, 2] if two else [graph.rank(a), graph.rank(b)]
+    ranks = (2, 2) if node.op_type == "Gemm" else (graph.rank(a), graph.rank(b))
     plain = settings.get("alpha", 1.0) == 1.0 and not settings.get("transBatchA") and not settings.get("transBatchB")
-    if ranks[1] != 2 or _input(node, 2) or not plain:
+    if ranks[1] != 2 or _input(node, 2) or not plain or (settings.get("transA") and ranks[0] != 2):
         return False
     b, over_b = _untransposed(graph, b, settings.get("transB", 0))
-    a, over_a = (
-        _untransposed(graph, a, settings.get("transA", 0)) if ranks[0] == 2 else (a, bool(settings.get("transA")))
-    )
-    if over_a and ranks[0] != 2:
-        return False
+    a, over_a = _untransposed(graph, a, settings.get("transA", 0)) if ranks[0] == 2 else (a, False)
     if not over_a:
         graph.call("linear" if over_b else "matmul", [a, b, ""] if over_b else [a, b], node.output)
         return True
