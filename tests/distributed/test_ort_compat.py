@@ -96,6 +96,16 @@ class Stopped(Model):
 stopped = Stopped(False)
 wrap(stopped, Engine(export_cache=False), threads=1)(torch.ones(2, 4)).backward()
 assert stopped.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through detach"
+class Off(Model):
+    def forward(self, x):
+        hidden = self.linear(x)
+        with torch.no_grad():
+            target = hidden * 1
+        return (hidden - target).sum()
+
+off = Off(False)
+wrap(off, Engine(export_cache=False), threads=1)(torch.ones(2, 4)).backward()
+assert off.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through no_grad"
 class Attention(torch.nn.Module):
     def __init__(self, dropout):
         super().__init__()
@@ -122,6 +132,7 @@ WITHOUT = {
     "export_multihead_attention": "assert is_literal",
     "export_attention_dropout": "gradient_builder_base.h",
     "stop_gradient_at_detach": "the gradient went through detach",
+    "stop_gradient_under_no_grad": "the gradient went through no_grad",
     "quiet_ort_export": "warnings of the export",
     "restore_convolution_symbolics": "a convolution: ",
     "skip_nvtx_without_cuda": "NVTX functions not installed",

@@ -219,6 +219,7 @@ def test_no_checkpointing_no_recomputation() -> None:
 # The test of each repair that must fail in a process without it.
 WITHOUT = {
     "skip_frozen_gradients": "test_ort_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
+    "skip_unreached_weights": "test_ort_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice]",
     "export_for_changed_calls": "test_ort_repairs.py::test_a_changed_call_is_exported_again[another number]",
     "keep_graphs_for_backward": "test_ort_repairs.py::test_backward_after_another_forward",
     "keep_buffers_exact": "test_ort_buffers.py::test_batch_normalization_is_eagers[trained]",

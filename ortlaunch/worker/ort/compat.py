@@ -161,6 +161,12 @@ def stop_gradient_at_detach() -> bool:
     return True
 
 
+def stop_gradient_under_no_grad() -> bool:
+    """Every torch: an export is made with gradients off, and does not see where a model turns them off."""
+    wrap_ort_export(importlib.import_module("ortlaunch.worker.ort.grad_mode").following_grad_mode)
+    return True
+
+
 def quiet_ort_export() -> bool:
     """Every torch: warnings of the export that a user cannot act on.
 
@@ -220,6 +226,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     export_multihead_attention,
     export_attention_dropout,
     stop_gradient_at_detach,
+    stop_gradient_under_no_grad,
     quiet_ort_export,
     restore_convolution_symbolics,
     skip_nvtx_without_cuda,

@@ -85,6 +85,41 @@ def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args:
     return original(manager, *args, **kwargs)
 
 
+def skip_unreached_weights() -> None:
+    """ORT ended where a weight is used and has no gradient: under no_grad, before an argmax, behind detach."""
+    patching.wrap_method(owner(TRANSITION), "_export_model", _without_unreached)
+
+
+def _without_unreached(export_model: Callable[..., Any], **kwargs: Any) -> Any:
+    model, schema, names, differentiable = export_model(**kwargs)
+    reached = _reached(model.graph)
+    used = {name for node in model.graph.node for name in node.input}
+    return model, schema, names, [name for name in differentiable if name in reached or name not in used]
+
+
+def _reached(graph: Any) -> set[str]:
+    """Names of a graph through which a gradient of its outputs may come."""
+    makers = {name: node for node in graph.node for name in node.output}
+    reached: set[str] = set()
+    pending = [output.name for output in graph.output]
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            if name in makers and not _ends_gradients(makers[name]):
+                pending += makers[name].input
+    return reached
+
+
+_NUMBERS = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+_OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
+
+
+def _ends_gradients(node: Any) -> bool:
+    """Whether a node makes whole numbers or truths, or is what `detach` is exported to (ATen's clone: symbolics.py)."""
+    return node.op_type in _NUMBERS or any(a.name == "operator" and a.s in _OPERATORS for a in node.attribute)
+
+
 # ---------------------------------------------------------------------------------------------- changed calls
 
 
@@ -255,6 +290,7 @@ _EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
 # The later ones stand around the earlier ones.
 REPAIRS = (
     Repair(skip_frozen_gradients, (f"{TRANSITION}._export_model", f"{TRAINING}.forward")),
+    Repair(skip_unreached_weights, (f"{TRANSITION}._export_model",)),
     Repair(
         export_for_changed_calls,
         (f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
