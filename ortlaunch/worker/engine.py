@@ -74,8 +74,7 @@ class Engine:
 
     def truth(self) -> dict[str, Any]:
         """engine.json, with what ONNX Runtime has executed, or torch.compile has compiled, so far."""
-        averaging = getattr(self.stepper, "averaging", None)
-        report = {**self.report, "unused_parameters": list(averaging.unused) if averaging else []}
+        report = {**self.report, "unused_parameters": list(self.stepper.unused)}
         if self.report["engine"]["used"] == "inductor":
             return {**report, "inductor": _compiled()}
         if self.witness is None:

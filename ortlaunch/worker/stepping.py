@@ -35,6 +35,10 @@ class Stepper(Protocol):
 
     module: Any
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Trained parameters that the loss leaves out on some rank, as far as anybody looked."""
+
     def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
         """Forward and backward of one micro batch; returns the loss, detached. `last` of the accumulation."""
 
@@ -69,6 +73,10 @@ class TorchStepper:
         self.module: Any = self.averaging.module if self.averaging else model
         self.dtype = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=precision == "fp16")
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return self.averaging.unused if self.averaging else ()
 
     @contextlib.contextmanager
     def _pass(self, last: bool) -> Iterator[None]:
@@ -124,6 +132,8 @@ class TorchStepper:
 
 class DeepSpeedStepper:
     """DeepSpeed's engine around the model; ZeRO shards what the stage says."""
+
+    unused = ()  # DeepSpeed takes a gradient that does not come for zeros
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, config: dict[str, Any]
