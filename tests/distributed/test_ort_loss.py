@@ -76,6 +76,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one a label": {"reduction": "none"},
     "another label ignored": {"ignore_index": 0},
     "weights": {"weight": torch.linspace(0.5, 2, CLASSES)},
+    "smoothed": {"label_smoothing": 0.1},
+    "smoothed, weights": {"label_smoothing": 0.2, "weight": torch.linspace(0.5, 2, CLASSES)},
+    "smoothed, sum": {"label_smoothing": 0.1, "reduction": "sum"},
+    "smoothed, one a label": {"label_smoothing": 0.1, "reduction": "none"},
 }
 
 
@@ -90,6 +94,23 @@ def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Wi
     check(module, eager, *batch(1.2 - density, ignored))
     check(module, eager, *(part[:3] for part in batch(0.5, ignored)))
     assert len(witness.graphs) == 1
+
+
+class Likely(Scores):
+    """Labels that are probabilities of every class."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        likely = nn.functional.one_hot(labels.clamp(min=0), CLASSES).float() * 0.7 + 0.3 / CLASSES
+        scores = self.head(self.dense(x)).view(-1, CLASSES)
+        return nn.functional.cross_entropy(scores, likely.view(-1, CLASSES), **self.options).sum()
+
+
+@pytest.mark.parametrize("options", ["mean", "sum", "one a label", "smoothed, weights"])
+def test_probabilities_for_labels(options: str, witness: Witness) -> None:
+    """Loss and gradients are eager's; nothing is ignored."""
+    model = Likely(**OPTIONS[options])
+    check(wrapped(model), copy.deepcopy(model), *batch(0.2))
+    assert tally.label_density is None
 
 
 def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.worker.ort import IMPORTED, patching
+from ortlaunch.worker.ort.cross_entropy import sparse
 from ortlaunch.worker.ort.plain import NotPlain, Plain
-from ortlaunch.worker.ort.sparse_labels import sparse
 
 _FORMAT = 1
 # Of a module: described apart, or without meaning for a forward pass.

@@ -17,9 +17,9 @@ import torch.utils.checkpoint
 from ortlaunch.extensions import ORT_VERSION
 from ortlaunch.worker.ort import patching
 from ortlaunch.worker.ort.buffers import keep_buffers_exact
+from ortlaunch.worker.ort.cross_entropy import export_every_cross_entropy, leave_out_ignored_labels
 from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
-from ortlaunch.worker.ort.sparse_labels import leave_out_ignored_labels
 from ortlaunch.worker.ort.tally import tally, traced
 from ortlaunch.worker.ort.torch_kernels import call_torch_kernels
 
@@ -319,6 +319,7 @@ REPAIRS = (
         leave_out_ignored_labels,
         (*_EXPORT, f"{TRANSITION}._add_check_label_sparsity_hook", f"{TRANSITION}.get_post_processed_model"),
     ),
+    Repair(export_every_cross_entropy, (f"{TRANSITION}._get_exported_model",)),
     Repair(call_torch_kernels, (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent")),
     Repair(cache_exports, (*_EXPORT, f"{TRANSITION}.get_post_processed_model")),  # last: it stands around the others
 )
