@@ -10,6 +10,7 @@ from collections.abc import Callable
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.worker.allocator import give_back_freed_memory, keep_freed_memory
 from ortlaunch.worker.shepherd import watch
 
 
@@ -35,6 +36,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
     sys.path.insert(0, os.path.abspath(plan.modules))
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
+    freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
     if recipe.engine.name == "ort":
         from ortlaunch.worker.ort.options import prepare
 
@@ -62,6 +64,8 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
             return
         engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
         engine.memory = memory
+        engine.report["freed_memory"] = freed
+        give_back_freed_memory()  # an export's copies of the model
         if work is not None:
             work(recipe, plan, run, group, engine, batches)
             return

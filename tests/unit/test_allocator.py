@@ -1,0 +1,71 @@
+"""Freed memory stays with a process that asks for it, and is given back where the environment says so."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from ortlaunch.worker.allocator import KEPT, keep_freed_memory
+
+FAULTS = """
+import ctypes, resource, sys
+from ortlaunch.worker.allocator import give_back_freed_memory, keep_freed_memory
+if sys.argv[1] != "plain":
+    keep_freed_memory({})
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffer = bytearray(64 << 20)  # written once
+    del buffer
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+step()
+if sys.argv[1] == "given back":
+    give_back_freed_memory()
+print(step())
+"""
+PAGES = (64 << 20) // 4096
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+
+
+def faults(how: str) -> int:
+    """Pages that the kernel gave when 64 MiB were asked for a second time, in a fresh process."""
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, timeout=60, check=True)
+    return int(done.stdout)
+
+
+@glibc
+def test_what_is_freed_is_used_again() -> None:
+    """Without it every page comes anew; given back once, it comes anew once."""
+    assert faults("kept") < PAGES / 10 < PAGES / 2 < faults("plain")
+    assert faults("given back") > PAGES / 2
+
+
+@glibc
+def test_it_says_so() -> None:
+    """In the words that engine.json has."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from ortlaunch.worker.allocator import *; print(keep_freed_memory({}))"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == KEPT
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=10"},
+        {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"},
+    ],
+)
+def test_what_the_user_chose_stays(environ: dict[str, str]) -> None:
+    """Somebody who set malloc up knows what they want; it is told."""
+    assert all(text in keep_freed_memory({**environ, "PATH": "/bin"}) for text in environ.values())
+
+
+def test_another_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Musl has no such settings."""
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert "not glibc" in keep_freed_memory({})
