@@ -245,9 +245,9 @@ def run_without(repair: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("repair", list(WITHOUT))
-def test_each_repair_is_needed(repair: str) -> None:
+def test_each_repair_is_needed(repair: str, ahead: Any) -> None:
     """Without it, its test fails, or ONNX Runtime crashes in it."""
-    done = run_without(repair)
+    done = ahead(run_without, repair)
     assert done.returncode in (1, -signal.SIGSEGV), done.stdout + done.stderr
     assert done.returncode < 0 or "1 failed" in done.stdout
 
