@@ -33,9 +33,9 @@ def bert(**sections: Any) -> Recipe:
     return recipe(**{"model": {"task": "masked-lm", "config": BERT}, "data": WORDS, **sections})
 
 
-def host(name: str, slots: int) -> Host:
+def host(name: str, slots: int, max_slots: int | None = None) -> Host:
     """A host whose devices are all of its slots."""
-    return Host(name, slots, tuple(range(slots)))
+    return Host(name, slots, tuple(range(slots)), max_slots)
 
 
 def plan(

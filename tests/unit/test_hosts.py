@@ -1,14 +1,17 @@
-"""Host files, host lists and filters: what each dialect says, and every way to get one wrong."""
+"""Host files and host lists: what each dialect says, and every way to get one wrong."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ortlaunch.errors import HostfileError
-from ortlaunch.hosts import Host, parse_host_list, parse_hostfile, read_hostfile, select
+from ortlaunch.hosts import Host, HostList, parse_host_list, parse_hostfile, read_hostfile
+from tests.makers import host
 
 EXAMPLES = Path(__file__).parents[2] / "hostfiles"
 BOTH = "DeepSpeed / Open MPI"
@@ -18,16 +21,16 @@ ONCE = "Open MPI would add up the slots and DeepSpeed would refuse; write it onc
 KEYS = "the keys are slots and max_slots"
 
 
-def host(name: str, slots: int, max_slots: int | None = None) -> Host:
-    """A host whose devices are all of its slots."""
-    return Host(name, slots, tuple(range(slots)), max_slots)
+def refused(read: Callable[..., HostList], *given: Any) -> str:
+    """The message of the error that reading this raises."""
+    with pytest.raises(HostfileError) as caught:
+        read(*given)
+    return str(caught.value)
 
 
 def complaints(text: str, default_slots: int | None = None) -> list[str]:
     """The lines of the error that ``text`` raises as the host file F."""
-    with pytest.raises(HostfileError) as caught:
-        parse_hostfile(text, "F", default_slots)
-    return str(caught.value).split("\n")
+    return refused(parse_hostfile, text, "F", default_slots).split("\n")
 
 
 @pytest.mark.parametrize(
@@ -236,18 +239,14 @@ def test_read_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbfa slots=2\r\nb\r\n")
     assert read_hostfile(str(path), default_slots=3).hosts == (host("a", 2), host("b", 3))
-    with pytest.raises(HostfileError) as caught:
-        read_hostfile(path)
-    assert str(caught.value) == f"{path}:2:1: host 'b' has no slots; {NO_SLOTS} 'b slots=8'"
+    assert refused(read_hostfile, path) == f"{path}:2:1: host 'b' has no slots; {NO_SLOTS} 'b slots=8'"
 
 
 def test_unreadable_file(tmp_path: Path) -> None:
     """A missing file and a folder are errors with the system's reason, never one local node."""
     mend = "give a file with lines such as 'worker-1 slots=8'"
     for path, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(HostfileError) as caught:
-            read_hostfile(path)
-        assert str(caught.value) == f"{path}: cannot be read: {reason}; {mend}"
+        assert refused(read_hostfile, path) == f"{path}: cannot be read: {reason}; {mend}"
 
 
 @pytest.mark.parametrize(
@@ -258,9 +257,7 @@ def test_not_utf8(tmp_path: Path, data: bytes, place: str, byte: str) -> None:
     """A file that is not UTF-8 is refused at its first wrong byte."""
     path = tmp_path / "hosts"
     path.write_bytes(data)
-    with pytest.raises(HostfileError) as caught:
-        read_hostfile(path)
-    assert str(caught.value) == f"{path}:{place}: byte 0x{byte} is not UTF-8; save the file as UTF-8"
+    assert refused(read_hostfile, path) == f"{path}:{place}: byte 0x{byte} is not UTF-8; save the file as UTF-8"
 
 
 def test_host_list() -> None:
@@ -288,105 +285,7 @@ def test_host_list() -> None:
 )
 def test_wrong_host_list(text: str, expected: list[str]) -> None:
     """Errors in a --host list name the option and the column within it."""
-    with pytest.raises(HostfileError) as caught:
-        parse_host_list(text)
-    assert str(caught.value).split("\n") == expected
-
-
-HOSTS = parse_hostfile("worker-1 slots=4\nann@worker-2 slots=4 max_slots=8\n[::1] slots=2\n", "F").hosts
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "expected"),
-    [
-        (None, None, {"worker-1": (0, 1, 2, 3), "ann@worker-2": (0, 1, 2, 3), "::1": (0, 1)}),
-        ("worker-1", None, {"worker-1": (0, 1, 2, 3)}),
-        ("worker-2:0,1@worker-1", None, {"worker-1": (0, 1, 2, 3), "ann@worker-2": (0, 1)}),
-        ("worker-2:3,1,3", None, {"ann@worker-2": (1, 3)}),
-        (" worker-1 : 0 , 2 @ [::1]:1 ", None, {"worker-1": (0, 2), "::1": (1,)}),
-        ("[::1]", None, {"::1": (0, 1)}),
-        (None, "worker-1", {"ann@worker-2": (0, 1, 2, 3), "::1": (0, 1)}),
-        (None, "worker-2:0,3@[::1]", {"worker-1": (0, 1, 2, 3), "ann@worker-2": (1, 2)}),
-        (None, "[::1]:0,1", {"worker-1": (0, 1, 2, 3), "ann@worker-2": (0, 1, 2, 3)}),
-    ],
-)
-def test_select(include: str | None, exclude: str | None, expected: dict[str, tuple[int, ...]]) -> None:
-    """Filters follow DeepSpeed's grammar; hosts and devices keep the order of the file."""
-    chosen = select(HOSTS, include, exclude)
-    assert {each.name: each.devices for each in chosen} == expected
-    assert [each.name for each in chosen] == list(expected)
-    assert all(each.slots == len(each.devices) for each in chosen)
-
-
-def test_select_twice() -> None:
-    """A second filter sees the devices that the first left, and max_slots stays."""
-    once = select(HOSTS, include="worker-2:2,3")
-    assert select(once, exclude="worker-2:3") == (Host("ann@worker-2", 1, (2,), 8),)
-    with pytest.raises(HostfileError, match="host 'worker-2' has no slot '0'; its slots are '2', '3'"):
-        select(once, include="worker-2:0")
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "expected"),
-    [
-        ("a", "b", ["--include and --exclude cannot be given together; keep the shorter one"]),
-        ("", "", ["--include and --exclude cannot be given together; keep the shorter one"]),
-        ("", None, ["--include:1:1: there is no host here; write for example worker-2:0,1@worker-3"]),
-        (
-            None,
-            "worker-1@",
-            ["--exclude:1:10: there is no host here; write for example worker-2:0,1@worker-3"],
-        ),
-        (
-            "worker-1@ worker-9:0",
-            None,
-            [
-                "--include:1:11: there is no host 'worker-9'; did you mean 'worker-2'? "
-                "the hosts are 'worker-1', 'worker-2', '::1'"
-            ],
-        ),
-        ("zzz", None, ["--include:1:1: there is no host 'zzz'; the hosts are 'worker-1', 'worker-2', '::1'"]),
-        (
-            "worker-1:0,4,x",
-            None,
-            ["--include:1:1: host 'worker-1' has no slot '4', 'x'; its slots are '0', '1', '2', '3'"],
-        ),
-        (None, "[::1]:", ["--exclude:1:1: host '::1' has no slot ''; its slots are '0', '1'"]),
-        (
-            "worker-1:0@worker-1:1",
-            None,
-            ["--include:1:12: host 'worker-1' is named twice; write it once, with all its slots: worker-1:0,1"],
-        ),
-        (
-            None,
-            "worker-1@worker-2@[::1]:0,1",
-            ["--exclude 'worker-1@worker-2@[::1]:0,1' leaves no slot on any host; leave at least one"],
-        ),
-        (
-            "zzz@worker-1:9",
-            None,
-            [
-                "--include:1:1: there is no host 'zzz'; the hosts are 'worker-1', 'worker-2', '::1'",
-                "--include:1:5: host 'worker-1' has no slot '9'; its slots are '0', '1', '2', '3'",
-            ],
-        ),
-    ],
-)
-def test_wrong_filter(include: str | None, exclude: str | None, expected: list[str]) -> None:
-    """A wrong filter names the option, the column and what could have been meant, all problems at once."""
-    with pytest.raises(HostfileError) as caught:
-        select(HOSTS, include, exclude)
-    assert str(caught.value).split("\n") == expected
-
-
-def test_long_lists_are_cut() -> None:
-    """An error on a thousand hosts shows the first sixteen and counts the rest; sixteen are shown whole."""
-    many = [host(f"worker-{index}", 1) for index in range(1000)]
-    shown = ", ".join(f"'worker-{index}'" for index in range(16))
-    for hosts, rest in ((many, " and 984 more"), (many[:16], "")):
-        with pytest.raises(HostfileError) as caught:
-            select(hosts, include="zzz")
-        assert str(caught.value) == f"--include:1:1: there is no host 'zzz'; the hosts are {shown}{rest}"
+    assert refused(parse_host_list, text).split("\n") == expected
 
 
 def test_ten_thousand_lines() -> None:

@@ -1,20 +1,19 @@
-"""Models from configs, from weights and from the user's own code, and the one loss that comes out of them."""
+"""transformers' models, from configs and from weights: fields, labels, attention and adapters, and their loss."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.model import LossModule, attention_of, build_model
+from tests import makers
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 BERT = {"model_type": "bert", **SMALL, "max_position_embeddings": 32}
@@ -38,23 +37,20 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def recipe(task: str, model: dict[str, Any], data: dict[str, Any] | None = None, **more: Any) -> Recipe:
     """A recipe on the built-in corpus."""
     words = BPE if task == "causal-lm" else WORDPIECE
-    return Recipe.model_validate(
-        {
-            "name": "t",
-            "model": {"task": task, **model},
-            "data": {"train": "python-docs", "tokenizer": words, "sequence_length": 32, **(data or {})},
-            "batch": {"global_size": 2, "micro_size": 2},
-            "optimizer": {"learning_rate": 0.1},
-            "train": {"max_steps": 1},
-            **more,
-        }
-    )
+    data = {"train": "python-docs", "tokenizer": words, "sequence_length": 32, **(data or {})}
+    return makers.recipe(model={"task": task, **model}, data=data, **more)
 
 
 def built(task: str, config: dict[str, Any], data: dict[str, Any] | None = None, **more: Any) -> Any:
     """The transformers model."""
     chosen = recipe(task, {"config": config, **more}, data)
     return build_model(chosen, Data(chosen)).model
+
+
+def first_loss(model: LossModule, data: Data) -> torch.Tensor:
+    """The loss of the first two training samples."""
+    loss: torch.Tensor = model(**collate([data.train.sample(index, 0) for index in range(2)]))
+    return loss
 
 
 @pytest.mark.parametrize(
@@ -76,7 +72,7 @@ def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
     chosen = recipe(task, {"config": config})
     data = Data(chosen)
     model = build_model(chosen, data)
-    loss = model(**collate([data.train.sample(index, 0) for index in range(2)]))
+    loss = first_loss(model, data)
     expected = torch.tensor(400.0).log() + (0.69 if task == "pretraining" else 0.0)
     assert loss.shape == ()
     assert abs(float(loss.detach() - expected)) < 0.5
@@ -151,8 +147,7 @@ def test_classes_come_from_the_data(config: dict[str, Any], words: dict[str, Any
     chosen = recipe("sequence-classification", {"config": config}, source)
     data = Data(chosen)
     model = build_model(chosen, data)
-    loss = model(**collate([data.train.sample(index, 0) for index in range(2)]))
-    assert abs(float(loss.detach()) - 1.6) < 0.5  # ln 5
+    assert abs(float(first_loss(model, data).detach()) - 1.6) < 0.5  # ln 5
     inner: Any = model.model
     assert inner.config.num_labels == 5
 
@@ -240,7 +235,7 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
     data = {"train": labels(tmp_path, 2), "tokenizer": str(folder)}
     chosen = recipe("sequence-classification", {"pretrained": str(folder)}, data)
     model = build_model(chosen, Data(chosen))
-    assert model(**collate([Data(chosen).train.sample(index, 0) for index in range(2)])).shape == ()
+    assert first_loss(model, Data(chosen)).shape == ()
     inner: Any = model.model
     assert inner.config.pad_token_id == tokenizer.pad_token_id
 
@@ -276,7 +271,7 @@ def test_attention_of_the_model(engine: str, config: dict[str, Any], expected: s
     assert model.config._attn_implementation == expected
 
 
-# ------------------------------------------------------------------------------------------------ LoRA, own models
+# ------------------------------------------------------------------------------------------------------------ LoRA
 
 
 def test_lora_trains_adapters_only() -> None:
@@ -297,82 +292,3 @@ def test_lora_names_layers_that_are_not_there() -> None:
     """A target that no layer has is an error with the key."""
     with pytest.raises(InputError, match=r"model.lora.target_modules: .*nowhere"):
         built("causal-lm", GPT2, lora={"target_modules": ["nowhere"]})
-
-
-class Net(nn.Module):
-    """Returns what it was made with, around its loss."""
-
-    def __init__(self, form: Any) -> None:
-        super().__init__()
-        self.weight, self.form = nn.Parameter(torch.tensor(2.0)), form
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.form(self.weight * x)
-
-
-FORMS = {
-    "tensor": lambda loss: loss,
-    "tuple": lambda loss: (loss, torch.ones(3)),
-    "list": lambda loss: [loss],
-    "mapping": lambda loss: {"logits": torch.ones(3), "loss": loss},
-    "object": lambda loss: types.SimpleNamespace(loss=loss, logits=torch.ones(3)),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_loss_in_any_form(form: str) -> None:
-    """A loss by itself, first in a tuple, or by its name in a mapping or an object."""
-    loss = LossModule(Net(FORMS[form]))(x=torch.tensor(3.0))
-    assert float(loss.detach()) == 6.0
-    loss.backward()
-
-
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        (lambda loss: loss.expand(4, 2), r"found a tensor of shape \(4, 2\) in Tensor"),
-        (lambda loss: loss.reshape(1), r"found a tensor of shape \(1,\) in Tensor"),
-        (lambda loss: {"logits": loss}, "found NoneType in dict"),
-        (lambda loss: (torch.ones(2), loss), r"found a tensor of shape \(2,\) in tuple"),
-        (lambda loss: types.SimpleNamespace(loss=None), "found NoneType in SimpleNamespace"),
-        (lambda loss: None, "found NoneType in NoneType"),
-        (lambda loss: (), r"found tuple in tuple"),
-        (lambda loss: float(loss.detach()), "found float in float"),
-    ],
-)
-def test_no_loss(form: Any, message: str) -> None:
-    """A forward that returns something else is told what it should return."""
-    with pytest.raises(InputError, match=rf"the model's forward must return its loss, one number; {message}"):
-        LossModule(Net(form))(x=torch.tensor(3.0))
-
-
-OWN = "import torch\n\n\ndef model(size, kind=torch.nn.Linear):\n    return kind(size, 1) if size else None\n"
-
-
-def own(arguments: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> LossModule:
-    (folder / "own_net.py").write_text(OWN)
-    monkeypatch.syspath_prepend(str(folder))
-    chosen = recipe("custom", {"factory": "own_net:model", "arguments": arguments})
-    return build_model(chosen, Data(chosen))
-
-
-def test_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's factory is called with the recipe's arguments, after the seed is set."""
-    first, second = (own({"size": 5}, tmp_path, monkeypatch) for _ in range(2))
-    assert [tuple(p.shape) for p in first.parameters()] == [(1, 5), (1,)]
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"size": 0}, "model.factory returned NoneType; it must return a torch.nn.Module"),
-        ({"sise": 3}, "model.factory: own_net:model.* and its `arguments` differ"),
-    ],
-)
-def test_an_own_model_that_is_none(
-    arguments: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A factory that returns no module or takes other arguments is an error."""
-    with pytest.raises(InputError, match=message):
-        own(arguments, tmp_path, monkeypatch)

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-NOT_RUN = ("setup", "bench")  # half a minute and more; test_extensions.py and test_bench.py run them for real
+# Half a minute and more; distributed/test_extensions.py and launch/test_bench.py run them for real.
+NOT_RUN = ("setup", "bench")
 
 
 def _blocks(language: str) -> list[str]:

@@ -1,0 +1,109 @@
+"""The user's own models: a loss in any form that a forward may return it, and the recipe's factory."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import InputError
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.model import LossModule, build_model
+from tests.makers import recipe
+
+
+class Net(nn.Module):
+    """Returns what it was made with, around its loss."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.weight, self.form = nn.Parameter(torch.tensor(2.0)), form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(self.weight * x)
+
+
+FORMS = {
+    "tensor": lambda loss: loss,
+    "tuple": lambda loss: (loss, torch.ones(3)),
+    "list": lambda loss: [loss],
+    "mapping": lambda loss: {"logits": torch.ones(3), "loss": loss},
+    "object": lambda loss: types.SimpleNamespace(loss=loss, logits=torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_loss_in_any_form(form: str) -> None:
+    """A loss by itself, first in a tuple, or by its name in a mapping or an object."""
+    loss = LossModule(Net(FORMS[form]))(x=torch.tensor(3.0))
+    assert float(loss.detach()) == 6.0
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (lambda loss: loss.expand(4, 2), r"found a tensor of shape \(4, 2\) in Tensor"),
+        (lambda loss: loss.reshape(1), r"found a tensor of shape \(1,\) in Tensor"),
+        (lambda loss: {"logits": loss}, "found NoneType in dict"),
+        (lambda loss: (torch.ones(2), loss), r"found a tensor of shape \(2,\) in tuple"),
+        (lambda loss: types.SimpleNamespace(loss=None), "found NoneType in SimpleNamespace"),
+        (lambda loss: None, "found NoneType in NoneType"),
+        (lambda loss: (), r"found tuple in tuple"),
+        (lambda loss: float(loss.detach()), "found float in float"),
+    ],
+)
+def test_no_loss(form: Any, message: str) -> None:
+    """A forward that returns something else is told what it should return."""
+    with pytest.raises(InputError, match=rf"the model's forward must return its loss, one number; {message}"):
+        LossModule(Net(form))(x=torch.tensor(3.0))
+
+
+OWN = """
+import torch
+
+
+def model(size, kind=torch.nn.Linear):
+    return kind(size, 1) if size else None
+
+
+def data():
+    return [{"x": 1}]
+"""
+
+
+def own(arguments: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> LossModule:
+    """The model of the module `own_net` in this folder."""
+    (folder / "own_net.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(folder))
+    chosen = recipe(
+        model={"task": "custom", "factory": "own_net:model", "arguments": arguments},
+        data={"train": {"format": "custom", "factory": "own_net:data"}},
+    )
+    return build_model(chosen, Data(chosen))
+
+
+def test_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's factory is called with the recipe's arguments, after the seed is set."""
+    first, second = (own({"size": 5}, tmp_path, monkeypatch) for _ in range(2))
+    assert [tuple(p.shape) for p in first.parameters()] == [(1, 5), (1,)]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 0}, "model.factory returned NoneType; it must return a torch.nn.Module"),
+        ({"sise": 3}, "model.factory: own_net:model.* and its `arguments` differ"),
+    ],
+)
+def test_an_own_model_that_is_none(
+    arguments: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factory that returns no module or takes other arguments is an error."""
+    with pytest.raises(InputError, match=message):
+        own(arguments, tmp_path, monkeypatch)
