@@ -9,7 +9,6 @@ import pytest
 from tests.e2e.parity import STEPS, Case, cases, largest_difference, reference, train
 
 QUICK = {
-    Case("bert-large/tiny", "eager", "torchrun", 2),
     Case("bert-large/tiny", "ort", "one process", None),
     Case("bert-large/tiny", "ort", "mpirun", 1),
     Case("llama2-7b/tiny", "eager", "mpirun", 3),
