@@ -47,6 +47,10 @@ class Engine(Section):
     """ort: a torch.autograd.Function in the model. `python`: called from inside the graph, forward and backward.
     `inline`: its forward is exported and ONNX Runtime derives it: faster, and right only where its backward is the
     derivative of its forward. `auto`: python where torch lets ORT's extension load; elsewhere the model is refused."""
+    allow_traced_values: bool = False
+    """ort: train a model whose forward pass takes values of tensors into Python (`if x.max() > 1`, `.item()`), which
+    ONNX Runtime's graph holds as they were in the first batch. Right only where they are the same in every batch.
+    False: the run ends before step 1 and names the lines."""
     opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
     """ort: ONNX opset of the export; null: ORTModule's own (17)."""
     parity_steps: Annotated[int, Field(ge=0)] = 0

@@ -21,6 +21,7 @@ from ortlaunch.worker.ort.export_key import key_of
 from ortlaunch.worker.ort.known import TRANSITION, owner
 from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.plain import NotPlain
+from ortlaunch.worker.ort.python_values import fits
 from ortlaunch.worker.ort.tally import tally, traced
 
 ENABLED = "_ortlaunch_export_cache"
@@ -41,7 +42,7 @@ def _from_cache(original: Callable[..., Any], **kwargs: Any) -> Any:
         kwargs["ortmodule_cache_dir"] = ""
     path = _path(kwargs) if getattr(transition, ENABLED, False) else None
     found = _read(path) if path else None
-    if found:
+    if found and fits(found[2], kwargs["flatten_module_inputs"]):
         tally.cache_hits += 1
         model, schema, seen = found
         traced(transition).update(seen)

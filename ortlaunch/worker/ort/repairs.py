@@ -20,6 +20,7 @@ from ortlaunch.worker.ort.buffers import keep_buffers_exact
 from ortlaunch.worker.ort.cross_entropy import export_every_cross_entropy, leave_out_ignored_labels
 from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
+from ortlaunch.worker.ort.python_values import fixed_sizes, tell_other_sizes, watch_python_values
 from ortlaunch.worker.ort.tally import tally, traced
 from ortlaunch.worker.ort.torch_kernels import call_torch_kernels
 
@@ -133,11 +134,19 @@ def export_for_changed_calls() -> None:
 
 
 def _exporting_when_changed(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    call = _form(args), _form(kwargs), _autocast(manager)
-    if call != getattr(manager, "_ortlaunch_call", None):
+    call, before = _call(manager, args, kwargs), getattr(manager, "_ortlaunch_call", None)
+    if call != before:
+        if before and call[:-1] == before[:-1]:
+            tell_other_sizes(manager._graph_transition_manager)
         _forget_graph(manager)
-        manager._ortlaunch_call = call
-    return original(manager, *args, **kwargs)
+    output = original(manager, *args, **kwargs)
+    manager._ortlaunch_call = _call(manager, args, kwargs)  # now that a trace has shown whether sizes are part of it
+    return output
+
+
+def _call(manager: Any, args: Any, kwargs: Any) -> tuple[object, ...]:
+    sizes = fixed_sizes(manager._graph_transition_manager, (args, kwargs))
+    return _form(args), _form(kwargs), _autocast(manager), sizes
 
 
 def _form(value: Any) -> object:
@@ -320,6 +329,7 @@ REPAIRS = (
         (*_EXPORT, f"{TRANSITION}._add_check_label_sparsity_hook", f"{TRANSITION}.get_post_processed_model"),
     ),
     Repair(export_every_cross_entropy, (f"{TRANSITION}._get_exported_model",)),
+    Repair(watch_python_values, _EXPORT),
     Repair(call_torch_kernels, (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent")),
     Repair(cache_exports, (*_EXPORT, f"{TRANSITION}.get_post_processed_model")),  # last: it stands around the others
 )

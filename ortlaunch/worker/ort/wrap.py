@@ -17,6 +17,7 @@ from ortlaunch.worker.ort.buffers import kept_modes
 from ortlaunch.worker.ort.compat import import_ortmodule
 from ortlaunch.worker.ort.export_cache import ENABLED
 from ortlaunch.worker.ort.patching import environment, record, wrap_method
+from ortlaunch.worker.ort.python_values import ALLOWED
 from ortlaunch.worker.ort.repairs import apply_repairs
 from ortlaunch.worker.ort.torch_kernels import PRODUCTS, torch_products
 
@@ -47,6 +48,7 @@ def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1
         setattr(manager, _THREADS, threads)
         setattr(manager, PRODUCTS, torch_products(engine))
         setattr(manager._graph_transition_manager, ENABLED, engine.export_cache)
+        setattr(manager._graph_transition_manager, ALLOWED, engine.allow_traced_values)
     # This logger of ORT's is under no option; it says what it guessed about shapes.
     logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
     return wrapped

@@ -1,0 +1,178 @@
+"""What of tensors a forward pass takes into Python: an exported graph holds it as it was in the first batch.
+
+`if x.sum() > 0`, `.item()`, `.tolist()` of values are refused, unless `engine.allow_traced_values` allows them; checks
+(`assert`, or an `if` that only raises) are told. After `len(x)` or `int(x.shape[0])` batches of other sizes take
+another export. Buffers, and numbers among the arguments, are what an export is of: their change is seen elsewhere.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ortlaunch.worker.ort import grad_mode
+from ortlaunch.worker.ort.known import TRANSITION, owner
+from ortlaunch.worker.ort.patching import wrap_method
+from ortlaunch.worker.ort.tally import tally, traced
+
+ALLOWED = "_ortlaunch_allow_traced_values"
+"""Attribute of ORT's transition manager: whether decisions by values are as the recipe wants them."""
+_T = torch.Tensor
+_SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, _T.shape.__get__, _T.__len__}
+_TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
+          _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
+          _T.allclose}  # fmt: skip
+_TORCH = str(Path(torch.__file__).parent)
+# Own looks at a batch, and torch's checks of a distribution's parameters.
+_QUIET = (str(Path(__file__).parent), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
+
+
+def watch_python_values() -> None:
+    """A trace turned the first batch's values and sizes into constants, with a warning that nobody saw."""
+    wrap_method(owner(TRANSITION), "_get_exported_model", _watching)
+    wrap_method(owner(TRANSITION), "_export_model", _judging)
+
+
+# ------------------------------------------------------------------------------------------------ in the export
+
+
+def _watching(original: Callable[..., Any], **kwargs: Any) -> Any:
+    info = kwargs["model_info_for_export"]
+    numbers = [name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names]
+    with _Watch(kwargs["flattened_module"], numbers) as watch:
+        exported = original(**kwargs)
+    seen = traced(kwargs["stage3_param_handle"])
+    seen.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
+    if watch.places.sizes:
+        seen["of"] = _shapes(kwargs["flatten_module_inputs"])
+    return exported
+
+
+def fits(seen: dict[str, Any], inputs: Any) -> bool:
+    """Whether a kept graph, with what its trace showed, is one for inputs of these sizes."""
+    return "of" not in seen or seen["of"] == _shapes(inputs)
+
+
+class _Places:
+    """Lines of the model's that take something into Python, as `file:line`."""
+
+    def __init__(self) -> None:
+        self.decisions: set[str] = set()
+        self.checks: set[str] = set()
+        self.sizes: set[str] = set()
+
+
+_CONSTANT, _SIZE, _VALUE = range(3)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function of torch's that is called, and follows which tensors are made of sizes or constants only.
+
+    `numbers` says which of the arguments of `module` are, by ORT's doing, tensors in place of Python's numbers.
+    """
+
+    def __init__(self, module: torch.nn.Module, numbers: list[bool]) -> None:
+        super().__init__()
+        self.places = _Places()
+        self._kinds = WeakTensorKeyDictionary()  # of the others than values
+        self._module, self._numbers = module, numbers
+
+    def __enter__(self) -> _Watch:
+        self._hook = self._module.register_forward_pre_hook(self._begin)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._hook.remove()
+
+    def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
+        constants = [tensor for tensor, number in zip(inputs, self._numbers) if number]
+        self._kinds.update(dict.fromkeys((*constants, *module.buffers()), _CONSTANT))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.jit.is_tracing():  # ORT also calls the model plainly, to see what it returns
+            return func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        kind = max((self._kinds.get(tensor, _VALUE) for tensor in given), default=_CONSTANT)
+        versions = [tensor._version for tensor in given]
+        result = func(*args, **kwargs)
+        if func in _SIZES:
+            kind = min(kind, _SIZE)
+        if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
+            self._note(self.places.sizes if kind == _SIZE else self.places.decisions)
+        changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
+        for tensor in (*changed, *_tensors(list(result) if isinstance(result, torch.Size) else result)):
+            self._kinds[tensor] = kind
+        return result
+
+    def _note(self, places: set[str]) -> None:
+        frame = sys._getframe(2)
+        while frame.f_back and frame.f_code.co_filename == grad_mode.__file__:  # which stands between
+            frame = frame.f_back
+        if any(part in frame.f_code.co_filename for part in _QUIET):
+            return
+        while frame.f_back and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if places is self.places.decisions and _only_checks(file, line):
+            places = self.places.checks
+        places.add(f"{file}:{line}")
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _shapes(values: Any) -> list[list[int]]:
+    return [list(tensor.shape) for tensor in _tensors(values)]
+
+
+def _only_checks(file: str, line: int) -> bool:
+    """Whether the line is an assertion, or a condition under which the model only raises."""
+    here, after = (linecache.getline(file, number).strip() for number in (line, line + 1))
+    return here.startswith("assert") or (here.startswith("if ") and after.startswith("raise "))
+
+
+def _judging(original: Callable[..., Any], **kwargs: Any) -> Any:
+    exported = original(**kwargs)
+    transition = kwargs["stage3_param_handle"]
+    seen = traced(transition)
+    if "checks" in seen:
+        tally.note(f"checked in the first batch only, because {_listed(seen['checks'])} takes values into Python")
+    if "decisions" in seen:
+        what = f"the model takes values of tensors into Python at {_listed(seen['decisions'])}"
+        if not getattr(transition, ALLOWED, False):
+            raise RuntimeError(
+                f"{what}: ONNX Runtime's graph would hold those of the first batch. Use torch.where or another "
+                "function of torch's in their place, or engine.allow_traced_values=true where they never change"
+            )
+        tally.note(f"{what}: they stay those of the first batch (engine.allow_traced_values)")
+    return exported
+
+
+def _listed(places: list[str]) -> str:
+    return ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+
+
+# ------------------------------------------------------------------------------------------- in later passes
+
+
+def fixed_sizes(transition: Any, values: Any) -> list[list[int]] | None:
+    """Sizes of the tensors in `values`, where the graph of `transition` holds for those only; else None."""
+    return _shapes(values) if "of" in traced(transition) else None
+
+
+def tell_other_sizes(transition: Any) -> None:
+    """Say why a batch of other sizes takes another export."""
+    places = _listed(traced(transition).get("sizes", []))
+    tally.note(f"exported again for each batch of other sizes, which the model takes into Python at {places}")

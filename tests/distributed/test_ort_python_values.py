@@ -1,0 +1,159 @@
+"""Values of tensors in Python's hands end a run on ONNX Runtime before step 1; sizes there take another export."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.worker.ort.tally import tally
+from tests.distributed.modules import manager_of, same, wrapped
+from tests.ort import needs_ort, share_extensions
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Called(nn.Module):
+    """A layer, and what a test does with it."""
+
+    def __init__(self, called: Forward) -> None:
+        super().__init__()
+        self.layer, self.called = nn.Linear(4, 4), called
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(self.layer, x)
+
+
+@pytest.fixture(autouse=True)
+def _notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tally, "notes", [])
+
+
+def a_branch(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).sum() * (2 if x.sum() > 0 else 1)
+
+
+def a_number(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).sum() * x.max().item()
+
+
+def a_list(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    lengths = (x.sum(1) > 0).long().tolist()
+    return layer(x).sum() * lengths[0]
+
+
+def a_loop(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(x.max())):
+        x = layer(x)
+    return x.sum()
+
+
+def a_filled_constant(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    largest = torch.zeros(())
+    largest.copy_(x.max())
+    return layer(x).sum() * float(largest)
+
+
+VALUES = [a_branch, a_number, a_list, a_loop, a_filled_constant]
+
+
+@pytest.mark.parametrize("called", VALUES)
+def test_a_decision_by_values_is_refused_with_its_line(called: Forward) -> None:
+    """The graph would hold the first batch's."""
+    with pytest.raises(Exception, match="takes values of tensors into Python") as refused:
+        wrapped(Called(called))(torch.ones(3, 4))
+    lines, first = inspect.getsourcelines(called)
+    places = [f"{__file__}:{first + number}" for number in range(len(lines))]
+    assert any(place in str(refused.value) for place in places)
+
+
+def test_it_is_allowed_where_the_recipe_says_so() -> None:
+    """And told."""
+    wrapped(Called(a_branch), allow_traced_values=True)(torch.ones(3, 4)).backward()
+    assert any("they stay those of the first batch" in note for note in tally.notes)
+
+
+def checked(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    assert x.min() > -5
+    if torch.isnan(x).any():
+        raise ValueError("not a number")
+    return layer(x).sum()
+
+
+def test_checks_are_told_and_not_refused() -> None:
+    """What only ends in an error decides nothing; later batches go unchecked."""
+    wrapped(Called(checked))(torch.ones(3, 4)).backward()
+    (note,) = tally.notes
+    assert "checked in the first batch only" in note
+    assert note.count(__file__) == 2
+
+
+def by_square_root(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).sum() / math.sqrt(x.shape[0])
+
+
+def by_length(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).sum() / float(len(x))
+
+
+def by_a_branch(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).sum() * (2 if x.shape[0] * 2 > 7 else 1)
+
+
+def losses_of_sizes(called: Forward, *sizes: int, **settings: Any) -> tuple[Any, list[int]]:
+    """Trains on batches of these sizes against eager; the module, and the number of exports after each."""
+    model, exports = Called(called), []
+    eager, module, before = copy.deepcopy(model), wrapped(model, **settings), tally.exports
+    for size in sizes:
+        x = torch.randn(size, 4)
+        losses = [each(x) for each in (module, eager)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        exports.append(tally.exports - before)
+    same(model, eager)
+    return module, exports
+
+
+@pytest.mark.parametrize("called", [by_square_root, by_length, by_a_branch])
+def test_another_size_is_exported_again_where_python_has_it(called: Forward) -> None:
+    """Loss and gradients are eager's in batches of every size; batches of one size share a graph."""
+    _, exports = losses_of_sizes(called, 3, 3, 5, 5)
+    assert exports == [1, 1, 2, 2]
+    assert any("exported again for each batch of other sizes" in note and __file__ in note for note in tally.notes)
+
+
+def test_sizes_that_stay_tensors_are_exported_once() -> None:
+    """As arithmetic of them is."""
+    _, exports = losses_of_sizes(lambda layer, x: layer(x).sum() / x.shape[0], 3, 5)
+    assert exports == [1, 1]
+    assert tally.notes == []
+
+
+def test_a_kept_graph_is_of_its_sizes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart with batches of the same size reads it, with another one it exports."""
+    share_extensions(tmp_path)
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    for size, exports in ((3, 1), (3, 0), (5, 1)):
+        module, found = losses_of_sizes(by_length, size, export_cache=True)
+        assert found == [exports]
+    assert manager_of(module)._graph_transition_manager._ortlaunch_traced["of"] == [[5, 4]]
+
+
+def drawn(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    noise = torch.distributions.Normal(torch.zeros(4), torch.ones(4)).sample()
+    return (layer(x) + 0 * noise).sum()
+
+
+def test_torchs_own_checks_are_no_decisions() -> None:
+    """A distribution looks whether its parameters are numbers."""
+    wrapped(Called(drawn))(torch.ones(3, 4)).backward()
+    assert tally.notes == []
