@@ -220,8 +220,9 @@ def test_no_checkpointing_no_recomputation() -> None:
 WITHOUT = {
     "skip_frozen_gradients": "test_ort_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
     "skip_unreached_weights": "test_ort_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice]",
-    "export_for_changed_calls": "test_ort_repairs.py::test_a_changed_call_is_exported_again[another number]",
+    "export_for_changed_calls": "test_ort_repairs.py::test_a_changed_call_is_exported_again[a keyword argument more]",
     "keep_graphs_for_backward": "test_ort_repairs.py::test_backward_after_another_forward",
+    "check_decisions": "test_ort_decisions.py::test_what_python_reads_is_read_again_when_it_changes[a length]",
     "keep_buffers_exact": "test_ort_buffers.py::test_batch_normalization_is_eagers[trained]",
     "follow_model_state": "test_ort_model_state.py::test_a_changed_model_is_exported_again[number]",
     "map_gradient_checkpointing": "test_ort_repairs.py::test_checkpointing_becomes_recomputation[0-False]",

@@ -18,6 +18,7 @@ from ortlaunch.extensions import ORT_VERSION
 from ortlaunch.worker.ort import patching
 from ortlaunch.worker.ort.buffers import keep_buffers_exact
 from ortlaunch.worker.ort.convolutions import convolve_in_two_dimensions
+from ortlaunch.worker.ort.decisions import check_decisions
 from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
 from ortlaunch.worker.ort.model_state import follow_model_state, forget_graph
@@ -286,6 +287,17 @@ REPAIRS = (
         (f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
     ),
     Repair(keep_graphs_for_backward, (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward")),
+    Repair(
+        check_decisions,
+        (
+            *_EXPORT,
+            f"{PROCESSED}.restore_outputs",
+            f"{TRAINING}.forward",
+            f"{EVALUATION}.forward",
+            f"{TRANSITION}.get_post_processed_model",
+            "_io:parse_outputs_for_onnx_export_and_extract_schema",
+        ),
+    ),
     Repair(
         keep_buffers_exact,
         (
