@@ -24,6 +24,7 @@ from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.tally import tally, traced
 
 _HOLDS = "ortlaunch_holds"
+_CHECKED = "aten::_is_all_true"  # how torch.distributions checks its arguments; it has no ONNX form
 _T = torch.Tensor
 _READS = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__len__, _T.item, _T.tolist, _T.numpy}
 
@@ -95,7 +96,7 @@ class _Reads(TorchFunctionMode):
         if not isinstance(tensor, torch.Tensor):
             return
         value = torch._C._get_value_trace(tensor)
-        if value.debugName() in self.kept or _constant(value):
+        if value.debugName() in self.kept or value.node().kind() == _CHECKED or _constant(value):
             return
         then = torch.tensor(tensor.tolist(), dtype=tensor.dtype, device=tensor.device)
         if tensor.is_floating_point():  # which two kernels may round apart

@@ -134,6 +134,21 @@ class _Graph:
         return self._graph.op(kind, *inputs, **attributes)
 
 
+def drawing(export: Export) -> Export:
+    """An export in which `bernoulli` is 1 with the probability that it is given; ONNX's own, as ORT has it, is 0."""
+    draw = importlib.import_module("torch.onnx.symbolic_opset15").bernoulli
+
+    def symbolic(g: Any, *args: Any) -> Any:
+        def drawn(probability: Any, **_: Any) -> Any:
+            lot = g.op("RandomUniformLike", probability)
+            one, zero = (g.op("Constant", value_t=torch.tensor(n, dtype=_type_of(probability))) for n in (1, 0))
+            return g.op("Where", g.op("Less", lot, probability), one, zero)
+
+        return draw(_Graph(g, {"Bernoulli": drawn}), *args)
+
+    return _registered(export, "aten::bernoulli", symbolic, 15)
+
+
 def accumulating(export: Export) -> Export:
     """An export in which `index_add`, and `index_put` that accumulates, add up where an index comes twice.
 
