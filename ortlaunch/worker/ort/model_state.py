@@ -170,17 +170,17 @@ class _Seen:
     def __init__(self, module: nn.Module, read: Any) -> None:
         self._values = _values(module, read)
         groups = [getattr(layer, part) for layer in module.modules() for part in _PARTS]
+        self._empty = [group for group in groups if not group]  # most of them, and quick to ask
         # With the objects, because an id is another's once its object is gone.
-        self._parts = [(group, tuple(map(id, group.values())), tuple(group.values())) for group in groups]
+        self._parts = [(group, tuple(map(id, group.values())), tuple(group.values())) for group in groups if group]
 
     def changed(self) -> str:
         """What is not as it was; empty for nothing."""
         for attributes, name, value in self._values:
             if not _same(value, _frozen(attributes.get(name, _GONE))):
                 return name
-        for group, ids, _ in self._parts:
-            if tuple(map(id, group.values())) != ids:
-                return "a weight, buffer, layer or hook"
+        if any(self._empty) or any(tuple(map(id, group.values())) != ids for group, ids, _ in self._parts):
+            return "a weight, buffer, layer or hook"
         return ""
 
 
