@@ -65,3 +65,12 @@ def test_three_dimensions_are_refused() -> None:
     module(x).sum().backward()
     with pytest.raises(Exception, match="Conv3d with groups"):
         wrapped(nn.Conv3d(4, 4, 2, groups=2))(x)
+
+
+def test_the_same_size() -> None:
+    """The weight's gradient under padding="same", also where the two ends differ."""
+    model = nn.Sequential(nn.Conv2d(4, 4, (3, 2), padding="same"), nn.Conv2d(4, 4, 3, padding="same", dilation=2))
+    eager, module, x = copy.deepcopy(model), wrapped(model), torch.randn(2, 4, 9, 8)
+    for given in (module, eager):
+        given(x).square().mean().backward()
+    same(model, eager)

@@ -35,6 +35,7 @@ def _in_two_dimensions(graph: Any) -> None:
 
     nodes = []
     for node in graph.node:
+        _pad_openly(node)
         given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
         if node.op_type != "Conv" or given.get("group", 1) == 1 or len(given["kernel_shape"]) == 2:
             nodes.append(node)
@@ -59,3 +60,18 @@ def _in_two_dimensions(graph: Any) -> None:
     if len(nodes) != len(graph.node):
         graph.ClearField("node")
         graph.node.extend(nodes)
+
+
+def _pad_openly(node: Any) -> None:
+    """Write `padding="same"`, which ORT's gradient of the weight on CPU takes for none, as numbers."""
+    from onnx import helper
+
+    given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if node.op_type != "Conv" or given.get("auto_pad") != b"SAME_UPPER":
+        return
+    kernel = given["kernel_shape"]
+    total = [spread * (size - 1) for spread, size in zip(given.get("dilations", [1] * len(kernel)), kernel)]  # stride 1
+    kept = [attribute for attribute in node.attribute if attribute.name not in ("auto_pad", "pads")]
+    kept.append(helper.make_attribute("pads", [n // 2 for n in total] + [n - n // 2 for n in total]))
+    del node.attribute[:]
+    node.attribute.extend(kept)
