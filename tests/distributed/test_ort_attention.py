@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.modules import python, wrapped
+from tests.distributed.modules import python, same, wrapped
 from tests.ort import needs_ort, share_extensions
 
 pytestmark = needs_ort
@@ -236,3 +236,22 @@ def test_torchs_own_export_is_untouched() -> None:
     written = io.BytesIO()
     torch.onnx.export(Unflattened(), (torch.randn(2, 8),), written, do_constant_folding=False, **torchscript)
     assert b"Mod" in written.getvalue()
+
+
+def test_a_row_without_anything_to_attend_to() -> None:
+    """A boolean mask that leaves padding nothing: zeros and their gradients, as in PyTorch, and not nan."""
+
+    class Masked(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            states = super().forward(x)
+            return torch.nn.functional.scaled_dot_product_attention(states, x, states, mask).square().mean()
+
+    torch.manual_seed(0)
+    model, x, mask = Masked(4, 4), torch.randn(2, 2, 3, 4), torch.ones(2, 1, 3, 3, dtype=torch.bool)
+    mask[1, :, 1] = False
+    eager, module = copy.deepcopy(model), wrapped(model)
+    ours, theirs = module(x, mask), eager(x, mask)
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(ours, theirs)
+    same(model, eager)

@@ -97,6 +97,19 @@ class Stopped(Model):
 stopped = Stopped(False)
 wrap(stopped, Engine(export_cache=False), threads=1)(torch.ones(2, 4)).backward()
 assert stopped.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through detach"
+class Added(Model):
+    def forward(self, x):
+        return torch.zeros(1, 1).index_add(0, torch.tensor([0, 0]), self.linear(x)).sum()
+
+added = Added(False)
+total = wrap(added, Engine(export_cache=False), threads=1)(torch.ones(2, 4))
+assert total.item() == 2 * added.linear(torch.ones(4)).item(), "index_add kept one of two values"
+class Drawn(Model):
+    def forward(self, x):
+        return self.linear(x) * torch.bernoulli(torch.full((999, 1), 0.1))
+
+share = (wrap(Drawn(False), Engine(export_cache=False), threads=1)(torch.ones(999, 4)) != 0).float().mean()
+assert share < 0.5, "bernoulli draws the other way round"
 class Off(Model):
     def forward(self, x):
         hidden = self.linear(x)
@@ -132,6 +145,8 @@ WITHOUT = {
     "keep_boolean_arguments": "a mask became uint8",
     "export_multihead_attention": "assert is_literal",
     "export_attention_dropout": "gradient_builder_base.h",
+    "add_up_at_indices": "index_add kept one of two values",
+    "draw_what_is_likely": "bernoulli draws the other way round",
     "stop_gradient_at_detach": "the gradient went through detach",
     "stop_gradient_under_no_grad": "the gradient went through no_grad",
     "quiet_ort_export": "warnings of the export",

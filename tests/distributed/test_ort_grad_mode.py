@@ -172,3 +172,13 @@ def test_a_change_in_place_across_the_border_is_refused(called: Forward) -> None
     """PyTorch would see it through the tensor's version; an exported graph has no such thing."""
     with pytest.raises(Exception, match="changed in place under"):
         wrapped(Two(called))(torch.ones(3, 4))
+
+
+def test_a_weight_that_a_pass_changes_is_refused() -> None:
+    """An embedding with a largest norm renormalizes what it looks up."""
+
+    def looked_up(model: Two, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x.long(), model.first.weight, max_norm=1.0).sum()
+
+    with pytest.raises(Exception, match="a weight is changed in the forward pass"):
+        wrapped(Two(looked_up))(torch.ones(3, 4))

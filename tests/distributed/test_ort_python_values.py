@@ -62,7 +62,11 @@ def a_filled_constant(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x).sum() * float(largest)
 
 
-VALUES = [a_branch, a_number, a_list, a_loop, a_filled_constant]
+def a_lot(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return layer(x).sum() * (2 if torch.rand(()) > 0.5 else 1)
+
+
+VALUES = [a_branch, a_number, a_list, a_loop, a_filled_constant, a_lot]
 
 
 @pytest.mark.parametrize("called", VALUES)
@@ -146,6 +150,31 @@ def test_a_kept_graph_is_of_its_sizes(tmp_path: Any, monkeypatch: pytest.MonkeyP
         module, found = losses_of_sizes(by_length, size, export_cache=True)
         assert found == [exports]
     assert manager_of(module)._graph_transition_manager._ortlaunch_traced["of"] == [[5, 4]]
+
+
+class Scaled(nn.Module):
+    """A buffer that Python reads, and one that changes in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x)).square().sum() * self.scale.max().item()
+
+
+def test_a_buffer_that_python_reads_is_read_again_when_it_changes() -> None:
+    """As load_state_dict does, too."""
+    model = Scaled()
+    module, before = wrapped(model), tally.exports
+    losses = []
+    for value in (3.0, 3.0, 5.0):
+        if model.scale[0] != value:
+            model.scale[0] = value
+        losses.append(module(torch.ones(3, 4) + torch.arange(3.0)[:, None]).item() / value)
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-5)
+    assert tally.exports - before == 2
 
 
 def drawn(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -223,10 +223,12 @@ WITHOUT = {
     "export_for_changed_calls": "test_ort_repairs.py::test_a_changed_call_is_exported_again[another number]",
     "keep_graphs_for_backward": "test_ort_repairs.py::test_backward_after_another_forward",
     "keep_buffers_exact": "test_ort_buffers.py::test_batch_normalization_is_eagers[trained]",
+    "follow_model_state": "test_ort_model_state.py::test_a_changed_model_is_exported_again[number]",
     "map_gradient_checkpointing": "test_ort_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
     "leave_out_ignored_labels": "test_ort_loss.py::test_ignored_labels_are_left_out",
     "export_every_cross_entropy": "test_ort_loss.py::test_loss_and_gradients_are_eagers[smoothed-1.0]",
     "watch_python_values": "test_ort_python_values.py::test_another_size_is_exported_again_where_python_has_it",
+    "convolve_in_two_dimensions": "test_ort_convolutions.py::test_no_other_gradient_is_overwritten[pointwise]",
     "call_torch_kernels": "test_ort_loss.py::test_torchs_kernels_compute_the_loss",
     "cache_exports": "test_ort_export_cache.py::test_the_same_model_is_exported_once",
 }

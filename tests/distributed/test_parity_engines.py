@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.witness import Witness
 from ortlaunch.worker.parity import Comparison, compare, dropouts
 from tests.distributed.modules import language_model, wrapped
@@ -52,8 +53,10 @@ def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
     assert found.largest < 1e-4
     assert bool(dropouts(model)) == bool(dropout)
     assert all(torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items())
-    if dropout:  # the graph that trains keeps its dropout: it is no stand-in
-        assert compare(model, training, words()).largest > 0.01
+    if dropout:  # the module that trains would do, and throw its graph away
+        before_it = tally.re_exports
+        assert compare(model, training, words()).largest < 1e-4
+        assert tally.re_exports == before_it + 1
 
 
 def test_the_comparison_sees_the_weights_of_the_step() -> None:

@@ -41,7 +41,7 @@ def keep_buffers_exact() -> None:
 def _with_buffers_kept(original: Callable[..., Any], **kwargs: Any) -> Any:
     module = kwargs["flattened_module"]
     training = kwargs["model_info_for_export"].export_mode == torch.onnx.TrainingMode.TRAINING
-    with kept_modes(module), _kept_buffers(module) as changed, _frozen_norms_written_out(training):
+    with kept_modes(module), kept_buffers(module) as changed, _frozen_norms_written_out(training):
         model, schema = original(**kwargs)
     layers = _layers(module, changed)
     if training:
@@ -110,7 +110,7 @@ class _Kept(NamedTuple):
 
 
 @contextlib.contextmanager
-def _kept_buffers(module: nn.Module) -> Iterator[dict[str, int]]:
+def kept_buffers(module: nn.Module) -> Iterator[dict[str, int]]:
     """Give every buffer back its object and its value; yields, filled at the end, the changed ones with their counts.
 
     A count is how often one pass added 1 to a single number, as BatchNorm does; 0 for other changes.

@@ -155,6 +155,18 @@ def export_attention_dropout() -> bool:
     return True
 
 
+def add_up_at_indices() -> bool:
+    """Every torch: exported `index_add` and accumulating `index_put` keep one value where an index comes twice."""
+    wrap_ort_export(_symbolics().accumulating)
+    return True
+
+
+def draw_what_is_likely() -> bool:
+    """Every torch: `bernoulli` in ORT's graph drew ones with the probability of zeros."""
+    wrap_ort_export(_symbolics().drawing)
+    return True
+
+
 def stop_gradient_at_detach() -> bool:
     """Every torch: the exporter leaves `detach` out, and ORT's gradient went through it."""
     wrap_ort_export(_symbolics().stopping_at_detach)
@@ -225,6 +237,8 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     keep_boolean_arguments,
     export_multihead_attention,
     export_attention_dropout,
+    add_up_at_indices,
+    draw_what_is_likely,
     stop_gradient_at_detach,
     stop_gradient_under_no_grad,
     quiet_ort_export,

@@ -88,6 +88,10 @@ class _GradMode(TorchFunctionMode):
         result = func(*args, **kwargs)
         changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
         for tensor in changed:
+            if isinstance(tensor, torch.nn.Parameter):
+                raise RuntimeError(
+                    "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"
+                )
             if tensor not in self._untrained and (tensor in self._stopped) == self._enabled:
                 raise RuntimeError(_CHANGED)
         for tensor in (*changed, *_differentiable(result)):

@@ -2,7 +2,8 @@
 
 `if x.sum() > 0`, `.item()`, `.tolist()` of values are refused, unless `engine.allow_traced_values` allows them; checks
 (`assert`, or an `if` that only raises) are told. After `len(x)` or `int(x.shape[0])` batches of other sizes take
-another export. Buffers, and numbers among the arguments, are what an export is of: their change is seen elsewhere.
+another export, and after `self.scale.item()` of a buffer a change of the model's buffers. Numbers among the arguments
+are what an export is of: their change is seen elsewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -68,9 +70,11 @@ class _Places:
         self.decisions: set[str] = set()
         self.checks: set[str] = set()
         self.sizes: set[str] = set()
+        self.buffers: set[str] = set()
 
 
-_CONSTANT, _SIZE, _VALUE = range(3)
+_CONSTANT, _BUFFER, _SIZE, _VALUE = range(4)
+_DRAWN = ("rand", "normal_", "bernoulli", "multinomial", "uniform_", "exponential_", "dropout")
 
 
 class _Watch(TorchFunctionMode):
@@ -95,8 +99,8 @@ class _Watch(TorchFunctionMode):
         self._hook.remove()
 
     def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
-        constants = [tensor for tensor, number in zip(inputs, self._numbers) if number]
-        self._kinds.update(dict.fromkeys((*constants, *module.buffers()), _CONSTANT))
+        self._kinds.update(dict.fromkeys(module.buffers(), _BUFFER))
+        self._kinds.update({tensor: _CONSTANT for tensor, number in zip(inputs, self._numbers) if number})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,8 +112,10 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _SIZES:
             kind = min(kind, _SIZE)
+        elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWN):
+            kind = _VALUE
         if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
-            self._note(self.places.sizes if kind == _SIZE else self.places.decisions)
+            self._note((self.places.buffers, self.places.sizes, self.places.decisions)[kind - 1])
         changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
         for tensor in (*changed, *_tensors(list(result) if isinstance(result, torch.Size) else result)):
             self._kinds[tensor] = kind
@@ -167,9 +173,20 @@ def _listed(places: list[str]) -> str:
 # ------------------------------------------------------------------------------------------- in later passes
 
 
-def fixed_sizes(transition: Any, values: Any) -> list[list[int]] | None:
-    """Sizes of the tensors in `values`, where the graph of `transition` holds for those only; else None."""
-    return _shapes(values) if "of" in traced(transition) else None
+def fixed_sizes(manager: Any, values: Any) -> list[list[int]] | None:
+    """Sizes of the tensors in `values`, where the graph of `manager` holds for those only; else None."""
+    return _shapes(values) if "of" in traced(manager._graph_transition_manager) else None
+
+
+def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
+    """What changes with a model's buffers, where the graph of `manager` holds for those only; else None.
+
+    Without BatchNorm's, which change in every pass, and which nothing asks in Python but a momentum of None.
+    """
+    if "buffers" not in traced(manager._graph_transition_manager):
+        return None
+    layers = [layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)]
+    return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
 
 
 def tell_other_sizes(transition: Any) -> None:

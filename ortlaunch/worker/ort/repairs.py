@@ -17,10 +17,12 @@ import torch.utils.checkpoint
 from ortlaunch.extensions import ORT_VERSION
 from ortlaunch.worker.ort import patching
 from ortlaunch.worker.ort.buffers import keep_buffers_exact
+from ortlaunch.worker.ort.convolutions import convolve_in_two_dimensions
 from ortlaunch.worker.ort.cross_entropy import export_every_cross_entropy, leave_out_ignored_labels
 from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
-from ortlaunch.worker.ort.python_values import fixed_sizes, tell_other_sizes, watch_python_values
+from ortlaunch.worker.ort.model_state import follow_model_state, forget_graph
+from ortlaunch.worker.ort.python_values import fixed_buffers, fixed_sizes, tell_other_sizes, watch_python_values
 from ortlaunch.worker.ort.tally import tally, traced
 from ortlaunch.worker.ort.torch_kernels import call_torch_kernels
 
@@ -80,7 +82,7 @@ def _without_frozen(export_model: Callable[..., Any], **kwargs: Any) -> Any:
 def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
     frozen = getattr(manager, "_ortlaunch_frozen", None)
     if frozen is None or any(parameter.requires_grad for parameter in frozen):
-        _forget_graph(manager)
+        forget_graph(manager)
         parameters = manager._flattened_module.parameters()
         manager._ortlaunch_frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     return original(manager, *args, **kwargs)
@@ -138,15 +140,14 @@ def _exporting_when_changed(original: Callable[..., Any], manager: Any, *args: A
     if call != before:
         if before and call[:-1] == before[:-1]:
             tell_other_sizes(manager._graph_transition_manager)
-        _forget_graph(manager)
+        forget_graph(manager)
     output = original(manager, *args, **kwargs)
     manager._ortlaunch_call = _call(manager, args, kwargs)  # now that a trace has shown whether sizes are part of it
     return output
 
 
 def _call(manager: Any, args: Any, kwargs: Any) -> tuple[object, ...]:
-    sizes = fixed_sizes(manager._graph_transition_manager, (args, kwargs))
-    return _form(args), _form(kwargs), _autocast(manager), sizes
+    return _form(args), _form(kwargs), _autocast(manager), fixed_buffers(manager), fixed_sizes(manager, (args, kwargs))
 
 
 def _form(value: Any) -> object:
@@ -164,18 +165,6 @@ def _autocast(manager: Any) -> object:
     """The casts that an export would put into the graph."""
     device = manager._device.type if manager._device else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _forget_graph(manager: Any) -> None:
-    """Let the next forward export and build anew."""
-    if manager._execution_agent is not None:
-        tally.re_exports += 1
-    manager._graph_transition_manager._exported_model_info = None
-    manager._execution_agent = None
-    # These belong to the old graph; levels 1 and 2 of memory optimization would choose from them.
-    observer = manager._runtime_inspector.memory_ob
-    observer.cluster_id_combination_to_saving_symbolics_map.clear()
-    observer.symbolic_dim_collecting_completed = False
 
 
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
@@ -315,6 +304,10 @@ REPAIRS = (
         ),
     ),
     Repair(
+        follow_model_state,
+        (*_EXPORT, f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
+    ),
+    Repair(
         map_gradient_checkpointing,
         (
             *_EXPORT,
@@ -330,6 +323,7 @@ REPAIRS = (
     ),
     Repair(export_every_cross_entropy, (f"{TRANSITION}._get_exported_model",)),
     Repair(watch_python_values, _EXPORT),
+    Repair(convolve_in_two_dimensions, _EXPORT),
     Repair(call_torch_kernels, (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent")),
     Repair(cache_exports, (*_EXPORT, f"{TRANSITION}.get_post_processed_model")),  # last: it stands around the others
 )

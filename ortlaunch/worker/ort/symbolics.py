@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,13 +40,21 @@ def with_attention_dropout(export: Export) -> Export | None:
 
     Torch writes an ONNX Dropout without a mask, for which ORT cannot build a gradient, and without its training flag,
     with which it would drop nothing. Where the source is another, `refusing_attention_dropout` takes the place of this.
+    A row that a boolean mask leaves nothing, such as that of padding, is nan in torch's form until its end, and the
+    gradient stays so: here such a row attends to everything first, and is then set to zero.
     """
     attention = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
     if inspect.getsource(attention).count('g.op(\n            "Dropout",\n') != 1:
         return None
 
-    def symbolic(g: Any, *args: Any) -> Any:
-        return attention(_TrainingDropout(g), *args)
+    def symbolic(g: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        own: dict[str, Callable[..., Any]] = {"Dropout": functools.partial(_training_dropout, g)}
+        if _is_bool(mask):
+            empty = _empty_rows(g, mask)
+            filled = g.op("Or", mask, empty)
+            filled.setType(mask.type())
+            mask, own["IsNaN"] = filled, lambda weights: empty
+        return attention(_Graph(g, own), query, key, value, mask, *rest)
 
     return _registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
 
@@ -90,20 +98,110 @@ def _c() -> Any:
     return importlib.import_module("onnxruntime.capi._pybind_state")
 
 
-class _TrainingDropout:
-    """A graph being written, in which every Dropout has its training flag and its mask."""
+def _is_bool(value: Any) -> bool:
+    from torch.onnx import symbolic_helper
 
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
+    return bool(not symbolic_helper._is_none(value) and symbolic_helper._is_bool(value))
+
+
+def _empty_rows(g: Any, mask: Any) -> Any:
+    """The rows, as a mask of one column, of which a mask leaves nothing."""
+    from torch.onnx import symbolic_helper
+
+    numbers = g.op("Cast", mask, to_i=int(torch.onnx.TensorProtoDataType.FLOAT))
+    left = symbolic_helper._reducesum_helper(g, numbers, axes_i=[-1], keepdims_i=1)
+    return g.op("Equal", left, g.op("Constant", value_t=torch.tensor(0.0)))
+
+
+def _training_dropout(graph: Any, *inputs: Any) -> Any:
+    """With its training flag and its mask."""
+    training = graph.op("Constant", value_t=torch.tensor(True))
+    return graph.op("Dropout", *inputs, training, outputs=2)[0]
+
+
+class _Graph:
+    """A graph being written, in which functions stand in for some operators."""
+
+    def __init__(self, graph: Any, own: Mapping[str, Callable[..., Any]]) -> None:
+        self._graph, self._own = graph, own
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._graph, name)
 
     def op(self, kind: str, *inputs: Any, **attributes: Any) -> Any:
-        if kind != "Dropout":
-            return self._graph.op(kind, *inputs, **attributes)
-        training = self._graph.op("Constant", value_t=torch.tensor(True))
-        return self._graph.op("Dropout", *inputs, training, outputs=2)[0]
+        if kind in self._own:
+            return self._own[kind](*inputs, **attributes)
+        return self._graph.op(kind, *inputs, **attributes)
+
+
+def drawing(export: Export) -> Export:
+    """An export in which `bernoulli` is 1 with the probability that it is given; ONNX's own, as ORT has it, is 0."""
+    draw = importlib.import_module("torch.onnx.symbolic_opset15").bernoulli
+
+    def symbolic(g: Any, *args: Any) -> Any:
+        def drawn(probability: Any, **_: Any) -> Any:
+            lot = g.op("RandomUniformLike", probability)
+            one, zero = (g.op("Constant", value_t=torch.tensor(n, dtype=_type_of(probability))) for n in (1, 0))
+            return g.op("Where", g.op("Less", lot, probability), one, zero)
+
+        return draw(_Graph(g, {"Bernoulli": drawn}), *args)
+
+    return _registered(export, "aten::bernoulli", symbolic, 15)
+
+
+def accumulating(export: Export) -> Export:
+    """An export in which `index_add`, and `index_put` that accumulates, add up where an index comes twice.
+
+    Torch's forms keep the last of such values. What they, and `scatter_add`, are added to has a gradient: ORT's, of a
+    Scatter that adds, leaves out the places that it adds to, so they are added up apart.
+    """
+    add = importlib.import_module("torch.onnx.symbolic_opset16").scatter_add
+    export = _registered(export, "aten::scatter_add", functools.partial(_scatter_add, add), 16)
+    put = importlib.import_module("torch.onnx.symbolic_opset11").index_put
+    index_put = _registered(export, "aten::index_put", functools.partial(_index_put, put), 16)
+    return _registered(index_put, "aten::index_add", _index_add, 16)
+
+
+def _index_put(put: Callable[..., Any], g: Any, into: Any, indices: Any, values: Any, accumulate: Any = None) -> Any:
+    from torch.onnx import symbolic_helper
+
+    if accumulate is None or not symbolic_helper._maybe_get_const(accumulate, "b"):
+        return put(g, into, indices, values, accumulate)
+    if any(symbolic_helper._is_bool(index) for index in symbolic_helper._unpack_list(indices)):
+        raise RuntimeError("index_put with accumulate and a mask has no ONNX form that adds up")
+    own = {"ScatterND": functools.partial(g.op, "ScatterND", reduction_s="add")}
+    return put(_Graph(g, own), into, indices, values, accumulate)
+
+
+def _index_add(g: Any, into: Any, dim: Any, index: Any, values: Any, alpha: Any = None) -> Any:
+    from torch.onnx import symbolic_helper
+
+    rank, place = symbolic_helper._get_tensor_rank(values), symbolic_helper._maybe_get_const(dim, "i")
+    factor = 1 if alpha is None else symbolic_helper._maybe_get_const(alpha, "f")
+    if rank is None or not isinstance(place, int) or factor != 1:
+        raise RuntimeError("index_add with another alpha than 1, or of an unknown rank or dimension, has no ONNX form")
+    place %= rank
+    index = symbolic_helper._unsqueeze_helper(g, index, [axis for axis in range(rank) if axis != place])
+    index = g.op("Expand", index, g.op("Shape", values))
+    added = g.op("ScatterElements", _zeros(g, into), index, values, axis_i=place, reduction_s="add")
+    return g.op("Add", into, added)
+
+
+def _scatter_add(add: Callable[..., Any], g: Any, into: Any, *args: Any) -> Any:
+    return g.op("Add", into, add(g, _zeros(g, into), *args))
+
+
+def _zeros(g: Any, like: Any) -> Any:
+    kind = _type_of(like)
+    zeros = g.op("ConstantOfShape", g.op("Shape", like), value_t=torch.zeros(1, dtype=kind))
+    zeros.setType(like.type())
+    return zeros
+
+
+def _type_of(value: Any) -> torch.dtype:
+    from torch.onnx._type_utils import JitScalarType
+
+    return JitScalarType.from_value(value).dtype()
 
 
 def _unflatten(g: Any, tensor: Any, dim: Any, sizes: Any) -> Any:
