@@ -1,8 +1,8 @@
 """Work of a training graph on the CPU that torch's kernels do faster than ONNX Runtime's, called from inside the graph.
 
-Cross entropy and the gradients of GELU and LayerNorm, which ORT computes mostly on one thread, and where wanted large
-matrix products, in which MKL is faster on Intel's processors. ORT's nodes become torch's operators (ATen nodes) with
-the same inputs and outputs; whatever does not look as expected is left to ORT.
+Cross entropy, GELU and the gradients of GELU and LayerNorm, which ORT computes mostly on one thread, and where wanted
+large matrix products, in which MKL is faster on Intel's processors. ORT's nodes become torch's operators (ATen nodes)
+with the same inputs and outputs; whatever does not look as expected is left to ORT.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def replace(graph: Any, products: bool) -> None:
     kernels: dict[str, Callable[[_Rewriting, Any], bool]] = {
         "SoftmaxCrossEntropyLossInternal": _loss,
         "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
+        "Gelu": _gelu,
         "GeluGrad": _gelu_gradient,
         "LayerNormalizationGrad": _norm_gradient,
         **(dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product) if products and _wide(graph) else {}),
@@ -187,7 +188,12 @@ def _reduction(node: Any) -> int:
     return _REDUCTIONS[_attributes(node).get("reduction", b"mean").decode()]
 
 
-# ----------------------------------------------------------------------------------------------------- gradients
+# ----------------------------------------------------------------------------------------------- GELU, LayerNorm
+
+
+def _gelu(graph: _Rewriting, node: Any) -> bool:
+    graph.call("gelu", [*node.input, ""], node.output)
+    return True
 
 
 def _gelu_gradient(graph: _Rewriting, node: Any) -> bool:
