@@ -156,10 +156,26 @@ def accumulating(export: Export) -> Export:
     Scatter that adds, leaves out the places that it adds to, so they are added up apart.
     """
     add = importlib.import_module("torch.onnx.symbolic_opset16").scatter_add
-    export = _registered(export, "aten::scatter_add", functools.partial(_scatter_add, add), 16)
     put = importlib.import_module("torch.onnx.symbolic_opset11").index_put
-    index_put = _registered(export, "aten::index_put", functools.partial(_index_put, put), 16)
-    return _registered(index_put, "aten::index_add", _index_add, 16)
+    for name, symbolic in (
+        ("scatter_add", _from_opset_16(functools.partial(_scatter_add, add))),
+        ("index_add", _from_opset_16(_index_add)),
+        ("index_put", functools.partial(_index_put, put)),
+    ):
+        for opset in (14, 16):  # the oldest of the recipe's, and where torch has newer forms
+            export = _registered(export, f"aten::{name}", symbolic, opset)
+    return export
+
+
+def _from_opset_16(symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    """A form that needs a Scatter with a reduction; torch's own of before keeps one value of several."""
+
+    def checked(g: Any, *args: Any) -> Any:
+        if g.opset < 16:
+            raise RuntimeError(f"sums at indices take engine.opset 16 or newer, and this export is of {g.opset}")
+        return symbolic(g, *args)
+
+    return checked
 
 
 def _index_put(put: Callable[..., Any], g: Any, into: Any, indices: Any, values: Any, accumulate: Any = None) -> Any:
@@ -170,7 +186,7 @@ def _index_put(put: Callable[..., Any], g: Any, into: Any, indices: Any, values:
     if any(symbolic_helper._is_bool(index) for index in symbolic_helper._unpack_list(indices)):
         raise RuntimeError("index_put with accumulate and a mask has no ONNX form that adds up")
     own = {"ScatterND": functools.partial(g.op, "ScatterND", reduction_s="add")}
-    return put(_Graph(g, own), into, indices, values, accumulate)
+    return _from_opset_16(put)(_Graph(g, own), into, indices, values, accumulate)
 
 
 def _index_add(g: Any, into: Any, dim: Any, index: Any, values: Any, alpha: Any = None) -> Any:
