@@ -251,6 +251,8 @@ def test_a_row_without_anything_to_attend_to() -> None:
     mask[1, :, 1] = False
     eager, module = copy.deepcopy(model), wrapped(model)
     ours, theirs = module(x, mask), eager(x, mask)
+    if theirs.isnan():
+        pytest.skip(f"PyTorch's own is nan in torch {torch.__version__}")
     ours.backward()
     theirs.backward()
     torch.testing.assert_close(ours, theirs)

@@ -142,6 +142,12 @@ def test_sizes_that_stay_tensors_are_exported_once() -> None:
     assert tally.notes == []
 
 
+def test_a_size_that_is_compared_with_one_is_one_or_more() -> None:
+    """As transformers asks whether attention is of one token: batches of any other sizes share a graph."""
+    _, exports = losses_of_sizes(lambda layer, x: layer(x).sum() * (3 if x.shape[0] > 1 else 2), 3, 5, 1, 1)
+    assert exports == [1, 1, 2, 2]
+
+
 def test_a_kept_graph_is_of_its_sizes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart with batches of the same size reads it, with another one it exports."""
     share_extensions(tmp_path)

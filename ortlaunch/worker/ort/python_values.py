@@ -53,14 +53,14 @@ def _watching(original: Callable[..., Any], **kwargs: Any) -> Any:
         exported = original(**kwargs)
     seen = traced(kwargs["stage3_param_handle"])
     seen.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
-    if watch.places.sizes:
-        seen["of"] = _shapes(kwargs["flatten_module_inputs"])
+    if watch.places.sizes or watch.places.ones:
+        seen["of"] = _shapes(kwargs["flatten_module_inputs"], seen)
     return exported
 
 
 def fits(seen: dict[str, Any], inputs: Any) -> bool:
     """Whether a kept graph, with what its trace showed, is one for inputs of these sizes."""
-    return "of" not in seen or seen["of"] == _shapes(inputs)
+    return "of" not in seen or seen["of"] == _shapes(inputs, seen)
 
 
 class _Places:
@@ -70,10 +70,13 @@ class _Places:
         self.decisions: set[str] = set()
         self.checks: set[str] = set()
         self.sizes: set[str] = set()
+        self.ones: set[str] = set()
+        """Where a size is compared with 0 or 1 only, as attention of one token."""
         self.buffers: set[str] = set()
 
 
-_CONSTANT, _BUFFER, _SIZE, _VALUE = range(4)
+_CONSTANT, _BUFFER, _ONE, _SIZE, _VALUE = range(5)
+_COMPARED = {_T.__gt__, _T.__lt__, _T.__ge__, _T.__le__, _T.__eq__, _T.__ne__, _T.gt, _T.lt, _T.ge, _T.le, _T.eq, _T.ne}
 _DRAWN = ("rand", "normal_", "bernoulli", "multinomial", "uniform_", "exponential_", "dropout")
 
 
@@ -112,10 +115,12 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _SIZES:
             kind = min(kind, _SIZE)
+        elif kind == _SIZE and func in _COMPARED and args[1] in (0, 1):
+            kind = _ONE
         elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWN):
             kind = _VALUE
         if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
-            self._note((self.places.buffers, self.places.sizes, self.places.decisions)[kind - 1])
+            self._note((self.places.buffers, self.places.ones, self.places.sizes, self.places.decisions)[kind - 1])
         changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
         for tensor in (*changed, *_tensors(list(result) if isinstance(result, torch.Size) else result)):
             self._kinds[tensor] = kind
@@ -139,8 +144,10 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
-def _shapes(values: Any) -> list[list[int]]:
-    return [list(tensor.shape) for tensor in _tensors(values)]
+def _shapes(values: Any, seen: dict[str, Any]) -> list[list[int]]:
+    """Sizes of tensors, as far as a trace that showed `seen` depends on them: whole, or 0, 1 and more."""
+    most = sys.maxsize if "sizes" in seen else 2
+    return [[min(size, most) for size in tensor.shape] for tensor in _tensors(values)]
 
 
 def _only_checks(file: str, line: int) -> bool:
@@ -175,7 +182,8 @@ def _listed(places: list[str]) -> str:
 
 def fixed_sizes(manager: Any, values: Any) -> list[list[int]] | None:
     """Sizes of the tensors in `values`, where the graph of `manager` holds for those only; else None."""
-    return _shapes(values) if "of" in traced(manager._graph_transition_manager) else None
+    seen = traced(manager._graph_transition_manager)
+    return _shapes(values, seen) if "of" in seen else None
 
 
 def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
@@ -191,5 +199,6 @@ def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
 
 def tell_other_sizes(transition: Any) -> None:
     """Say why a batch of other sizes takes another export."""
-    places = _listed(traced(transition).get("sizes", []))
+    seen = traced(transition)
+    places = _listed(seen.get("sizes", []) or seen.get("ones", []))
     tally.note(f"exported again for each batch of other sizes, which the model takes into Python at {places}")

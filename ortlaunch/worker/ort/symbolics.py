@@ -44,8 +44,10 @@ def with_attention_dropout(export: Export) -> Export | None:
     gradient stays so: here such a row attends to everything first, and is then set to zero.
     """
     attention = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
-    if inspect.getsource(attention).count('g.op(\n            "Dropout",\n') != 1:
+    source = inspect.getsource(attention)
+    if source.count('g.op(\n            "Dropout",\n') != 1:
         return None
+    knows_nan = "IsNaN" in source  # of an empty row, from torch 2.7 on
 
     def symbolic(g: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:
         own: dict[str, Callable[..., Any]] = {"Dropout": functools.partial(_training_dropout, g)}
@@ -54,7 +56,10 @@ def with_attention_dropout(export: Export) -> Export | None:
             filled = g.op("Or", mask, empty)
             filled.setType(mask.type())
             mask, own["IsNaN"] = filled, lambda weights: empty
-        return attention(_Graph(g, own), query, key, value, mask, *rest)
+        attended = attention(_Graph(g, own), query, key, value, mask, *rest)
+        if not own.get("IsNaN") or knows_nan:
+            return attended
+        return g.op("Where", empty, g.op("Constant", value_t=torch.tensor(0.0, dtype=_type_of(query))), attended)
 
     return _registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
 
@@ -158,9 +163,9 @@ def accumulating(export: Export) -> Export:
     add = importlib.import_module("torch.onnx.symbolic_opset16").scatter_add
     put = importlib.import_module("torch.onnx.symbolic_opset11").index_put
     for name, symbolic in (
-        ("scatter_add", _from_opset_16(functools.partial(_scatter_add, add))),
+        ("scatter_add", _from_opset_16(lambda g, *args: _scatter_add(add, g, *args))),
         ("index_add", _from_opset_16(_index_add)),
-        ("index_put", functools.partial(_index_put, put)),
+        ("index_put", lambda g, *args: _index_put(put, g, *args)),  # torch 2.4 takes no functools.partial
     ):
         for opset in (14, 16):  # the oldest of the recipe's, and where torch has newer forms
             export = _registered(export, f"aten::{name}", symbolic, opset)

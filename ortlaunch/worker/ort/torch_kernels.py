@@ -192,6 +192,9 @@ def _reduction(node: Any) -> int:
 
 
 def _gelu(graph: _Rewriting, node: Any) -> bool:
+    known = graph.types.get(node.input[0])
+    if known is not None and known.elem_type != 1:  # what comes next must know its type, and float32 is what it is told
+        return False
     graph.call("gelu", [*node.input, ""], node.output)
     return True
 
