@@ -148,6 +148,17 @@ def test_a_size_that_is_compared_with_one_is_one_or_more() -> None:
     assert exports == [1, 1, 2, 2]
 
 
+def test_positions_are_compared_with_each_other() -> None:
+    """A causal mask is made of sizes, and of more than one number."""
+
+    def causal(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(x.shape[0])
+        return ((layer(x) @ x.T) * (place[:, None] >= place)).sum()
+
+    _, exports = losses_of_sizes(causal, 3, 5)
+    assert exports == [1, 1]
+
+
 def test_a_kept_graph_is_of_its_sizes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart with batches of the same size reads it, with another one it exports."""
     share_extensions(tmp_path)

@@ -115,7 +115,7 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func in _SIZES:
             kind = min(kind, _SIZE)
-        elif kind == _SIZE and func in _COMPARED and args[1] in (0, 1):
+        elif kind == _SIZE and func in _COMPARED and _zero_or_one(*args[1:]):
             kind = _ONE
         elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWN):
             kind = _VALUE
@@ -138,6 +138,10 @@ class _Watch(TorchFunctionMode):
         if places is self.places.decisions and _only_checks(file, line):
             places = self.places.checks
         places.add(f"{file}:{line}")
+
+
+def _zero_or_one(*values: Any) -> bool:
+    return len(values) == 1 and isinstance(values[0], int) and values[0] in (0, 1)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
