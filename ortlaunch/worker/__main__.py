@@ -48,7 +48,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     from ortlaunch.worker.export import export
     from ortlaunch.worker.memory_use import MemoryUse, memory_line
     from ortlaunch.worker.model import build_model
-    from ortlaunch.worker.tell import outcome_lines, plan_lines
+    from ortlaunch.worker.tell import late_notes, outcome_lines, plan_lines
     from ortlaunch.worker.train import train
 
     with distributed.group(plan, rank, run) as group:
@@ -74,7 +74,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         if group.rank == 0:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
-        last = outcome_lines(engine.truth())
+        last = [*late_notes(engine.truth(), engine.notes), *outcome_lines(engine.truth())]
         if not recipe.engine.parity_only:
             used = memory.record(plan, group)
             export(recipe, run, group, engine.stepper, model.model, data.tokenizer)

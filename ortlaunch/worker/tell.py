@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 
@@ -45,6 +46,11 @@ def _settings(ort: dict[str, Any]) -> list[str]:
     if ort.get("variables"):
         lines.append("from the environment: " + ", ".join(f"{key}={text}" for key, text in ort["variables"].items()))
     return lines
+
+
+def late_notes(truth: dict[str, Any], told: Collection[str]) -> list[str]:
+    """What a person should know that came up after step 1, such as another export."""
+    return [note for note in truth["onnxruntime"].get("notes", ()) if note not in told]
 
 
 def outcome_lines(truth: dict[str, Any]) -> list[str]:

@@ -11,24 +11,12 @@ import torch
 from torch import nn
 
 from ortlaunch import extensions
-from tests.distributed.modules import same, training_graph, wrapped
+from tests.distributed.modules import Reverse, same, training_graph, wrapped
 from tests.ort import needs_ort
 
 pytestmark = needs_ort
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
-
-
-class Twice(torch.autograd.Function):
-    """A custom function whose gradient is not the one of its forward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 3
 
 
 class Two(nn.Module):
@@ -113,12 +101,12 @@ def in_place(model: Two, x: torch.Tensor) -> torch.Tensor:
 
 def into_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden = model.first(x)
-    return (Twice.apply(model.target(x)) * Twice.apply(hidden)).sum()  # type: ignore[no-untyped-call]
+    return (Reverse.apply(model.target(x)) * Reverse.apply(hidden)).sum()  # type: ignore[no-untyped-call]
 
 
 def out_of_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        target = Twice.apply(model.second(x))  # type: ignore[no-untyped-call]
+        target = Reverse.apply(model.second(x))  # type: ignore[no-untyped-call]
     return (model.first(x) * target).sum()
 
 

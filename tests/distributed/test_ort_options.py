@@ -234,8 +234,8 @@ def refuses_without_interop(**settings: Any) -> None:
 
 # A field's check here, or the test elsewhere that shows what it changes, as "path::test".
 FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
-    "name": "tests/e2e/test_runs.py::test_inductor",
-    "allow_fallback": "tests/e2e/test_runs.py::test_a_fallback_that_is_allowed_is_told",
+    "name": "tests/e2e/test_engines.py::test_inductor",
+    "allow_fallback": "tests/e2e/test_engines.py::test_a_fallback_that_is_allowed_is_told",
     "parity_steps": "tests/e2e/test_parity_steps.py::test_training_is_what_it_is_without",
     "parity_tolerance": "tests/e2e/test_parity_steps.py::test_the_tolerance_is_the_recipes",
     "parity_only": "tests/e2e/test_parity_steps.py::test_two_ranks_compare_each_its_own_batch",

@@ -142,6 +142,20 @@ def merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     return {**base, **top, **both}
 
 
+# Every kind of record that a run leaves.
+FULL = merged(
+    TOY,
+    {
+        **EAGER,
+        "model": {"arguments": {"dropout": 0.3}},
+        "data": {"evaluation": {"format": "custom", "factory": "toys:data", "arguments": {"samples": 17, "seed": 1}}},
+        "train": {"max_grad_norm": 0.5, "evaluate_every_steps": 4},
+        "checkpoint": {"every_steps": 5, "keep": 1},
+        "log": {"trackers": ["tensorboard"]},
+    },
+)
+
+
 def environment(home: Path) -> dict[str, str]:
     """Tiny models on a shared machine: threads that wait quietly, no network, the cache of these tests."""
     quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ortlaunch.worker.tell import outcome_lines, plan_lines
+from ortlaunch.worker.tell import late_notes, outcome_lines, plan_lines
 
 FP16 = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"
 
@@ -50,3 +50,10 @@ def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
     lines = plan_lines(truth(deepcopy_before_export=copy, settings=chosen))
     assert lines[1:-1] == ['settings: deepcopy_before_export: false, log_level: "info"']
+
+
+def test_what_came_up_later_is_told_once() -> None:
+    """A note that was there before step 1 is not said again; engines without ONNX Runtime have none."""
+    found = {"onnxruntime": {"notes": ["not cached", "exported again"]}}
+    assert late_notes(found, ("not cached",)) == ["exported again"]
+    assert late_notes({"onnxruntime": {}}, ()) == []

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ortlaunch.worker.ort.graph import replace_nodes
 from ortlaunch.worker.ort.known import TRANSITION, owner
 from ortlaunch.worker.ort.patching import wrap_method
 
@@ -57,8 +58,7 @@ def _in_two_dimensions(graph: Any) -> None:
             helper.make_node("Squeeze", [f"{place}_y", f"{place}_axis"], [output]),
         ]
     if len(nodes) != len(graph.node):
-        graph.ClearField("node")
-        graph.node.extend(nodes)
+        replace_nodes(graph, nodes)
 
 
 def _pad_openly(node: Any) -> None:

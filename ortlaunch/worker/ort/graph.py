@@ -1,12 +1,13 @@
 """What is in a graph that ONNX Runtime executes: its nodes by operator, forward and backward, and calls out of ORT.
 
-Reads the graph as the session runs it, after every optimization. Knows nothing of ORTModule.
+Reads the graph as the session runs it, after every optimization, and sets nodes of one before. Knows nothing of
+ORTModule.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,3 +98,15 @@ def _called(nodes: Sequence[Any], attribute: str, *kinds: str) -> Counter[str]:
 
 def _attribute(node: Any, name: str) -> str:
     return next((str(attribute.s.decode()) for attribute in node.attribute if attribute.name == name), node.op_type)
+
+
+def replace_nodes(graph: Any, nodes: Iterable[Any]) -> None:
+    """Let an onnx.GraphProto have these nodes; they may be its own, which are freed with those that go."""
+    from onnx import NodeProto
+
+    copies = []
+    for node in nodes:
+        copies.append(NodeProto())
+        copies[-1].CopyFrom(node)
+    graph.ClearField("node")
+    graph.node.extend(copies)

@@ -201,8 +201,8 @@ def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
     return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
 
 
-def tell_other_sizes(transition: Any) -> None:
-    """Say why a batch of other sizes takes another export."""
+def tell_again(transition: Any) -> None:
+    """Say why a batch of other sizes, or a changed buffer, takes another export."""
     seen = traced(transition)
-    places = _listed(seen.get("sizes", []) or seen.get("ones", []))
-    tally.note(f"exported again for each batch of other sizes, which the model takes into Python at {places}")
+    places = _listed([place for kind in ("sizes", "ones", "buffers") for place in seen.get(kind, [])])
+    tally.note(f"exported again for other sizes or buffers, which the model takes into Python at {places}")

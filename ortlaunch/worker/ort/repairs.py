@@ -22,7 +22,7 @@ from ortlaunch.worker.ort.cross_entropy import export_every_cross_entropy, leave
 from ortlaunch.worker.ort.export_cache import cache_exports
 from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
 from ortlaunch.worker.ort.model_state import follow_model_state, forget_graph
-from ortlaunch.worker.ort.python_values import fixed_buffers, fixed_sizes, tell_other_sizes, watch_python_values
+from ortlaunch.worker.ort.python_values import fixed_buffers, fixed_sizes, tell_again, watch_python_values
 from ortlaunch.worker.ort.tally import tally, traced
 from ortlaunch.worker.ort.torch_kernels import call_torch_kernels
 
@@ -138,8 +138,8 @@ def export_for_changed_calls() -> None:
 def _exporting_when_changed(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
     call, before = _call(manager, args, kwargs), getattr(manager, "_ortlaunch_call", None)
     if call != before:
-        if before and call[:-1] == before[:-1]:
-            tell_other_sizes(manager._graph_transition_manager)
+        if before and call[:-2] == before[:-2]:
+            tell_again(manager._graph_transition_manager)
         forget_graph(manager)
     output = original(manager, *args, **kwargs)
     manager._ortlaunch_call = _call(manager, args, kwargs)  # now that a trace has shown whether sizes are part of it

@@ -12,6 +12,7 @@ from typing import Any
 
 from ortlaunch import machine
 from ortlaunch.recipe.engine import Engine
+from ortlaunch.worker.ort.graph import replace_nodes
 from ortlaunch.worker.ort.known import TRAINING, owner
 from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.tally import tally
@@ -53,8 +54,6 @@ def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:
 
 def replace(graph: Any, products: bool) -> None:
     """Put torch's operators in place of ORT's, in an onnx.GraphProto with a forward and a backward pass."""
-    from onnx import NodeProto
-
     rewriting = _Rewriting(graph)
     kernels: dict[str, Callable[[_Rewriting, Any], bool]] = {
         "SoftmaxCrossEntropyLossInternal": _loss,
@@ -68,12 +67,7 @@ def replace(graph: Any, products: bool) -> None:
         kernel = kernels.get(node.op_type)
         if not rewriting.made.intersection(node.output) and not (kernel and kernel(rewriting, node)):
             rewriting.nodes.append(node)
-    nodes = []
-    for node in rewriting.living():  # a node that stays in the graph is freed with it
-        nodes.append(NodeProto())
-        nodes[-1].CopyFrom(node)
-    graph.ClearField("node")
-    graph.node.extend(nodes)
+    replace_nodes(graph, rewriting.living())
     graph.value_info.extend(rewriting.unknown_values())
 
 
