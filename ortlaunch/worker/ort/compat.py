@@ -173,6 +173,12 @@ def stop_gradient_at_detach() -> bool:
     return True
 
 
+def change_what_shares_memory() -> bool:
+    """Every torch: the exporter shows a change in place in that tensor, not in those that it shares memory with."""
+    wrap_ort_export(importlib.import_module("ortlaunch.worker.ort.aliases").following_changes)
+    return True
+
+
 def stop_gradient_under_no_grad() -> bool:
     """Every torch: an export is made with gradients off, and does not see where a model turns them off."""
     wrap_ort_export(importlib.import_module("ortlaunch.worker.ort.grad_mode").following_grad_mode)
@@ -240,6 +246,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     add_up_at_indices,
     draw_what_is_likely,
     stop_gradient_at_detach,
+    change_what_shares_memory,  # first, so that the next one sees what it computes
     stop_gradient_under_no_grad,
     quiet_ort_export,
     restore_convolution_symbolics,

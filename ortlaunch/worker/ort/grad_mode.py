@@ -15,10 +15,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+_T = torch.Tensor
 Export = Callable[..., Any]
 
 
@@ -27,7 +28,7 @@ def following_grad_mode(export: Export) -> Export:
 
     @functools.wraps(export)
     def export_with_grad_mode(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _GradMode(model) as mode, mode.told():
+        with _GradMode(model, kwargs["training"] == torch.onnx.TrainingMode.TRAINING) as mode, mode.told():
             return export(model, *args, **kwargs)
 
     return export_with_grad_mode
@@ -39,22 +40,28 @@ class _GradMode(TorchFunctionMode):
     A tensor that no call here has made counts as trained: it is an input of the model's, or of a scripted function.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, training: bool) -> None:
         super().__init__()
-        self._enabled = True  # for the model; it is off for torch throughout an export
-        self._untrained = WeakTensorKeyDictionary()
+        self._training = training
+        self._enabled = training  # for the model; gradients are off for torch throughout an export
+        self._trained = WeakTensorKeyDictionary()
         self._stopped = WeakTensorKeyDictionary()  # made of trained ones with gradients off; each with its detached one
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.requires_grad:
-                self._untrained[tensor] = True
+            self._trained[tensor] = tensor.requires_grad
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
         """While open, what no function mode sees is seen: whether gradients are on is asked, and custom functions."""
-        apply = vars(torch.autograd.Function)["apply"]
+        plain = vars(torch.autograd.Function)["apply"]
 
         def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._call(apply.__get__(None, function), args, kwargs)
+            def apply(*args: Any, **kwargs: Any) -> Any:
+                if has_torch_function(given):
+                    return handle_torch_function(apply, given, *args, **kwargs)
+                return plain.__get__(None, function)(*args, **kwargs)
+
+            given = tuple(tensors((args, kwargs)))
+            return apply(*args, **kwargs)
 
         def enter(inference: Any) -> None:
             inference.prev = self._enabled
@@ -77,31 +84,37 @@ class _GradMode(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             self._enabled = args[0]
             return None
+        if func == _T.requires_grad.__get__ and args[0] in self._trained:
+            return self._trained[args[0]] and args[0] not in self._stopped
+        if func is _T.register_hook and self._has_gradient(args[0]):
+            raise RuntimeError("the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none")
+        if func == _T.data.__get__:
+            func, args = _T.detach, args[:1]  # a trace has .data as a constant
         return self._call(func, args, kwargs or {})
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        given = _differentiable((args, kwargs))
+        given = [tensor for tensor in tensors((args, kwargs)) if _differentiable(tensor)]
         versions = [tensor._version for tensor in given]
-        trained = any(tensor not in self._untrained for tensor in given)
+        trained = func is not _T.detach and any(self._has_gradient(tensor) for tensor in given)
         if self._enabled:
             args, kwargs = tree_map_only(torch.Tensor, self._detached, (args, kwargs))
         result = func(*args, **kwargs)
         changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
         for tensor in changed:
             if isinstance(tensor, torch.nn.Parameter):
-                raise RuntimeError(
-                    "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"
-                )
-            if tensor not in self._untrained and (tensor in self._stopped) == self._enabled:
-                raise RuntimeError(_CHANGED)
-        for tensor in (*changed, *_differentiable(result)):
-            self._untrained.pop(tensor, None)
+                raise RuntimeError(CHANGED_WEIGHT)
+            if self._has_gradient(tensor) and (tensor in self._stopped) == self._enabled:
+                raise RuntimeError(CHANGED)
+        for tensor in (*changed, *filter(_differentiable, tensors(result))):
+            self._trained[tensor] = trained
             self._stopped.pop(tensor, None)
-            if not trained:
-                self._untrained[tensor] = True
-            elif not self._enabled:
+            if trained and not self._enabled:
                 self._stopped[tensor] = None
         return result
+
+    def _has_gradient(self, tensor: torch.Tensor) -> bool:
+        """Whether it would have one if gradients were on everywhere."""
+        return self._training and _differentiable(tensor) and self._trained.get(tensor, True)
 
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in self._stopped:
@@ -111,12 +124,17 @@ class _GradMode(TorchFunctionMode):
         return self._stopped[tensor]
 
 
-def _differentiable(values: Any) -> list[torch.Tensor]:
-    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-    return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+def tensors(values: Any) -> list[torch.Tensor]:
+    """Those among arguments or results."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
-_CHANGED = (
+def _differentiable(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+CHANGED_WEIGHT = "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"
+CHANGED = (
     "a tensor with a gradient is changed in place under torch.no_grad(), or one made there is changed outside: "
     "ONNX Runtime's gradient would be another than PyTorch's; write the change without a trailing underscore"
 )

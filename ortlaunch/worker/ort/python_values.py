@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.worker.ort import grad_mode
+from ortlaunch.worker.ort import aliases, grad_mode
+from ortlaunch.worker.ort.grad_mode import tensors
 from ortlaunch.worker.ort.known import TRANSITION, owner
 from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.tally import tally, traced
@@ -33,6 +33,7 @@ _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
           _T.allclose}  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
+_BETWEEN = (grad_mode.__file__, aliases.__file__)  # a call and the look at it
 # Own looks at a batch, and torch's checks of a distribution's parameters.
 _QUIET = (str(Path(__file__).parent), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
 
@@ -109,7 +110,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if not torch.jit.is_tracing():  # ORT also calls the model plainly, to see what it returns
             return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors((args, kwargs))
         kind = max((self._kinds.get(tensor, _VALUE) for tensor in given), default=_CONSTANT)
         versions = [tensor._version for tensor in given]
         result = func(*args, **kwargs)
@@ -122,13 +123,16 @@ class _Watch(TorchFunctionMode):
         if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
             self._note((self.places.buffers, self.places.ones, self.places.sizes, self.places.decisions)[kind - 1])
         changed = [tensor for tensor, version in zip(given, versions) if tensor._version != version]
-        for tensor in (*changed, *_tensors(list(result) if isinstance(result, torch.Size) else result)):
+        for tensor in (*changed, *tensors(list(result) if isinstance(result, torch.Size) else result)):
             self._kinds[tensor] = kind
         return result
 
     def _note(self, places: set[str]) -> None:
         frame = sys._getframe(2)
-        while frame.f_back and frame.f_code.co_filename == grad_mode.__file__:  # which stands between
+        while frame.f_back and frame.f_code.co_filename in (
+            grad_mode.__file__,
+            aliases.__file__,
+        ):  # which stand between
             frame = frame.f_back
         if any(part in frame.f_code.co_filename for part in _QUIET):
             return
@@ -144,14 +148,10 @@ def _zero_or_one(*values: Any) -> bool:
     return len(values) == 1 and isinstance(values[0], int) and values[0] in (0, 1)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
 def _shapes(values: Any, seen: dict[str, Any]) -> list[list[int]]:
     """Sizes of tensors, as far as a trace that showed `seen` depends on them: whole, or 0, 1 and more."""
     most = sys.maxsize if "sizes" in seen else 2
-    return [[min(size, most) for size in tensor.shape] for tensor in _tensors(values)]
+    return [[min(size, most) for size in tensor.shape] for tensor in tensors(values)]
 
 
 def _only_checks(file: str, line: int) -> bool:

@@ -87,7 +87,9 @@ def _constant(value: Any) -> Any:
 
 def stopping_at_detach(export: Export) -> Export:
     """An export in which `detach` ends the gradient, as a copy that ORT is told not to derive; torch leaves it out."""
-    _c().register_custom_stop_gradient_edges("org.pytorch.aten::ATen::clone::", {0})
+    clone = "org.pytorch.aten::ATen::clone::"
+    _c().register_custom_stop_gradient_edges(clone, {0})
+    _c().register_gradient_definition(clone, _no_gradient())  # which ORT wants of a weight's copy all the same
 
     def symbolic(g: Any, x: Any) -> Any:
         no_format = g.op("prim::Constant")
@@ -97,6 +99,19 @@ def stopping_at_detach(export: Export) -> Export:
         return copied
 
     return _registered(export, "aten::detach", symbolic, 9)
+
+
+def _no_gradient() -> Any:
+    """Of a node with one input: zeros, as a gradient definition of ORT's."""
+    from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
+
+    zero = {"value": 0.0, "dtype": "IElemType(0)", "is_tensor": True}
+    nodes = [
+        ("Constant", [], ["zero"], {"value": zero}),
+        ("Shape", ["I(0)"], ["sizes"]),
+        ("Expand", ["zero", "sizes"], ["GI(0)"]),
+    ]
+    return _to_gradient_definition(nodes)
 
 
 def _c() -> Any:
