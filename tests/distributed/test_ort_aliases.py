@@ -14,7 +14,7 @@ from ortlaunch import extensions
 from tests.distributed.modules import Reverse, same, training_graph, wrapped
 from tests.ort import needs_ort
 
-pytestmark = needs_ort
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 
 Forward = Callable[["Two", torch.Tensor], torch.Tensor]
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -141,7 +141,7 @@ CASES += [detached_data, asked_for_gradients]
 
 
 @pytest.mark.parametrize("called", CASES)
-def test_a_model_is_eagers(called: Forward, built: None) -> None:
+def test_a_model_is_eagers(called: Forward) -> None:
     """Changes through several views, of masks, of the batch, under no_grad; what is asked of data and gradients."""
     if called is into_a_custom_function and extensions.interop_refusal():
         pytest.skip(extensions.interop_refusal())

@@ -25,6 +25,10 @@ FORMS: dict[str, Form] = {
     "index_put, a number": lambda h: h.index_put((TWICE,), torch.tensor(1.0), accumulate=True),
     "index_put, not added up": lambda h: h.index_put((TWICE[1:],), h[2:4]),
     "scatter_add": lambda h: h.scatter_add(1, (h > 0).long(), h * 2),
+    "diff": lambda h: torch.diff(h, n=2, prepend=h[:, :1] * 2, append=h[:, :2]),
+    "diff, along the batch": lambda h: h.diff(dim=0),
+    "diff of truths": lambda h: h[:, 1:] * (h > 0).diff(),
+    "cumsum of truths": lambda h: h * (h > 0).cumsum(1),
 }
 
 

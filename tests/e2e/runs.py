@@ -46,7 +46,7 @@ class Attending(nn.Module):
 
     def forward(self, x, y):
         x = x[:, None, :].expand(-1, 4, -1)
-        x = torch.diff(self.attention(x, x, x)[0], append=torch.zeros_like(x[..., :1]))
+        x = torch.logcumsumexp(self.attention(x, x, x)[0], dim=-1)
         return ((self.out(x).mean(1) - y) ** 2).mean()
 
 

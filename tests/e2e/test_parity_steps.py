@@ -50,7 +50,7 @@ class Unexportable(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x, y):
-        return torch.diff(self.linear(x), dim=0).square().mean()
+        return torch.logcumsumexp(self.linear(x), dim=0).square().mean()
 
 
 def unexportable(dropout):

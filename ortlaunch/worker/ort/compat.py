@@ -167,6 +167,12 @@ def draw_what_is_likely() -> bool:
     return True
 
 
+def count_documents() -> bool:
+    """Every torch: `diff` and `cumsum` of truths ended an export, and so a Llama that is given no attention mask."""
+    wrap_ort_export(_symbolics().counting)
+    return True
+
+
 def stop_gradient_at_detach() -> bool:
     """Every torch: the exporter leaves `detach` out, and ORT's gradient went through it."""
     wrap_ort_export(_symbolics().stopping_at_detach)
@@ -245,6 +251,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     export_attention_dropout,
     add_up_at_indices,
     draw_what_is_likely,
+    count_documents,
     stop_gradient_at_detach,
     change_what_shares_memory,  # first, so that the next one sees what it computes
     stop_gradient_under_no_grad,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -169,6 +170,13 @@ def drawing(export: Export) -> Export:
     return _registered(export, "aten::bernoulli", symbolic, 15)
 
 
+def counting(export: Export) -> Export:
+    """An export of `diff` and of a boolean tensor's `cumsum`, for which torch has no form or a wrong one."""
+    cumsum = importlib.import_module("torch.onnx.symbolic_opset11").cumsum
+    export = _registered(export, "aten::diff", _diff, 10)
+    return _registered(export, "aten::cumsum", lambda g, *args: _cumsum(cumsum, g, *args), 11)
+
+
 def accumulating(export: Export) -> Export:
     """An export in which `index_add`, and `index_put` that accumulates, add up where an index comes twice.
 
@@ -238,6 +246,25 @@ def _type_of(value: Any) -> torch.dtype:
     from torch.onnx._type_utils import JitScalarType
 
     return JitScalarType.from_value(value).dtype()
+
+
+def _diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
+    from torch.onnx import symbolic_helper
+
+    axis = symbolic_helper._get_const(dim, "i", "dim")
+    parts = [part for part in (before, x, after) if not symbolic_helper._is_none(part)]
+    x = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
+    minus = "Xor" if _is_bool(x) else "Sub"
+    for _ in range(symbolic_helper._get_const(times, "i", "n")):
+        later = symbolic_helper._slice_helper(g, x, axes=[axis], starts=[1], ends=[sys.maxsize])
+        x = g.op(minus, later, symbolic_helper._slice_helper(g, x, axes=[axis], starts=[0], ends=[-1]))
+    return x
+
+
+def _cumsum(cumsum: Callable[..., Any], g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
+    if _is_bool(x):
+        x = g.op("Cast", x, to_i=int(torch.onnx.TensorProtoDataType.INT64))
+    return cumsum(g, x, dim, dtype)
 
 
 def _unflatten(g: Any, tensor: Any, dim: Any, sizes: Any) -> Any:
