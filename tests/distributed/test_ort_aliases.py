@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,19 @@ def through_several(model: Two, x: torch.Tensor) -> torch.Tensor:
     return model.second(hidden).square().mean() + (turned * 2).sum() + flat.square().sum()
 
 
+def in_a_function(model: Two, x: torch.Tensor) -> torch.Tensor:
+    def change(hidden: torch.Tensor) -> None:
+        part = hidden[:, 1:3]
+        part.mul_(3)
+
+    hidden = model.first(x) + 0
+    change(hidden)
+    first, second = hidden[:2], hidden.view(-1)
+    del hidden
+    first.add_(1)
+    return first.sum() + second.square().sum()
+
+
 def a_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
     mask = torch.ones(x.shape[0], 6, dtype=torch.bool)
     inner = mask[:, 1:]
@@ -136,7 +150,7 @@ def asked_for_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
     return model.second(hidden).square().mean() * (1 + sum(2**place for place, yes in enumerate(asked) if yes))
 
 
-CASES = [through_several, a_mask, the_batch, without_gradients, into_a_custom_function]
+CASES = [through_several, in_a_function, a_mask, the_batch, without_gradients, into_a_custom_function]
 CASES += [detached_data, asked_for_gradients]
 
 
@@ -173,6 +187,23 @@ def test_a_change_in_one_line_takes_nothing_more() -> None:
         return flat.sum()
 
     assert "ScatterElements" not in {node.op_type for node in training_graph(equal(sliced)).node}
+
+
+def test_an_export_keeps_nothing_that_the_model_lets_go() -> None:
+    """An export that kept every tensor with a view would take the memory of all activations."""
+    alive = []
+
+    def letting_go(model: Two, x: torch.Tensor) -> torch.Tensor:
+        hidden = model.first(x) + 0
+        flat = hidden.view(-1)
+        total = flat.view(-1, 3).sum()
+        kept = weakref.ref(hidden)
+        del hidden, flat
+        alive.append(kept() is not None)
+        return total
+
+    equal(letting_go)
+    assert not any(alive)
 
 
 def through_a_detached(model: Two, x: torch.Tensor) -> torch.Tensor:

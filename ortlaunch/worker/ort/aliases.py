@@ -7,6 +7,7 @@ source; every other one stays as it was. Here such a tensor is computed anew whe
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,9 +42,11 @@ def following_changes(export: Export) -> Export:
 class _Memory:
     """What some tensors share."""
 
-    first: Tensor
     whole: Tensor
-    """The first one as it is after every change but the pending ones."""
+    """All of it, as it is after every change but the pending ones."""
+    weight: bool
+    first: weakref.ref[_Alias]
+    """The tensor that the others are views of."""
     changes: int = 0
     pending: list[tuple[_Alias, Tensor]] = field(default_factory=list)
 
@@ -52,8 +55,10 @@ class _Memory:
 class _Alias:
     """One of the tensors."""
 
-    memory: _Memory
-    views: tuple[View, ...]
+    memory: Callable[[], _Memory | None]
+    held: _Memory | None
+    """The same, for as long as the tensor lives; not by the first one, which would then live throughout the export."""
+    views: tuple[View, ...] = ()
     """How it is made of the whole."""
     obstacle: str = ""
     """Why nothing can be written to the whole through it."""
@@ -92,8 +97,7 @@ class _Aliases(TorchFunctionMode):
         self._made(func, args, kwargs, given, values, result)
         changed = [pair for pair, version in zip(zip(given, values), versions) if pair[1]._version != version]
         for tensor, value in _targets(changed, result):
-            if tensor in self._known:
-                self._changed(tensor, value)
+            self._changed(tensor, value)
         return result
 
     def _current(self, values: Any) -> Any:
@@ -104,9 +108,10 @@ class _Aliases(TorchFunctionMode):
         alias = self._known.get(tensor)
         if alias is None:
             return tensor
-        if alias.changes != alias.memory.changes:
-            alias.value = _through(alias.views, _written(alias.memory))
-            alias.changes = alias.memory.changes
+        memory = alias.memory()
+        if memory and alias.changes != memory.changes:
+            alias.value = _through(alias.views, _written(memory))
+            alias.changes = memory.changes
         return tensor if alias.value is None else alias.value
 
     def _made(
@@ -118,17 +123,29 @@ class _Aliases(TorchFunctionMode):
                 continue
             for tensor, value in zip(given, values):
                 if _share(output, value):
-                    source = self._known.setdefault(tensor, _Alias(_Memory(tensor, value), ()))
+                    source, memory = self._source(tensor, value)
                     views = (*source.views, _again(func, args, kwargs, value, place))
                     obstacle = source.obstacle or _obstacle(func, value, output)
-                    self._known[output] = _Alias(source.memory, views, obstacle, changes=source.memory.changes)
+                    self._known[output] = _Alias(source.memory, memory, views, obstacle, changes=memory.changes)
                     break
+
+    def _source(self, tensor: Tensor, value: Tensor) -> tuple[_Alias, _Memory]:
+        """What is known of a tensor of which there is a view now."""
+        alias = self._known.get(tensor)
+        memory = alias.memory() if alias else None
+        if alias is None or memory is None:
+            alias = self._known[tensor] = _Alias(lambda: None, None)
+            memory = _Memory(value, isinstance(tensor, torch.nn.Parameter), weakref.ref(alias))
+            alias.memory = weakref.ref(memory)
+        return alias, memory
 
     def _changed(self, tensor: Tensor, value: Tensor) -> None:
         """Note that the tensor, for which `value` stands, has been changed in place."""
-        alias = self._known[tensor]
-        memory = alias.memory
-        if isinstance(memory.first, torch.nn.Parameter):
+        alias = self._known.get(tensor)
+        memory = alias.memory() if alias else None
+        if alias is None or memory is None:
+            return
+        if memory.weight:
             raise RuntimeError(CHANGED_WEIGHT)
         if not torch.is_grad_enabled() and memory.whole.requires_grad:  # as the model sees it: grad_mode.py
             raise RuntimeError(CHANGED)
@@ -136,6 +153,9 @@ class _Aliases(TorchFunctionMode):
         alias.changes, alias.value = memory.changes, None if value is tensor else value
         if not memory.pending or memory.pending[-1][0] is not alias:
             memory.pending.append((alias, value))
+        first = memory.first()
+        if first:
+            first.held = memory
 
 
 def _targets(changed: Sequence[tuple[Tensor, Tensor]], result: Any) -> list[tuple[Tensor, Tensor]]:
