@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.worker.ort.grad_mode import CHANGED, CHANGED_WEIGHT, Export, tensors
+from ortlaunch.worker.ort.grad_mode import CHANGED, CHANGED_WEIGHT, Export, tensors, versions_of
 
 View = Callable[[Tensor], Tensor]
 # What is asked of a tensor's form; a change is of no account.
@@ -90,12 +90,14 @@ class _Aliases(TorchFunctionMode):
         if func in _FORMS:
             return func(*args, **kwargs)
         given = tensors((args, kwargs))
-        args, kwargs = self._current((args, kwargs))
-        values = tensors((args, kwargs))
-        versions = [value._version for value in values]
+        values = [self._value(tensor) for tensor in given]
+        if any(value is not tensor for value, tensor in zip(values, given)):
+            args, kwargs = self._current((args, kwargs))
+        versions = versions_of(values)
         result = func(*args, **kwargs)
         self._made(func, args, kwargs, given, values, result)
-        changed = [pair for pair, version in zip(zip(given, values), versions) if pair[1]._version != version]
+        pairs = zip(given, values, versions, versions_of(values))
+        changed = [(tensor, value) for tensor, value, before, after in pairs if before != after]
         for tensor, value in _targets(changed, result):
             self._changed(tensor, value)
         return result
@@ -170,7 +172,8 @@ def _targets(changed: Sequence[tuple[Tensor, Tensor]], result: Any) -> list[tupl
 
 def _share(one: Tensor, other: Tensor) -> bool:
     try:
-        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():
+            return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse ones and the like
         return False
 

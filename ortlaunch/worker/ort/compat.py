@@ -167,6 +167,12 @@ def draw_what_is_likely() -> bool:
     return True
 
 
+def leave_out_casts() -> bool:
+    """Every torch: `h.float().square()` of a tensor that is float already ended ORT's build of the graph."""
+    wrap_ort_export(_symbolics().casting)
+    return True
+
+
 def count_documents() -> bool:
     """Every torch: `diff` and `cumsum` of truths ended an export, and so a Llama that is given no attention mask."""
     wrap_ort_export(_symbolics().counting)
@@ -251,6 +257,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     export_attention_dropout,
     add_up_at_indices,
     draw_what_is_likely,
+    leave_out_casts,
     count_documents,
     stop_gradient_at_detach,
     change_what_shares_memory,  # first, so that the next one sees what it computes

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -156,6 +156,11 @@ def _is_installed(path: str) -> bool:
     return (os.path.realpath(path) + os.sep).startswith(_roots())
 
 
+def is_users(file: Any) -> TypeGuard[str]:
+    """Whether what a module or code object says of its file names one of the user's, or ortlaunch's own."""
+    return isinstance(file, str) and os.path.isabs(file) and not _is_installed(file)
+
+
 def _sources() -> Iterator[tuple[str, str]]:
     """(file, sha256) of every loaded module that no version describes: the user's, and ortlaunch's own."""
     for _, _, file in _users_modules():
@@ -167,7 +172,7 @@ def _users_modules() -> Iterator[tuple[str, Any, str]]:
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         # torch.ops says that its file is `_ops.py`, in no folder.
-        if isinstance(file, str) and os.path.isabs(file) and not _is_installed(file):
+        if is_users(file):
             yield name, module, file
 
 

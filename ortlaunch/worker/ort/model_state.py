@@ -1,6 +1,6 @@
 """Follows what of a model itself, beside its weights, an exported graph holds fixed: modes, numbers, hooks, parts.
 
-A trace notes which attributes of which layers a forward pass reads; before each later pass they are compared, and a
+A trace notes what of Python's a forward pass reads (python_state.py); before each later pass it is compared, and a
 graph of others is built anew. What a graph cannot follow at all is refused: hooks of a backward pass, numbers that
 are drawn by Python or NumPy, and a forward pass that goes on from what an earlier one left in an attribute.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,14 +19,11 @@ from torch import nn
 from ortlaunch.worker.ort.buffers import kept_buffers
 from ortlaunch.worker.ort.known import EVALUATION, TRAINING, TRANSITION, owner
 from ortlaunch.worker.ort.patching import wrap_method
+from ortlaunch.worker.ort.python_state import GLOBAL, GONE, Reads, Values, noted, same
 from ortlaunch.worker.ort.tally import tally, traced
 
-_NUMBERS = (bool, int, float, str)
-_KINDS = (*_NUMBERS, type(None), list, tuple, torch.Tensor)
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-_GONE = object()
-Read = dict[tuple[str, str], Any]
 
 
 def follow_model_state() -> None:
@@ -43,88 +40,27 @@ def _noting(original: Callable[..., Any], **kwargs: Any) -> Any:
     module = kwargs["flattened_module"]
     if kwargs["model_info_for_export"].export_mode == torch.onnx.TrainingMode.TRAINING:
         _refuse_backward_hooks(module)
-    with _noted(module) as read, _nothing_drawn():
+    with noted(module) as reads, _nothing_drawn():
         exported = original(**kwargs)
-        _refuse_memory(module, read, kwargs["flatten_module_inputs"])
-    traced(kwargs["stage3_param_handle"])["read"] = sorted(read)
+        _refuse_memory(module, reads, kwargs["flatten_module_inputs"])
+    traced(kwargs["stage3_param_handle"]).update(read=sorted(reads.places), names=sorted(reads.names))
     return exported
 
 
-@contextlib.contextmanager
-def _noted(module: nn.Module) -> Iterator[Read]:
-    """Yields, filled in passes of `module`, the (layer, attribute) that they read before they write, with the value."""
-    paths = {id(layer): path for path, layer in module.named_modules() if path}  # that without is ORT's
-    read: Read = {}
-    written: set[tuple[str, str]] = set()
-    running: list[None] = []
-    write = nn.Module.__setattr__
-
-    def getting(layer: Any, name: str) -> Any:
-        value = object.__getattribute__(layer, name)
-        if running and isinstance(value, _KINDS):
-            path = paths.get(id(layer))
-            if path is not None and (path, name) not in written:
-                read.setdefault((path, name), _frozen(value))
-        return value
-
-    def setting(layer: Any, name: str, value: Any) -> None:
-        if running and id(layer) in paths:
-            written.add((paths[id(layer)], name))
-        write(layer, name, value)
-
-    def begin(who: nn.Module, _: Any) -> None:
-        if who is module:
-            written.clear()
-            running.append(None)
-
-    hooks = [module.register_forward_pre_hook(begin)]
-    hooks.append(module.register_forward_hook(lambda *_: running.clear()))
-    layers: Any = nn.Module
-    layers.__getattribute__, layers.__setattr__ = getting, setting
-    try:
-        yield read
-    finally:
-        del layers.__getattribute__
-        layers.__setattr__ = write
-        for hook in hooks:
-            hook.remove()
-
-
-def _frozen(value: Any) -> Any:
-    """What of a value a graph depends on, which can be compared later."""
-    if isinstance(value, torch.Tensor):
-        return value, value._version
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return isinstance(one, _NUMBERS) and type(one) is type(other) and repr(one) == repr(other)  # nan is not nan
-
-
-def _values(module: nn.Module, names: Any) -> list[tuple[Mapping[str, Any], str, Any]]:
-    """(attributes of a layer, name, value as it is now) of what was read."""
-    layers = dict(module.named_modules())
-    found = [(vars(layers[path]), name) for path, name in names if path in layers]
-    return [(attributes, name, _frozen(attributes.get(name, _GONE))) for attributes, name in found]
-
-
-def _refuse_memory(module: nn.Module, read: Read, inputs: Any) -> None:
+def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
     """Whether a pass goes on from what another one left: a value read, then changed, and changed by a second pass."""
-    after = _values(module, read)
-    changed = [key for key, (*_, now) in zip(list(read), after) if not _same(read[key], now) and now is not _GONE]
+    after = Values(module, reads.places)
+    changed = {
+        place for place, value in after.frozen.items() if not (value is GONE or same(reads.places[place], value))
+    }
     if not changed:
         return
-    first = _values(module, changed)
     with torch.no_grad(), kept_buffers(module):
         module(*(tensor.clone() for tensor in inputs))
-    for (path, name), before, now in zip(changed, first, _values(module, changed)):
-        if not _same(before[2], now[2]):
+    for place in after.changed():
+        if place in changed:
             raise RuntimeError(
-                f"a forward pass reads and changes the model's {_plain(path, name)}, and ONNX Runtime's graph would "
+                f"a forward pass reads and changes {_told(*place)}, and ONNX Runtime's graph would "
                 "hold its first value; give such a value to the forward pass as an argument"
             )
 
@@ -133,7 +69,7 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
     for path, layer in module.named_modules():
         if any(getattr(layer, hooks, None) for hooks in _BACKWARD):
             raise RuntimeError(
-                f"{_plain(path, '') or 'the model'} has a backward hook, which ONNX Runtime's graph would never call; "
+                f"{_plain(path) or 'the model'} has a backward hook, which ONNX Runtime's graph would never call; "
                 "hooks of parameters are called"
             )
 
@@ -156,8 +92,15 @@ def _nothing_drawn() -> Iterator[None]:
         )
 
 
-def _plain(path: str, name: str) -> str:
-    return ".".join(part for part in (*path.split(".")[1:], name) if part)
+def _told(holder: str, name: str) -> str:
+    if holder.startswith(GLOBAL):
+        return f"{holder.removeprefix(GLOBAL)}.{name}"
+    return f"the model's {_plain(f'{holder}.{name}')}"
+
+
+def _plain(path: str) -> str:
+    """Without ORT's own part of it."""
+    return path.partition(".")[2]
 
 
 # ------------------------------------------------------------------------------------------------ in each pass
@@ -166,8 +109,9 @@ def _plain(path: str, name: str) -> str:
 class _Seen:
     """A model as it was when its graph was made."""
 
-    def __init__(self, module: nn.Module, read: Any) -> None:
-        self._values = _values(module, read)
+    def __init__(self, module: nn.Module, seen: dict[str, Any]) -> None:
+        places = [(holder, name) for holder, name in seen.get("read", [])]
+        self._values = Values(module, places, set(seen.get("names", [])))
         groups = [getattr(layer, part) for layer in module.modules() for part in _PARTS]
         self._empty = [group for group in groups if not group]  # most of them, and quick to ask
         # With the objects, because an id is another's once its object is gone.
@@ -175,11 +119,10 @@ class _Seen:
 
     def changed(self) -> str:
         """What is not as it was; empty for nothing."""
-        for attributes, name, value in self._values:
-            if not _same(value, _frozen(attributes.get(name, _GONE))):
-                return name
+        for place in self._values.changed():
+            return _told(*place)
         if any(self._empty) or any(tuple(map(id, group.values())) != ids for group, ids, _ in self._parts):
-            return "a weight, buffer, layer or hook"
+            return "a weight, buffer, layer or hook of the model"
         return ""
 
 
@@ -187,15 +130,14 @@ def _exporting_when_other(original: Callable[..., Any], manager: Any, *args: Any
     seen: _Seen | None = getattr(manager, "_ortlaunch_seen", None)
     changed = seen.changed() if seen and manager._execution_agent is not None else ""
     if changed:
-        tally.note(f"exported again, because the model's own state had changed: {changed}")
+        tally.note(f"exported again, because {changed} had changed")
         forget_graph(manager)
         for name in ("_ortlaunch_norms", "_ortlaunch_frozen"):
             vars(manager).pop(name, None)
     agent = manager._execution_agent
     output = original(manager, *args, **kwargs)
     if manager._execution_agent is not agent or seen is None:
-        read = traced(manager._graph_transition_manager).get("read", [])
-        manager._ortlaunch_seen = _Seen(manager._flattened_module, read)
+        manager._ortlaunch_seen = _Seen(manager._flattened_module, traced(manager._graph_transition_manager))
     return output
 
 

@@ -170,6 +170,28 @@ def drawing(export: Export) -> Export:
     return _registered(export, "aten::bernoulli", symbolic, 15)
 
 
+def casting(export: Export) -> Export:
+    """An export without casts to the type that a tensor has: ORT fails to take out one that has two readers."""
+    for name, opset in (("to", 9), ("log_softmax", 13)):
+        form = getattr(importlib.import_module(f"torch.onnx.symbolic_opset{opset}"), name)
+        export = _registered(export, f"aten::{name}", _casting(form), opset)
+    return export
+
+
+def _casting(form: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.onnx._type_utils import JitScalarType
+
+    def symbolic(g: Any, *args: Any) -> Any:
+        def cast(value: Any, to_i: int) -> Any:
+            known = JitScalarType.from_value(value, JitScalarType.UNDEFINED)
+            same = known != JitScalarType.UNDEFINED and int(known.onnx_type()) == int(to_i)
+            return value if same else g.op("Cast", value, to_i=to_i)
+
+        return form(_Graph(g, {"Cast": cast}), *args)
+
+    return symbolic
+
+
 def counting(export: Export) -> Export:
     """An export of `diff` and of a boolean tensor's `cumsum`, for which torch has no form or a wrong one."""
     cumsum = importlib.import_module("torch.onnx.symbolic_opset11").cumsum
