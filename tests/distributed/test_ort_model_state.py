@@ -195,6 +195,7 @@ class Remembering(nn.Linear):
     def __init__(self, called: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__(6, 6)
         self.called, self.step, self.last, self.table = called, 0, None, None
+        self.rng, self.old_rng = numpy.random.default_rng(0), numpy.random.RandomState(0)
         self.counted, self.left = {"passes": 0}, dict[str, torch.Tensor]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -236,10 +237,30 @@ def counts_outside(model: Remembering, x: torch.Tensor) -> torch.Tensor:
     return x * PASSES[0]
 
 
-@pytest.mark.parametrize("called", [counts, goes_on, counts_in_a_dictionary, counts_outside])
+RNG = random.Random(0)
+
+
+def draws(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * float(model.rng.random())
+
+
+def draws_the_old_way(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * float(model.old_rng.rand())
+
+
+def draws_outside(model: Remembering, x: torch.Tensor) -> torch.Tensor:
+    return x * RNG.random()
+
+
+@pytest.mark.parametrize(
+    "called",
+    [counts, goes_on, counts_in_a_dictionary, counts_outside, draws, draws_the_old_way, draws_outside],
+)
 def test_a_pass_that_goes_on_from_the_last_is_refused(called: Any) -> None:
     """A graph has no memory: the value of the export would stay."""
-    with pytest.raises(Exception, match=r"reads and changes (the model's (step|last|counted)|.*_model_state\.PASSES),"):
+    with pytest.raises(
+        Exception, match=r"reads and changes (the model's (step|last|counted|(old_)?rng)|.*_model_state\.(PASSES|RNG)),"
+    ):
         wrapped(Remembering(called))(X)
 
 

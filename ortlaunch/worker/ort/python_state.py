@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import random
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -129,6 +130,8 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
         return value, None if value.is_inference() else value._version
     if isinstance(value, numpy.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, (random.Random, numpy.random.RandomState, numpy.random.Generator)):
+        return _drawn(value)
     if isinstance(value, (list, tuple)):
         return tuple(frozen(item, names, deep - 1) for item in value)
     if isinstance(value, (set, frozenset)):
@@ -144,6 +147,15 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
         return value
     kept = [item for item in items if names is not None or not isinstance(item[1], torch.Tensor)]
     return who, *((key, frozen(item, names, deep - 1)) for key, item in kept)
+
+
+def _drawn(source: Any) -> str:
+    """What a source of random numbers goes on from."""
+    if isinstance(source, random.Random):
+        return repr(source.getstate())
+    if isinstance(source, numpy.random.RandomState):
+        source = numpy.random.Generator(source._bit_generator)
+    return repr({name: str(value) for name, value in source.bit_generator.state.items()})
 
 
 def _is_settings(kind: type) -> bool:
