@@ -248,13 +248,26 @@ def draws_the_old_way(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x * float(model.old_rng.rand())
 
 
+def draws_one_of_a_pair(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * float(model.old_rng.randn())  # every second one is kept from the draw before
+
+
 def draws_outside(model: Remembering, x: torch.Tensor) -> torch.Tensor:
     return x * RNG.random()
 
 
 @pytest.mark.parametrize(
     "called",
-    [counts, goes_on, counts_in_a_dictionary, counts_outside, draws, draws_the_old_way, draws_outside],
+    [
+        counts,
+        goes_on,
+        counts_in_a_dictionary,
+        counts_outside,
+        draws,
+        draws_the_old_way,
+        draws_one_of_a_pair,
+        draws_outside,
+    ],
 )
 def test_a_pass_that_goes_on_from_the_last_is_refused(called: Any) -> None:
     """A graph has no memory: the value of the export would stay."""

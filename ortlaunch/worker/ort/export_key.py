@@ -23,7 +23,7 @@ from ortlaunch.worker.ort import IMPORTED, patching
 from ortlaunch.worker.ort.cross_entropy import sparse
 from ortlaunch.worker.ort.plain import NotPlain, Plain
 
-_FORMAT = 1
+_FORMAT = 2
 # Of a module: described apart, or without meaning for a forward pass.
 _APART = {"_parameters", "_buffers", "_modules", "_state_dict_hooks", "_state_dict_pre_hooks", "_output_schema"}
 _APART |= {"_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}

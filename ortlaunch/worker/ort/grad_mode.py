@@ -100,7 +100,7 @@ class _GradMode(TorchFunctionMode):
         if self._enabled and any(tensor in self._stopped for tensor in given):
             args, kwargs = tree_map_only(torch.Tensor, self._detached, (args, kwargs))
         result = func(*args, **kwargs)
-        changed = [tensor for tensor, *counts in zip(given, versions, versions_of(given)) if counts[0] != counts[1]]
+        changed = changed_since(given, versions)
         for tensor in changed:
             if isinstance(tensor, torch.nn.Parameter):
                 raise RuntimeError(CHANGED_WEIGHT)
@@ -142,6 +142,11 @@ def versions_of(values: Sequence[torch.Tensor]) -> list[int]:
     """How often each was changed in place; unseen by function modes."""
     with torch._C.DisableTorchFunction():
         return [value._version for value in values]
+
+
+def changed_since(values: Sequence[torch.Tensor], versions: Sequence[int]) -> list[torch.Tensor]:
+    """Those that were changed in place since `versions_of` gave these."""
+    return [value for value, old, new in zip(values, versions, versions_of(values)) if old != new]
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:

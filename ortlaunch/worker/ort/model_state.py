@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from ortlaunch.worker.ort.buffers import kept_buffers
 from ortlaunch.worker.ort.known import EVALUATION, TRAINING, TRANSITION, owner
 from ortlaunch.worker.ort.patching import wrap_method
-from ortlaunch.worker.ort.python_state import GLOBAL, GONE, Reads, Values, noted, same
+from ortlaunch.worker.ort.python_state import GLOBAL, GONE, Reads, Values, drawn, noted, same
 from ortlaunch.worker.ort.tally import tally, traced
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -77,17 +77,14 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
 @contextlib.contextmanager
 def _nothing_drawn() -> Iterator[None]:
     """Refuse a pass with numbers that Python or NumPy draws: they would be the same in every step."""
-    import numpy
-
-    sources: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy.random": numpy.random.get_state}
-    with numpy.printoptions(threshold=sys.maxsize):
-        before = {name: repr(state()) for name, state in sources.items()}
+    shared: dict[str, Any] = {"random": random.getstate, "numpy.random": numpy.random.get_state}
+    sources = {name: state.__self__ for name, state in shared.items()}
+    before = {name: drawn(source) for name, source in sources.items()}
     yield
-    with numpy.printoptions(threshold=sys.maxsize):
-        drawn = [name for name, state in sources.items() if repr(state()) != before[name]]
-    if drawn:
+    new = [name for name, source in sources.items() if drawn(source) != before[name]]
+    if new:
         raise RuntimeError(
-            f"a forward pass draws numbers with Python's {drawn[0]}, which would be the same in every step of ONNX "
+            f"a forward pass draws numbers with Python's {new[0]}, which would be the same in every step of ONNX "
             "Runtime's graph; draw them with torch, or give them to the forward pass as arguments"
         )
 

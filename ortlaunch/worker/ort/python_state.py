@@ -131,7 +131,7 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
     if isinstance(value, numpy.ndarray):
         return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, (random.Random, numpy.random.RandomState, numpy.random.Generator)):
-        return _drawn(value)
+        return drawn(value)
     if isinstance(value, (list, tuple)):
         return tuple(frozen(item, names, deep - 1) for item in value)
     if isinstance(value, (set, frozenset)):
@@ -149,13 +149,13 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
     return who, *((key, frozen(item, names, deep - 1)) for key, item in kept)
 
 
-def _drawn(source: Any) -> str:
-    """What a source of random numbers goes on from."""
+def drawn(source: Any) -> str:
+    """What a generator of random numbers of Python's or NumPy's goes on from."""
     if isinstance(source, random.Random):
         return repr(source.getstate())
-    if isinstance(source, numpy.random.RandomState):
-        source = numpy.random.Generator(source._bit_generator)
-    return repr({name: str(value) for name, value in source.bit_generator.state.items()})
+    old = isinstance(source, numpy.random.RandomState)
+    state = source.get_state(legacy=False) if old else source.bit_generator.state
+    return repr({name: str(value) for name, value in state.items()})  # of an array its ends
 
 
 def _is_settings(kind: type) -> bool:

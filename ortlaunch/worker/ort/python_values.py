@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.worker.ort import aliases, grad_mode
-from ortlaunch.worker.ort.grad_mode import tensors, versions_of
+from ortlaunch.worker.ort.grad_mode import changed_since, tensors, versions_of
 from ortlaunch.worker.ort.known import TRANSITION, owner
 from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.tally import tally, traced
@@ -122,7 +122,7 @@ class _Watch(TorchFunctionMode):
             kind = _VALUE
         if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
             self._note((self.places.buffers, self.places.ones, self.places.sizes, self.places.decisions)[kind - 1])
-        changed = [tensor for tensor, *counts in zip(given, versions, versions_of(given)) if counts[0] != counts[1]]
+        changed = changed_since(given, versions)
         for tensor in (*changed, *tensors(list(result) if isinstance(result, torch.Size) else result)):
             self._kinds[tensor] = kind
         return result
