@@ -31,6 +31,7 @@ _FINISHED = b"finished"
 _PR_SET_PDEATHSIG = 1
 _EXIT_SECONDS = 30
 _FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
+_CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
 
 
 def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
@@ -189,7 +190,7 @@ def _conclude(rank: Rank, run: RunDir, child: int, status: int, finished: bool, 
         _write(
             rank, run, child, {"exit_status": code, "signal": number, **record, "secondary": asked, "time": time.time()}
         )
-    _tell(rank, run)
+    _tell(rank, run, passed_on)
     if number:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
@@ -197,14 +198,25 @@ def _conclude(rank: Rank, run: RunDir, child: int, status: int, finished: bool, 
     return code
 
 
-def _tell(rank: Rank, run: RunDir) -> None:
-    """Say why this rank failed where nobody else will: under a launcher of the user's own."""
+def _tell(rank: Rank, run: RunDir, passed_on: list[int]) -> None:
+    """Say why this rank failed where nobody else will, under a launcher of the user's own; the cause speaks first."""
     with contextlib.suppress(OSError):
         record = read_json(run.error(rank.rank))
-        if not record["secondary"] and read_json(run.plan)["launcher"] == "inside":
-            said = f"{record['traceback']}\n" if rank.rank else ""  # rank 0's output is on the terminal already
-            print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
-            time.sleep(_FORWARDED_SECONDS)
+        if read_json(run.plan)["launcher"] != "inside":
+            return
+        if record["secondary"]:
+            deadline = time.monotonic() + _CAUSE_SECONDS
+            while not (passed_on or _cause_is_told(run)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return
+        said = f"{record['traceback']}\n" if rank.rank else ""  # rank 0's output is on the terminal already
+        print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
+        time.sleep(_FORWARDED_SECONDS)
+        write_json(run.error(rank.rank), {**record, "told": True})
+
+
+def _cause_is_told(run: RunDir) -> bool:
+    return any(read_json(path).get("told") for path in run.errors.glob("rank_*.json"))
 
 
 def _last_words(run: RunDir, rank: Rank) -> str:

@@ -134,10 +134,17 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
     assert [step for step, _ in run.complete_checkpoints()] == [3]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_inside_a_launcher_the_failing_rank_speaks(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "guardian_sleeps"),
+    [
+        ("torchrun", 0),
+        pytest.param("mpi", 0, marks=needs_mpi),
+        pytest.param("mpi", 2, marks=needs_mpi, id="mpi, where its peer would end first"),
+    ],
+)
+def test_inside_a_launcher_the_failing_rank_speaks(launcher: str, guardian_sleeps: float, tmp_path: Path) -> None:
     """No command of ours around the ranks can tell the cause: the rank does, once, with traceback and host."""
-    write_recipe(tmp_path, fails=True)
+    write_recipe(tmp_path, fails=True, guardian_sleeps=guardian_sleeps)
     result = start(launcher, tmp_path)
     assert result.returncode == 1
     assert result.stderr.count('raise ValueError("planted")') == 1

@@ -34,30 +34,36 @@ needs_mpi = pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
 LAUNCHERS = ("torchrun", pytest.param("mpi", marks=needs_mpi))
 MODULE = """
 import os
+import signal
+import subprocess
 import torch
 
 class Model(torch.nn.Module):
-    def __init__(self, fails):
+    def __init__(self, fails, guardian_sleeps):
         super().__init__()
-        self.linear, self.fails = torch.nn.Linear(4, 1), fails
+        self.linear, self.fails, self.guardian_sleeps = torch.nn.Linear(4, 1), fails, guardian_sleeps
 
     def forward(self, x, y):
         if self.fails and os.environ["RANK"] == "1":
+            if self.guardian_sleeps:
+                os.kill(os.getppid(), signal.SIGSTOP)
+                wake = f"sleep {self.guardian_sleeps}; kill -CONT {os.getppid()}"
+                subprocess.Popen(["sh", "-c", wake], start_new_session=True, stderr=subprocess.DEVNULL)
             raise ValueError("planted")
         return ((self.linear(x) - y) ** 2).mean()
 
-def model(fails=False):
-    return Model(fails)
+def model(fails=False, guardian_sleeps=0):
+    return Model(fails, guardian_sleeps)
 
 def data():
     return [{"x": torch.ones(4) * i / 64, "y": torch.ones(1)} for i in range(64)]
 """
 
 
-def write_recipe(folder: Path, fails: bool = False, **sections: Any) -> Path:
-    """Write the module and its recipe, whose rank 1 may fail; returns the recipe."""
+def write_recipe(folder: Path, fails: bool = False, guardian_sleeps: float = 0, **sections: Any) -> Path:
+    """Write the module and its recipe, whose rank 1 may fail, its guardian asleep for some seconds; the recipe."""
     (folder / "mine.py").write_text(MODULE)
-    model = {**CUSTOM["model"], "arguments": {"fails": fails}}
+    model = {**CUSTOM["model"], "arguments": {"fails": fails, "guardian_sleeps": guardian_sleeps}}
     path = folder / RECIPE
     path.write_text(yaml.safe_dump({**CUSTOM, "model": model, **sections}))
     return path

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,13 @@ def model(size, kind=torch.nn.Linear):
 def data():
     return [{"x": 1}]
 """
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """No later test exports its models beside a module that came after this process had started."""
+    yield
+    sys.modules.pop("own_net", None)
 
 
 def own(arguments: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> LossModule:
