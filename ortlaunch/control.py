@@ -237,7 +237,7 @@ def write_run(settled: Settled, run: RunDir) -> Request:
         write_json(run.choice, settled.choice)
     else:
         run.choice.unlink(missing_ok=True)
-    for old in run.errors.glob("rank_*.json"):
+    for old in run.errors.glob("*"):
         old.unlink()
     return request
 

@@ -35,6 +35,7 @@ class RunDir:
         self.hostfile = self.path / "hostfile"
         self.logs = self.path / "logs"
         self.errors = self.path / "errors"
+        self.told = self.errors / "told"
         self.ready = self.path / "ready"
         self.metrics = self.path / "metrics.jsonl"
         self.parity = self.path / "parity.jsonl"

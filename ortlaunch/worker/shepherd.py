@@ -206,17 +206,13 @@ def _tell(rank: Rank, run: RunDir, passed_on: list[int]) -> None:
             return
         if record["secondary"]:
             deadline = time.monotonic() + _CAUSE_SECONDS
-            while not (passed_on or _cause_is_told(run)) and time.monotonic() < deadline:
+            while not (passed_on or run.told.exists()) and time.monotonic() < deadline:
                 time.sleep(0.05)
             return
         said = f"{record['traceback']}\n" if rank.rank else ""  # rank 0's output is on the terminal already
         print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
-        write_json(run.error(rank.rank), {**record, "told": True})
-
-
-def _cause_is_told(run: RunDir) -> bool:
-    return any(read_json(path).get("told") for path in run.errors.glob("rank_*.json"))
+        run.told.touch()
 
 
 def _last_words(run: RunDir, rank: Rank) -> str:

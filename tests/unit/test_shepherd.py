@@ -188,11 +188,14 @@ def test_the_failing_rank_speaks_where_nobody_else_will(
 ) -> None:
     """Under the user's own launcher the cause is on the terminal, once, with its traceback; echoes are not."""
     write_json(run.plan, {"launcher": launcher})
-    write_json(run.error(2), {"told": True})  # what an echo waits for
+    run.errors.mkdir()
+    if not told:
+        run.told.touch()  # what an echo waits for
     ended = guarded(run, life, rank)
     assert ended.record is not None
     assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n") is told
     assert ended.err.count("raise ValueError('planted')") <= 1
+    assert run.told.exists()
     assert ("planted" in ended.err) == (told and "planted" in life)
 
 
