@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,13 @@ def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
     bare(ortmodule.ORTModule(LossModule(model(options))), gate, options)
 
 
-def ours(gate: Gate, options: dict[str, Any]) -> None:
-    """ortlaunch's own worker on a run folder that the command prepared."""
+def bare_ours(gate: Gate, options: dict[str, Any]) -> None:
+    """The shortest loop on the module that our engine made: what our own loop costs beside it."""
+    ours(gate, options, lambda recipe, plan, run, group, engine, batches: bare(engine.eval_module, gate, options))
+
+
+def ours(gate: Gate, options: dict[str, Any], work: Callable[..., None] | None = None) -> None:
+    """ortlaunch's own worker on a run folder that the command prepared; `work` in place of its loop."""
     import ortlaunch.worker.train as loop
     from ortlaunch import control
     from ortlaunch.rank import Rank
@@ -133,7 +139,7 @@ def ours(gate: Gate, options: dict[str, Any]) -> None:
         return step(*arguments)
 
     loop.train_step = gated
-    live(run, Rank.from_environ({}))
+    live(run, Rank.from_environ({}), work)
 
 
 def trainer(gate: Gate, options: dict[str, Any]) -> None:
@@ -202,6 +208,7 @@ CONTESTANTS = {
     "ours": ours,
     "bare-eager": bare_eager,
     "bare-ort": bare_ort,
+    "bare-ours": bare_ours,
     "trainer": trainer,
     "accelerate": accelerate,
 }

@@ -1,6 +1,6 @@
 """ortlaunch against its peers on the same model, batches and optimizer, side by side in one run.
 
-python benchmarks/peers.py full       our engines, Hugging Face Trainer (eager, torch.compile), a bare ORTModule loop
+python benchmarks/peers.py full       our engines, Hugging Face Trainer (eager, torch.compile), bare loops
 python benchmarks/peers.py lora       the same Llama with adapters: eager, stock ORTModule, ours
 python benchmarks/peers.py deepspeed  ZeRO 1: accelerate with DeepSpeed, ours on eager and ort
 
@@ -27,6 +27,7 @@ FULL: dict[str, dict[str, Any]] = {
     "Trainer, torch.compile": {"loop": "trainer", "compile": True},
     "bare PyTorch loop": {"loop": "bare-eager"},
     "bare ORTModule loop": {"loop": "bare-ort"},
+    "bare loop, our ORTModule": {"loop": "bare-ours", "engine": "ort"},
     "ortlaunch, eager": {"loop": "ours", "engine": "eager"},
     "ortlaunch, inductor": {"loop": "ours", "engine": "inductor"},
     "ortlaunch, ort": {"loop": "ours", "engine": "ort"},
