@@ -287,7 +287,7 @@ def test_functions_stay_in_the_graph_and_none_falls_back(witness: Witness) -> No
 
 
 TWO_RANKS = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[1])
 from tests.distributed.modules import wrapped
@@ -309,8 +309,9 @@ for _ in range(5):
                 parameter -= 0.01 * parameter.grad
         losses.append(loss.item())
     assert difference(modules[1], modules[0]) < 1e-5
-    print(rank, *losses)
-dist.destroy_process_group()
+    print(rank, *losses, flush=True)
+dist.barrier()
+os._exit(0)  # a gloo group that is freed may hang, see ortlaunch/worker/distributed.py
 """
 
 
