@@ -20,6 +20,7 @@ PATHS = {
     "hostfile": "hostfile",
     "logs": "logs",
     "errors": "errors",
+    "told": "errors/told",
     "ready": "ready",
     "metrics": "metrics.jsonl",
     "parity": "parity.jsonl",
