@@ -202,17 +202,22 @@ def _tell(rank: Rank, run: RunDir, passed_on: list[int]) -> None:
     """Say why this rank failed where nobody else will, under a launcher of the user's own; the cause speaks first."""
     with contextlib.suppress(OSError):
         record = read_json(run.error(rank.rank))
-        if read_json(run.plan)["launcher"] != "inside":
-            return
-        if record["secondary"]:
-            deadline = time.monotonic() + _CAUSE_SECONDS
-            while not (passed_on or run.told.exists()) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        if read_json(run.plan)["launcher"] != "inside" or (record["secondary"] and _cause_is_told(run, passed_on)):
             return
         said = f"{record['traceback']}\n" if rank.rank else ""  # rank 0's output is on the terminal already
         print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
         run.told.touch()
+
+
+def _cause_is_told(run: RunDir, passed_on: list[int]) -> bool:
+    """Wait until another rank has told the cause, or a launcher that knows of it wants this one gone; else False."""
+    deadline = time.monotonic() + _CAUSE_SECONDS
+    while not (passed_on or run.told.exists()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _last_words(run: RunDir, rank: Rank) -> str:

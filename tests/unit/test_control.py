@@ -181,6 +181,7 @@ def test_preparing_forgets_old_errors(capsys: pytest.CaptureFixture[str]) -> Non
     """A continued run is not blamed for what ended the one before."""
     run = older("mine")
     write_text(run.error(3), "{}")
+    run.told.touch()
     control._prepare(settled(zero={"stage": 1}), run)
     assert list(run.errors.iterdir()) == []
     assert json.loads(run.deepspeed.read_text())["zero_optimization"] == {"stage": 1}

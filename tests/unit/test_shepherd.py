@@ -199,6 +199,16 @@ def test_the_failing_rank_speaks_where_nobody_else_will(
     assert ("planted" in ended.err) == (told and "planted" in life)
 
 
+def test_an_echo_of_a_cause_that_nobody_tells_speaks_itself(run: RunDir) -> None:
+    """The failing rank's host is gone, say: a lost connection is then all that is known, and it is told."""
+    write_json(run.plan, {"launcher": "inside"})
+    ended = guarded(run, "raise RuntimeError('Connection closed by peer')")
+    assert ended.record is not None
+    assert ended.record["secondary"]
+    assert ended.err.count("RuntimeError: Connection closed by peer") == 1
+    assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n")
+
+
 def test_a_rank_dies_with_its_guardian(run: RunDir, tmp_path: Path) -> None:
     """A guardian that is killed takes its rank along."""
     pid = tmp_path / "pid"
