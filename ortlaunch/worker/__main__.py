@@ -77,7 +77,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         last = [*late_notes(engine.truth(), engine.notes), *outcome_lines(engine.truth())]
         if not recipe.engine.parity_only:
             used = memory.record(plan, group)
-            export(recipe, run, group, engine.stepper, model.model, data.tokenizer)
+            export(recipe, run, group, engine.stepper, model, data.tokenizer)
             write_json(run.memory, used) if group.rank == 0 else None
             last.append(memory_line(used))
         if group.rank == 0:

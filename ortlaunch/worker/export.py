@@ -9,27 +9,36 @@ import torch
 from ortlaunch.recipe import Recipe
 from ortlaunch.rundir import RunDir
 from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.model import LossModule, set_use_cache
 from ortlaunch.worker.stepping import Stepper
 
 
-def export(recipe: Recipe, run: RunDir, group: Group, stepper: Stepper, model: torch.nn.Module, tokenizer: Any) -> None:
+def export(recipe: Recipe, run: RunDir, group: Group, stepper: Stepper, trained: LossModule, tokenizer: Any) -> None:
     """Write export/ (collective): weights, config and tokenizer. The model is of no further use: LoRA is merged."""
     with stepper.whole_weights():
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
+            model: Any = trained.model
             if recipe.model.lora and recipe.model.lora.merge:
-                adapted: Any = model
-                model = adapted.merge_and_unload(safe_merge=True)
+                model = model.merge_and_unload(safe_merge=True)
             if hasattr(model, "save_pretrained"):
                 from transformers.utils import logging
 
                 logging.disable_progress_bar()
+                _give_back_cache(model, trained.generates_with_cache)
                 model.save_pretrained(run.export)
             else:
                 _save_tensors(model, str(run.export / "model.safetensors"))
             if tokenizer is not None:
                 tokenizer.save_pretrained(run.export)
     group.barrier()
+
+
+def _give_back_cache(model: Any, own: bool | None) -> None:
+    """The model's own `use_cache`, which training had switched off."""
+    config = getattr(model, "config", None)
+    if config is not None and own is not None:
+        set_use_cache((config, config.get_text_config()), own)
 
 
 def _save_tensors(model: torch.nn.Module, path: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ _SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id"
 class LossModule(nn.Module):
     """`forward(**batch)` -> the loss, a scalar: nothing else has to leave the engine's graph."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, generates_with_cache: bool | None = None) -> None:
         super().__init__()
         self.model = model
+        self.generates_with_cache = generates_with_cache  # the model's own `use_cache`; None: it has none
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
         return _loss_of(self.model(**batch))
@@ -55,15 +56,32 @@ def _loss_of(output: Any) -> torch.Tensor:
 def build_model(recipe: Recipe, data: Data) -> LossModule:
     """The model in float32 on the CPU; the same seed gives the same weights on every rank and engine."""
     torch.manual_seed(recipe.seed)
+    generates_with_cache = None
     if recipe.model.task == "custom":
         model = call("model.factory", str(recipe.model.factory), recipe.model.arguments)
         if not isinstance(model, nn.Module):
             raise InputError(f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module")
     else:
         model = _transformers_model(recipe, data)
+        generates_with_cache = _train_without_cache(model)
     if recipe.model.lora:
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
-    return LossModule(model.train())
+    return LossModule(model.train(), generates_with_cache)
+
+
+def _train_without_cache(model: nn.Module) -> bool | None:
+    """Keys and values are kept for generation only; returns the model's own choice, which the export gets back."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    own = [config.use_cache for config in configs.values() if hasattr(config, "use_cache")]
+    set_use_cache(list(configs.values()), False)
+    return own[0] if own else None
+
+
+def set_use_cache(configs: Iterable[Any], value: bool) -> None:
+    """In those configs that have it."""
+    for config in configs:
+        if hasattr(config, "use_cache"):
+            config.use_cache = value
 
 
 def _transformers_model(recipe: Recipe, data: Data) -> nn.Module:
@@ -123,7 +141,7 @@ def _refuse_unknown(fields: dict[str, Any], config: Any) -> None:
 
 def _from_data(data: Data, config: Any, fresh: bool) -> dict[str, Any]:
     """What the tokenizer and the labels decide, unless the recipe does."""
-    found: dict[str, Any] = {"use_cache": False}
+    found: dict[str, Any] = {}
     for name in _SPECIAL_WORDS if data.tokenizer is not None else ():
         word = getattr(data.tokenizer, name, None)
         if word is not None and hasattr(config, name) and (fresh or getattr(config, name) is None):
