@@ -18,7 +18,7 @@ from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import Batches, Samples, collate
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
-from ortlaunch.worker.metrics import Metrics, measured_peak_flops
+from ortlaunch.worker.metrics import Metrics, finish, measured_peak_flops
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.schedule import factor
 
@@ -67,14 +67,14 @@ def train(
                 write_json(run.engine, engine.truth())
 
         if evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
-            loss = evaluate(recipe, plan, group, engine, evaluation)
+            with meter.paused():
+                loss = evaluate(recipe, plan, group, engine, evaluation)
             if metrics:
                 metrics.write(state.step, {"evaluation_loss": loss})
-            meter.restart()
 
         if last or _due(state.step, recipe.checkpoint.every_steps):
-            checkpoint.save(run, recipe, group, engine.stepper, state.step, asdict(state))
-            meter.restart()
+            with meter.paused():
+                checkpoint.save(run, recipe, group, engine.stepper, state.step, asdict(state))
     if metrics:
         metrics.close()
         write_json(run.engine, engine.truth())
@@ -150,9 +150,7 @@ class Meter:
         self.flops_per_token = engine.flops_per_token
         dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
         self.peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else 0.0
-        self.loss = torch.zeros((), device=group.device)
-        self.steps, self.started, self.samples = 0, time.perf_counter(), 0
-        self.seconds = 0.0
+        self.restart()
 
     def add(self, loss: torch.Tensor) -> None:
         """One step with this rank's mean loss."""
@@ -162,15 +160,15 @@ class Meter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While open, time is not training's; the losses since the last reading stay."""
+        finish(self.group.device)  # what the steps before gave the device to do is
         began = time.perf_counter()
         yield
         self.started += time.perf_counter() - began
 
     def restart(self) -> None:
-        """Leave out the time since the last reading or step."""
-        self.started = time.perf_counter()
-        self.loss.zero_()
-        self.steps = 0
+        """Count losses, steps and time from now on."""
+        self.loss = torch.zeros((), device=self.group.device)
+        self.steps, self.started = 0, time.perf_counter()
 
     def read(self) -> dict[str, Any]:
         """Values since the last reading (collective)."""

@@ -1,0 +1,56 @@
+"""A whole training in this process, for tests of the loop: one rank, a model and samples of the test's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ortlaunch.rank import Rank
+from ortlaunch.rundir import RunDir
+from ortlaunch.worker.data import Batches, OwnSamples
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.engine import build_engine
+from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.train import TrainState, train
+from tests.makers import plan, recipe
+
+
+class Trained(NamedTuple):
+    """What a training left."""
+
+    run: RunDir
+    model: nn.Module
+    state: TrainState
+
+    def values(self, name: str) -> list[tuple[int, Any]]:
+        """(step, value) of every record that has it."""
+        return [(record["step"], record[name]) for record in records(self.run) if name in record]
+
+
+def records(run: RunDir) -> list[dict[str, Any]]:
+    """metrics.jsonl, which is JSON: without words that Python alone reads."""
+    return [json.loads(line, parse_constant=_refuse) for line in run.metrics.read_text().splitlines()]
+
+
+def _refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def train_here(
+    folder: Path, model: nn.Module, samples: Sequence[Mapping[str, Any]], *,
+    evaluation: Sequence[Mapping[str, Any]] | None = None, **sections: Any,
+) -> Trained:  # fmt: skip
+    """Train `model` on `samples` by a recipe with these sections, eager on the CPU."""
+    made, run = recipe(**sections), RunDir(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    planned, group = plan(made), Group(Rank(0, 1, 0, 1), torch.device("cpu"))
+    batches = Batches(OwnSamples(samples), planned.batch, made.seed)
+    wrapped = LossModule(model.train())
+    engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
+    held_out = None if evaluation is None else OwnSamples(evaluation)
+    return Trained(run, model, train(made, planned, run, group, engine, batches, held_out))
