@@ -108,7 +108,7 @@ def everywhere() -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for path in _paths(Recipe, ()):
         found.setdefault(str(path[-1]), []).append(dotted(path))
-    vague = ("r", "dropout", "split", "subset", "keep")
+    vague = ("r", "dropout", "split", "subset", "revision", "keep")
     return {name: paths[0] for name, paths in found.items() if len(paths) == 1 and name not in vague}
 
 

@@ -82,6 +82,8 @@ class Corpus(Section):
     """Data set on the hub, for format hub."""
     subset: Optional[Text] = None
     """Configuration of the hub data set, as `wikitext-2-raw-v1`."""
+    revision: Optional[Text] = None
+    """Commit, tag or branch of the hub data set; null: its newest. A whole commit also finds cached tokens offline."""
     split: Text = "train"
     """Split of the hub data set."""
     text_column: Text = "text"

@@ -17,7 +17,7 @@ _FORMAT_FIELDS = {
     "text": ("path",),
     "jsonl": ("path", "text_column", "label_column"),
     "parquet": ("path", "text_column", "label_column"),
-    "hub": ("name", "subset", "split", "text_column", "label_column"),
+    "hub": ("name", "subset", "revision", "split", "text_column", "label_column"),
     "custom": ("factory", "arguments"),
 }
 _FORMAT_NEEDS = {"text": "path", "jsonl": "path", "parquet": "path", "hub": "name", "custom": "factory"}

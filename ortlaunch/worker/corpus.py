@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +59,9 @@ def _loaded(source: Corpus) -> Any:
     import datasets
 
     if source.format == "hub":
-        return datasets.load_dataset(source.name, source.subset, split=source.split, streaming=True)
+        return datasets.load_dataset(
+            source.name, source.subset, split=source.split, revision=source.revision, streaming=True
+        )
     options: dict[str, Any] = {"sample_by": "paragraph"} if source.format == "text" else {}
     return datasets.load_dataset(
         _LOADER[source.format], data_files=files(source), split="train", streaming=True, **options
@@ -81,15 +84,37 @@ def files(source: Corpus) -> list[str]:
 
 
 def fingerprint(source: str | Corpus) -> str:
-    """Changes when the corpus may have changed: files by path, size and time; the built-in one by Python's version."""
+    """Changes when the corpus may have changed.
+
+    Files by path, size and time; the built-in one by Python's version; the hub's by the commit that its name and
+    revision stand for now.
+
+    Raises:
+        DataError: the hub's commit cannot be found out.
+    """
     if isinstance(source, str):
         parts = [source, sys.version]
     elif source.format == "hub":
-        parts = [str(source.name), str(source.subset), source.split, source.text_column]
+        parts = [str(source.name), str(source.subset), source.split, source.text_column, _commit(source)]
     else:
         stats = ((path, os.stat(path)) for path in files(source))
         parts = [source.format, source.text_column, *(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _commit(source: Corpus) -> str:
+    """The commit of a hub data set; of a folder's, what its files were when they were last written."""
+    if source.revision and re.fullmatch(r"[0-9a-f]{40}", source.revision) and not os.path.isdir(str(source.name)):
+        return source.revision  # never another
+    import datasets
+
+    try:
+        found: str = datasets.load_dataset_builder(source.name, source.subset, revision=source.revision).hash
+    except (OSError, ValueError) as error:
+        reason = (str(error) or repr(error)).splitlines()[0]
+        mend = "to train offline, give the commit as data.*.revision"
+        raise DataError(f"{_named(source)}: cannot be read: {reason}; {mend}") from error
+    return found
 
 
 def _named(source: Corpus) -> str:

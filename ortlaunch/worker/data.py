@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,7 +52,9 @@ def make_samples(recipe: Recipe, source: str | Corpus, tokenizer: Any) -> Sample
     length, task = recipe.data.sequence_length or 0, recipe.model.task
     if task == "sequence-classification":
         return LabelledTexts(source, tokenizer, length)
-    tokens = _tokenized(source, tokenizer, end_of_text=task in ("causal-lm", "custom"))
+    pretrained = task == "causal-lm" and isinstance(recipe.data.tokenizer, str)
+    begin = begin_of_text(tokenizer) if pretrained else []
+    tokens = _tokenized(source, tokenizer, end_of_text=task in ("causal-lm", "custom"), begin=begin)
     if task in ("causal-lm", "custom"):
         samples: Samples = Blocks(tokens, length, with_mask=task == "causal-lm")
     else:
@@ -227,30 +229,45 @@ def _window(tokens: np.ndarray[Any, Any], start: int, length: int) -> torch.Tens
     return torch.from_numpy(tokens[start : start + length].astype(np.int64))
 
 
-def _tokenized(source: str | Corpus, tokenizer: Any, end_of_text: bool) -> np.ndarray[Any, Any]:
+def begin_of_text(tokenizer: Any) -> list[int]:
+    """What the tokenizer itself puts before a text, as Llama's <s>; its models have seen no text without."""
+    whole, alone = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    starts = (start for start in range(len(whole)) if whole[start : start + len(alone)] == alone)
+    begin: list[int] = whole[: next(starts, 0)]
+    return begin
+
+
+def _tokenized(
+    source: str | Corpus, tokenizer: Any, end_of_text: bool, begin: Sequence[int] = ()
+) -> np.ndarray[Any, Any]:
     """Token ids of a corpus, (tokens,) uint32 on disk; written by whoever comes first on this machine."""
     end = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
     vocabulary = (
         tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
     )
-    key = hashlib.sha256(f"{fingerprint(source)} {end} {vocabulary}".encode()).hexdigest()[:16]
+    marks = f"{[*begin]} {end}" if begin else f"{end}"  # tokens cached before there were begin marks stay good
+    key = hashlib.sha256(f"{fingerprint(source)} {marks} {vocabulary}".encode()).hexdigest()[:16]
     path = cache_root() / "tokens" / f"{key}.u32"
     path.parent.mkdir(parents=True, exist_ok=True)
     # A lock, not a barrier: tokenizing may outlast any collective's timeout.
     with FileLock(f"{path}.lock"):
         if not path.exists():
-            _write_tokens(path, source, tokenizer, end)
+            _write_tokens(path, source, tokenizer, (begin, end))
     return np.memmap(path, dtype=np.uint32, mode="r") if path.stat().st_size else np.zeros(0, np.uint32)
 
 
-def _write_tokens(path: Path, source: str | Corpus, tokenizer: Any, end: list[int]) -> None:
+def _write_tokens(
+    path: Path, source: str | Corpus, tokenizer: Any, marks: tuple[Sequence[int], Sequence[int]]
+) -> None:
+    """Every document between its begin and end marks."""
+    begin, end = marks
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         for texts in _chunks(documents(source)):
             for ids in tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)[
                 "input_ids"
             ]:
-                np.asarray([*ids, *end], dtype=np.uint32).tofile(file)
+                np.asarray([*begin, *ids, *end], dtype=np.uint32).tofile(file)
     partial.replace(path)
 
 

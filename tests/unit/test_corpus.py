@@ -123,18 +123,47 @@ def test_fingerprint_tells_corpora_apart(tmp_path: Path) -> None:
         Corpus(format="text", path=(a, b)),
         Corpus(format="jsonl", path=(a, b), text_column="other"),
         "python-docs",
-        Corpus(format="hub", name="x"),
-        Corpus(format="hub", name="x", subset="y"),
-        Corpus(format="hub", name="x", split="test"),
     ]
     first = fingerprint(both)
     assert fingerprint(Corpus(format="jsonl", path=(a, b), label_column="z")) == first
-    assert len({first, *(fingerprint(other) for other in others)}) == 9
+    assert len({first, *(fingerprint(other) for other in others)}) == 6
     os.utime(a, ns=(1, 1))
     second = fingerprint(both)
     Path(a).write_text('{"text": ""}\n')
     os.utime(a, ns=(1, 1))
     assert len({first, second, fingerprint(both)}) == 3
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
+    """What the name stands for today is asked for, so that a changed data set is not taken for the old one."""
+    source = Corpus(format="hub", name=str(tmp_path))
+    path = Path(write(tmp_path, "jsonl", TEXTS))
+    first = fingerprint(source)
+    assert fingerprint(source) == first
+    others = [source.model_copy(update=changed) for changed in ({"split": "test"}, {"text_column": "z"})]
+    with path.open("a") as file:
+        file.write('{"text": "one more", "other": 1}\n')
+    assert len({first, fingerprint(source), *map(fingerprint, others)}) == 4
+
+
+def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit never changes, so tokens of it are found offline; a branch must be looked up, and it is said so."""
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    found = [fingerprint(Corpus(format="hub", name=name, revision=COMMIT)) for name in ("a/b", "a/b", "a/c")]
+    assert found[0] == found[1] != found[2]
+    with pytest.raises(DataError, match=r"data \(hub a/b\): .*offline, give the commit as data\.\*\.revision"):
+        fingerprint(Corpus(format="hub", name="a/b", revision="main"))
+
+
+def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`revision` reaches the library that reads the data set."""
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or [])
+    assert list(rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
+    assert asked == ["v1"]
 
 
 # ------------------------------------------------------------------------------------------- the cache of tokens

@@ -126,6 +126,39 @@ def test_text_becomes_samples_of_the_task(task: str, trained: str, keys: set[str
     assert (ends > 0) == (trained == "bpe")  # an end mark between documents, for models that go on with text
 
 
+@pytest.fixture
+def llama_like(tmp_path: Path, corpus: Corpora) -> Callable[[bool], str]:
+    """Saves a BPE tokenizer of the corpus that begins a text with <s>, as Llama's does, or with nothing."""
+
+    def save(begins: bool) -> str:
+        from tokenizers.processors import TemplateProcessing
+
+        words = {"train": "bpe", "vocab_size": 300}
+        tokenizer = data_of("causal-lm", train=corpus("w.txt", "a b " * 40), tokenizer=words, sequence_length=8).tokenizer
+        if begins:
+            template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+            tokenizer.backend_tokenizer.post_processor = template
+        tokenizer.save_pretrained(tmp_path / f"begins-{begins}")
+        return str(tmp_path / f"begins-{begins}")
+
+    return save
+
+
+def test_documents_begin_as_a_pretrained_tokenizer_begins_them(
+    llama_like: Callable[[bool], str], corpus: Corpora
+) -> None:
+    """Packed documents of a causal model have the tokenizer's own begin mark, and one cache is not the other's."""
+    source = corpus("a.txt", "a b a b\n\n" * 40)
+    found = []
+    for begins in (False, True, False):
+        words = llama_like(begins)
+        data = data_of("causal-lm", train=source, tokenizer=words, sequence_length=20)
+        ids = data.train.sample(0, 0)["input_ids"].tolist()
+        end, begin = data.tokenizer.eos_token_id, data.tokenizer.bos_token_id
+        found.append([ids[0] == begin, ids[ids.index(end) + 1] == begin, ids.count(begin)])
+    assert found == [[False, False, 0], [True, True, ids.count(end)], [False, False, 0]]
+
+
 def test_a_corpus_shorter_than_a_sample_is_an_error(corpus: Corpora) -> None:
     """Fewer tokens than one sample: said with both numbers, before anything is built."""
     short = corpus("a.txt", "one two three")
