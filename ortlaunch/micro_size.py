@@ -6,6 +6,7 @@ of memory ends nothing else. Sizes divide the global batch, which accumulation k
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -51,7 +52,8 @@ def is_asked(recipe: Recipe) -> bool:
 def sizes(plan: Plan) -> list[int]:
     """Micro sizes with which accumulation keeps the global batch, ascending."""
     most = plan.batch.global_samples // plan.batch.data_parallel_ranks
-    return [size for size in range(1, most + 1) if most % size == 0]
+    small = [size for size in range(1, math.isqrt(most) + 1) if most % size == 0]
+    return sorted({*small, *(most // size for size in small)})
 
 
 def refuse_inside() -> None:

@@ -28,6 +28,11 @@ DEEPSPEED_OWNED = {
     "bfloat16": "precision",
     "tensorboard": "log.trackers",
 }
+# What would cut the model itself; every rank here trains the whole of it on data of its own.
+_REFUSED = {
+    "tensor_parallel": "is not possible: there is no tensor parallelism here; zero.stage shards over the ranks",
+    "pipeline": "is not possible: there is no pipeline parallelism here; zero.stage shards over the ranks",
+}
 
 
 def _words(text: str) -> list[str]:
@@ -98,6 +103,8 @@ def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:
         path = (f"zero.deepspeed.{name}",)
         if name in DEEPSPEED_OWNED:
             yield path, f"is set by the recipe: change {DEEPSPEED_OWNED[name]} instead"
+        elif name in _REFUSED:
+            yield path, _REFUSED[name]
         elif known is not None and key not in known:
             guess = closest(key, known)
             yield path, "unknown DeepSpeed key" + (f"; did you mean {guess}?" if guess else "")

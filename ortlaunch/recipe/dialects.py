@@ -27,6 +27,8 @@ _CHECKPOINTING = "engine.memory_optimization (engine ort)"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
 _QUANTIZED = "precision (there is no quantized training)"
+_WHOLE = "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
+_SBATCH = "none: give it to sbatch, salloc or srun, which start `ortlaunch train`"
 
 _TABLE: dict[str, dict[str, str]] = {
     "Megatron": {
@@ -37,7 +39,10 @@ _TABLE: dict[str, dict[str, str]] = {
         "lr_warmup_fraction": "schedule.warmup_ratio",
         "clip_grad": "train.max_grad_norm",
         "save": "checkpoint.every_steps",
-        "tensor_model_parallel_size": "zero.stage (there is no tensor parallelism)",
+        "tensor_model_parallel_size": _WHOLE,
+        "pipeline_model_parallel_size": _WHOLE,
+        "context_parallel_size": _WHOLE,
+        "sequence_parallel": _WHOLE,
     },
     "NVIDIA's BERT": {
         "max_predictions_per_seq": "data.masked_lm.max_predictions",
@@ -97,6 +102,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "scheduler": "schedule",
         "scheduler.params": "schedule",
         "zero_stage": "zero.stage",
+        "tensor_parallel": _WHOLE,
+        "autotp_size": _WHOLE,
         "num_gpus": "launch.processes_per_node",
         "num_nodes": "launch.nodes",
         "hostfile": "the command line option --hostfile",
@@ -215,7 +222,21 @@ _TABLE: dict[str, dict[str, str]] = {
         "nproc_per_node": "launch.processes_per_node",
         "nnodes": "launch.nodes",
     },
+    "vLLM": {
+        "tensor_parallel_size": _WHOLE,
+        "pipeline_parallel_size": _WHOLE,
+    },
+    "Slurm": {
+        "ntasks_per_node": "launch.processes_per_node",
+        "gpus_per_node": "launch.processes_per_node",
+        "nodelist": "the command line option --hostfile",
+        "ntasks": "launch.nodes and launch.processes_per_node",
+        "cpus_per_task": "none: the ranks of a host share its cores evenly; launch.env.OMP_NUM_THREADS changes that",
+        **dict.fromkeys(("partition", "account", "qos", "gres", "constraint", "reservation", "job_name"), _SBATCH),
+        **dict.fromkeys(("launch.time", "launch.mem", "launch.array", "launch.queue", "walltime"), _SBATCH),
+    },
     "PyTorch": {
+        "resume": _RESUME,
         "optimizer.eps": "optimizer.epsilon",
         "optimizer.beta1": "optimizer.betas (a pair)",
         "optimizer.beta2": "optimizer.betas (a pair)",

@@ -96,6 +96,8 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
         return f"it must be {' or '.join((_KINDS[kind], *words))}{about}{_guess(closest(raw, words))}"
     if kind in ("missing", "too_short", "too_long", "string_too_short"):
         return f"write it as {EXAMPLES[path]}" if path in EXAMPLES else "it must not be empty"
+    if kind == "string_too_long":
+        return f"it must have at most {context['max_length']} characters"
     if kind == "string_pattern_mismatch":
         return "use letters, digits, `.`, `_` and `-`, and begin with a letter or a digit"
     message: str = details["msg"]

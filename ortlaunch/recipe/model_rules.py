@@ -10,6 +10,7 @@ from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.families import COMMON_DEFAULTS, FAMILIES, LINEAR_LAYERS, complete, known_fields
 from ortlaunch.recipe.models import Model, Recipe, TokenizerTraining
 from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.section import MOST
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Fields that count something there must be at least one of.
@@ -17,6 +18,7 @@ _COUNTS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "max_position_embeddings", "type_vocab_size", "head_dim", "num_labels",
 )  # fmt: skip
+_MOST = {"num_hidden_layers": 10_000}  # the plan counts the tensors of each
 _CONFIG = "model.config"
 
 
@@ -97,8 +99,9 @@ def _wanted(key: str, value: Any, default: object) -> str | None:
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int) or key in _COUNTS:
-        least = 1 if key in _COUNTS else 0
-        return None if number and isinstance(value, int) and value >= least else f"a whole number from {least}"
+        least, most = (1 if key in _COUNTS else 0), _MOST.get(key, MOST)
+        fits = number and isinstance(value, int) and least <= value <= most
+        return None if fits else f"a whole number from {least}{f' to {most}' if number and value > most else ''}"
     if "dropout" in key:
         return None if number and 0 <= value < 1 else "a number from 0, below 1"
     if isinstance(default, float):

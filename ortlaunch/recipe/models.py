@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.section import (
     MAPPING,
+    MOST,
     WORD,
     Decay,
     Fraction,
@@ -102,7 +103,7 @@ class TokenizerTraining(Section):
 
     train: Literal["wordpiece", "bpe"]
     """`wordpiece` as in BERT (lower case), `bpe` byte-level as in GPT-2 and Llama-3."""
-    vocab_size: Annotated[int, Field(ge=300)] = 30522
+    vocab_size: Annotated[int, Field(ge=300, le=MOST)] = 30522
     """Upper bound of the vocabulary; a small corpus may give fewer."""
 
 
@@ -137,7 +138,7 @@ class Data(Section):
     """Held-out corpus for the evaluation loss; null: none."""
     tokenizer: Optional[TokenizerChoice] = None
     """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom data."""
-    sequence_length: Optional[Annotated[int, Field(ge=8)]] = None
+    sequence_length: Optional[Annotated[int, Field(ge=8, le=MOST)]] = None
     """Tokens a sample; null only for custom data."""
     masked_lm: Optional[MaskedLm] = None
     """Masking; null takes BERT's (15 %, no limit)."""
@@ -235,7 +236,7 @@ class Launch(Section):
     """`auto`: cuda where there is a GPU."""
     nodes: Optional[Positive] = None
     """Hosts that the run must have; it never trains on fewer."""
-    processes_per_node: Optional[Positive] = None
+    processes_per_node: Optional[Annotated[int, Field(ge=1, le=9999)]] = None
     """Ranks on each host; null: one per GPU, or one."""
     env: dict[str, str] = {}
     """Environment variables for every rank, as `{NCCL_DEBUG: WARN}`. No secrets: export those in your shell."""
@@ -255,8 +256,8 @@ class Log(Section):
 class Recipe(Section):
     """One training run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the run: letters, digits, `.`, `_` and `-`."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    """Name of the run: at most 100 letters, digits, `.`, `_` and `-`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
     """Seeds weights, masking, order and dropout."""
     model: Model

@@ -23,6 +23,9 @@ def _number_or_auto(value: object) -> str:
     return WORD if value == "auto" else NUMBER
 
 
+# More of anything is a slip of the finger, and what is counted out would take for ever.
+MOST = 10**9
+
 Text = Annotated[str, Field(min_length=1)]
 Words = Annotated[tuple[Text, ...], BeforeValidator(tuple_of)]
 OneOrMore = Annotated[
@@ -31,7 +34,7 @@ OneOrMore = Annotated[
     Field(min_length=1),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
 ]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveOrAuto = Annotated[

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.recipe.place import SECRET, Line, Place, SourceError, dotted
 from ortlaunch.recipe.tree import Tree, merge
-from ortlaunch.recipe.yaml_text import parse
+from ortlaunch.recipe.yaml_text import MAX_CHARACTERS, parse
+
+_MAX_BYTES = 4 * MAX_CHARACTERS
+_MAX_CHAIN = 20  # recipes that extend each other
 
 
 def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
@@ -29,7 +33,7 @@ def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
 
 def _text(path: Path) -> str:
     try:
-        data = path.read_bytes()
+        data = _bytes(path)
     except (OSError, ValueError) as error:
         raise SourceError(Place(str(path)), f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
@@ -38,6 +42,19 @@ def _text(path: Path) -> str:
         before = data[: error.start]
         place = Place(str(path), before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
         raise SourceError(place, f"is not UTF-8 text (byte {data[error.start]:#x}); save it as UTF-8") from None
+
+
+def _bytes(path: Path) -> bytes:
+    """What a regular file holds; a pipe or a device may block, or never end."""
+    kind = path.stat().st_mode
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # opening a folder says so itself
+        what = "a pipe" if stat.S_ISFIFO(kind) else "a device or a socket"
+        raise SourceError(Place(str(path)), f"is {what}; a recipe is a regular file, which is read more than once")
+    with path.open("rb") as file:
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise SourceError(Place(str(path), 1, 1), f"has over {_MAX_BYTES:,} bytes, too many for a recipe")
+    return data
 
 
 def _read_base(base: Tree, path: Path, problems: list[Line], seen: Sequence[Path]) -> Tree:
@@ -54,6 +71,8 @@ def _read_base(base: Tree, path: Path, problems: list[Line], seen: Sequence[Path
         raise SourceError(place, f"extends: no file {target} (the path is relative to {path})")
     if there in (here, *seen):
         raise SourceError(place, f"extends: {base.scalar} leads back to itself")
+    if len(seen) >= _MAX_CHAIN:
+        raise SourceError(place, f"extends: {_MAX_CHAIN} recipes extend each other up to here; merge some of them")
     return read(target, problems, (*seen, here))
 
 

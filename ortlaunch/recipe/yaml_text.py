@@ -23,7 +23,7 @@ _LIBRARY = "tag:yaml.org,2002:"
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # libyaml's composer recurses in C without a limit: text long enough to nest that deep goes to the slow one.
 _FAST_UP_TO = 10_000
-_MAX_CHARACTERS = 250_000
+MAX_CHARACTERS = 250_000
 _MAX_DEPTH = 50
 _MAX_VALUES = 20_000
 
@@ -50,7 +50,7 @@ def parse(text: str, source: str, problems: list[Line], within: KeyPath = ()) ->
 
 def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
     start = Place(source, 1, 1)
-    if len(text) > _MAX_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise SourceError(start, f"has {len(text):,} characters, too many for a recipe")
     strange = _UNPRINTABLE.search(text)
     if strange:
@@ -207,6 +207,8 @@ class _Builder:
             f"{value}".encode()  # fails for half a surrogate pair, and for an integer of thousands of digits
         except (yaml.YAMLError, ValueError, LookupError, AttributeError):
             raise self.refused(node, f"cannot read {text[:80]!r}; quote it if it is meant as a word") from None
+        if isinstance(value, str) and "\0" in value:
+            raise self.refused(node, "holds a null character, which no file name and no variable can; remove it")
         return self.finite(node, value)
 
     def finite(self, node: yaml.Node, value: Any) -> Any:

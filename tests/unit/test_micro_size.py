@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, limit: float) -> list[int]:
 
     monkeypatch.setattr(micro_size, "_try", try_one)
     return tried
+
+
+def test_sizes_of_the_largest_batch_take_no_time() -> None:
+    """The largest global size that a recipe may give: its divisors, not a walk through all numbers below it."""
+    started = time.perf_counter()
+    found = sizes(plan(auto(10**9)))
+    assert (len(found), found[:6], found[-1]) == (100, [1, 2, 4, 5, 8, 10], 10**9)
+    assert time.perf_counter() - started < 1
 
 
 @pytest.mark.parametrize("total", [1, 7, 24, 31, 64, 96, 1000, 4096])

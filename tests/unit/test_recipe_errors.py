@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from pathlib import Path
@@ -111,6 +112,25 @@ def test_a_missing_recipe_is_an_error_with_its_path(tmp_path: Path) -> None:
     """No traceback for a path that is not there, or is a folder."""
     assert problems(tmp_path / "none.yaml") == (f"{tmp_path}/none.yaml: cannot be read: No such file or directory",)
     assert problems(tmp_path) == (f"{tmp_path}: cannot be read: Is a directory",)
+
+
+def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
+    """A pipe that nobody writes to, a device without an end and a file without measure end at once."""
+    pipe, huge = tmp_path / "pipe", tmp_path / "huge.yaml"
+    os.mkfifo(pipe)
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)
+    assert problems(pipe) == (f"{pipe}: is a pipe; a recipe is a regular file, which is read more than once",)
+    assert problems(Path("/dev/zero"))[0].startswith("/dev/zero: is a device or a socket; a recipe is a regular file")
+    assert problems(huge) == (f"{huge}:1:1: has over 1,000,000 bytes, too many for a recipe",)
+
+
+def test_a_long_chain_of_recipes_is_refused(tmp_path: Path) -> None:
+    """1,500 that extend each other: one line, at the one where it is enough."""
+    for number in range(1_500):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\n")
+    found = problems(tmp_path / "0.yaml")
+    assert found == (f"{tmp_path}/20.yaml:1:1: extends: 20 recipes extend each other up to here; merge some of them",)
 
 
 @pytest.mark.parametrize(
