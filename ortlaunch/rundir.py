@@ -13,6 +13,7 @@ runs/<name>-<timestamp>/
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -97,7 +98,20 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON whole or not at all."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json_text(value, indent=2) + "\n")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON of a value; it has no inf and nan, which become words that float() reads."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> Any:

@@ -19,7 +19,7 @@ import torch
 
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.rundir import RunDir, json_text, read_json, write_json
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine, build_engine
@@ -113,7 +113,7 @@ def _orders(run: RunDir) -> Iterator[dict[str, Any]]:
 def _write(run: RunDir, group: Group, record: dict[str, Any]) -> None:
     if group.rank == 0:
         with run.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json_text(record) + "\n")
 
 
 def _facts(recipe: Recipe, group: Group, engine: Engine) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir, write_text
+from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir, json_text, write_text
 
 
 class Metrics:
@@ -29,7 +29,7 @@ class Metrics:
         """Record the values of a step (from 1) and show them."""
         elapsed = time.perf_counter() - self.started
         record = {"step": step, **values, "elapsed_seconds": round(elapsed, 3)}
-        self.file.write(json.dumps(record) + "\n")
+        self.file.write(json_text(record) + "\n")
         if self.board is not None:
             for name, value in values.items():
                 if isinstance(value, (int, float)):

@@ -6,12 +6,11 @@ Owns parity.jsonl and what engine.json says under `parity`. The comparison itsel
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir, write_json, write_text
+from ortlaunch.rundir import RunDir, json_text, write_json, write_text
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
@@ -59,7 +58,7 @@ class ParitySteps:
         self.records.append(record)
         self.engine.report["parity"] = self._summary()
         if self.group.rank == 0:
-            write_text(self.run.parity, "".join(json.dumps(_plain(each)) + "\n" for each in self.records))
+            write_text(self.run.parity, "".join(json_text(each) + "\n" for each in self.records))
             write_json(self.run.engine, self.engine.truth())
         if not record["passed"]:
             raise ParityError(self._told(record))
@@ -116,18 +115,15 @@ class ParitySteps:
     def _summary(self) -> Record:
         """What engine.json says; the worst step's parameters."""
         worst = _worst(self.records)
-        summary: Record = _plain(
-            {
-                "steps": [record["step"] for record in self.records],
-                "loss_difference": max(record["loss_difference"] for record in self.records),
-                "gradient_difference": max(record["gradient_difference"] for record in self.records),
-                "worst": [[name, value] for name, value, *_ in worst["worst"]],
-                "tolerance": self.tolerance,
-                "dropouts_switched_off": self.dropouts,
-                "verdict": "passed" if all(record["passed"] for record in self.records) else "failed",
-            }
-        )
-        return summary
+        return {
+            "steps": [record["step"] for record in self.records],
+            "loss_difference": max(record["loss_difference"] for record in self.records),
+            "gradient_difference": max(record["gradient_difference"] for record in self.records),
+            "worst": [[name, value] for name, value, *_ in worst["worst"]],
+            "tolerance": self.tolerance,
+            "dropouts_switched_off": self.dropouts,
+            "verdict": "passed" if all(record["passed"] for record in self.records) else "failed",
+        }
 
     def _told(self, record: Record) -> str:
         used = self.engine.report["engine"]["used"]
@@ -175,15 +171,6 @@ def _worst(records: list[Record]) -> Record:
 
 def _name(difference: Difference) -> str:
     return difference.name.removeprefix("model.")  # that of LossModule: the rest is the model's own name
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no inf and nan: they become words, which float() reads."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _records_until(run: RunDir, step: int) -> list[Record]:

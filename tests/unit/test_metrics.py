@@ -65,6 +65,15 @@ def test_a_record_is_there_at_once(tmp_path: Path, clock: list[float]) -> None:
     metrics.close()
 
 
+def test_a_record_is_json(tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that is no number stays one for a person, and becomes a word in metrics.jsonl."""
+    metrics = Metrics(recipe(), RunDir(tmp_path), 0)
+    metrics.write(10, {"evaluation_loss": float("nan")})
+    metrics.close()
+    assert records(RunDir(tmp_path)) == [{"step": 10, "evaluation_loss": "nan", "elapsed_seconds": 0.0}]
+    assert "evaluation loss nan" in capsys.readouterr().out
+
+
 def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """Values with units; what was not computed is left out; the time left by the speed so far."""
     metrics = Metrics(recipe(steps=40), RunDir(tmp_path), 10)
