@@ -6,7 +6,6 @@ an unknown nested one only after every rank has started.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,8 +110,6 @@ def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:
             yield path, "unknown DeepSpeed key" + (f"; did you mean {guess}?" if guess else "")
         elif value == "auto":
             yield path, "got auto, which only Hugging Face's Trainer fills in; leave it out for DeepSpeed's default"
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield path, f"got {value}, for which JSON, and so DeepSpeed's config, has no number"
         elif isinstance(value, dict):
             yield from _settings(value, name)
         elif name in NESTED and value is not None:
