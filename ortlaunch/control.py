@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,8 +137,8 @@ def train(settled: Settled, chosen: Path | None) -> int:
     if micro_size.is_asked(settled.file.recipe):
         settled = _with_size(settled, micro_size.find(settled.file.recipe, settled.plan, run))
     request = _prepare(settled, run)
-    if sys.stdout.isatty():
-        os.environ[PROGRESS_VARIABLE] = "1"
+    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        os.environ[PROGRESS_VARIABLE] = str(shutil.get_terminal_size().columns)
     launcher = backend(settled.plan.launcher)
     job = launcher.submit(request)
     end = explain_end(run, launcher.wait(job), stopped_by=job.signal)

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # set for the ranks where the command's output is a terminal
+PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the command's output is one
 
 
 class RunDir:
@@ -78,6 +78,12 @@ class RunDir:
             (re.fullmatch(r"step_(\d+)", path.parent.name), path.parent) for path in self.checkpoints.glob("*/COMPLETE")
         ]
         return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def progress_width() -> int | None:
+    """Columns of the terminal that the command was typed in; None: its output is none."""
+    text = os.environ.get(PROGRESS_VARIABLE, "")
+    return int(text) if text.isdigit() and int(text) else None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir, read_json, write_json
 from ortlaunch.worker.allocator import give_back_freed_memory, keep_freed_memory
+from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.shepherd import watch
 
 
@@ -29,6 +30,8 @@ def main(work: Callable[..., None] | None = None) -> int:
 
 def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> None:
     """Join the world, build, train, leave."""
+    progress = Progress(rank.rank)
+    progress.doing("loading libraries")
     from ortlaunch.plan import Plan  # here, so that guardian and logs are there before pydantic is loaded
     from ortlaunch.recipe import parse_resolved
 
@@ -53,7 +56,9 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
 
     with distributed.group(plan, rank, run) as group:
         distributed.agree_on_files(group, run, texts)
+        progress.doing("reading data")
         data = Data(recipe)
+        progress.doing("building the model")
         model = build_model(recipe, data)
         memory = MemoryUse(group.device, model)
         batches = Batches(data.train, plan.batch, recipe.seed)
@@ -62,6 +67,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
 
             bench(recipe, plan, run, group, model, batches)
             return
+        progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
         engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
         engine.memory = memory
         engine.report["freed_memory"] = freed
@@ -77,6 +83,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         last = [*late_notes(engine.truth(), engine.notes), *outcome_lines(engine.truth())]
         if not recipe.engine.parity_only:
             used = memory.record(plan, group)
+            progress.doing("writing the export")
             export(recipe, run, group, engine.stepper, model, data.tokenizer)
             write_json(run.memory, used) if group.rank == 0 else None
             last.append(memory_line(used))

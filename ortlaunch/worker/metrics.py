@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir, json_text, write_text
+from ortlaunch.rundir import RunDir, json_text, write_text
 
 
 class Metrics:
@@ -19,7 +18,6 @@ class Metrics:
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         self.max_steps, self.first_step = recipe.train.max_steps, first_step
-        self.redraw = bool(os.environ.get(PROGRESS_VARIABLE))
         _cut_after(run, first_step)
         self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
         self.board = _tensorboard(run, first_step) if "tensorboard" in recipe.log.trackers else None
@@ -39,10 +37,7 @@ class Metrics:
     def _show(self, step: int, values: dict[str, Any], elapsed: float) -> None:
         left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
         line = f"step {step}/{self.max_steps}  " + "  ".join(_shown(values)) + f"  ETA {duration(left)}"
-        if self.redraw:
-            print(f"\r\x1b[K{line}", end="" if step < self.max_steps else "\n", flush=True)
-        else:
-            print(line, flush=True)
+        print(line, flush=True)
 
     def close(self) -> None:
         """Flush and close."""

@@ -21,7 +21,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.rundir import RunDir, progress_width, read_json, write_json
+from ortlaunch.worker.terminal import Screen, Stream, Taken
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
@@ -119,7 +120,8 @@ def _relay(child: int, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple[b
         open(run.log(rank.rank, "err"), "ab", buffering=0) as err,
     ):
         os.utime(run.log(rank.rank, "err"))  # appending nothing would not tell that this rank began
-        sinks: dict[str, tuple[BinaryIO, int]] = {"out": (out, 1), "err": (err, 2)}
+        sinks = {"out": (Stream(), out), "err": (Stream(), err)}
+        screen = Screen({"out": 1, "err": 2}, progress_width()) if rank.rank == 0 else None
         with selectors.DefaultSelector() as selector:
             for name, end in ends.items():
                 os.set_blocking(end, False)
@@ -136,7 +138,10 @@ def _relay(child: int, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple[b
                     elif key.data == "finished":
                         said += data
                     else:
-                        _copy(data, *sinks[key.data], shown=rank.rank == 0)
+                        _copy(sinks[key.data][0].take(data), key.data, sinks[key.data][1], screen)
+        for name, (stream, log) in sinks.items():
+            _copy(Taken(stream.rest(), None), name, log, screen)
+        screen.close() if screen else None
     return said == _FINISHED, status
 
 
@@ -153,12 +158,11 @@ def _read(end: int) -> bytes | None:
         data += piece
 
 
-def _copy(data: bytes, log: BinaryIO, terminal: int, shown: bool) -> None:
-    # A progress line that is redrawn on a terminal becomes lines in the log.
-    log.write(data.replace(b"\r\x1b[K", b"\n"))
-    if shown:
-        with contextlib.suppress(OSError):  # the reader of our output may be gone; the run goes on
-            os.write(terminal, data)
+def _copy(taken: Taken, name: str, log: BinaryIO, screen: Screen | None) -> None:
+    log.write(taken.lines)
+    if screen is not None:
+        screen.show(name, taken.lines)
+        screen.draw(taken.live) if taken.live is not None else None
 
 
 def _pass_signals_to(child: int) -> list[int]:

@@ -20,6 +20,7 @@ from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.metrics import Metrics, finish, measured_peak_flops
 from ortlaunch.worker.parity_steps import parity_steps
+from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.schedule import factor
 
 
@@ -43,6 +44,10 @@ def train(
     metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
     meter = Meter(recipe, plan, group, engine)
     parity = parity_steps(recipe, run, group, engine, batches, state.step)
+    progress = Progress(group.rank)
+    progress.begin(state.step, recipe.train.max_steps)
+    if recipe.engine.name == "inductor":
+        progress.doing("compiling in the first step")
     while state.step < recipe.train.max_steps:
         if parity is not None:
             with meter.paused():
@@ -52,6 +57,7 @@ def train(
         losses, stepped, rate = train_step(recipe, plan, group, engine, batches, state)
         state.step += 1
         meter.add(losses)
+        progress.step()
         last = state.step == recipe.train.max_steps
 
         if state.step % recipe.log.every_steps == 0 or last:
@@ -62,18 +68,19 @@ def train(
                 "samples": state.step * plan.batch.global_samples,
                 "skipped_steps": state.skipped,
             }
+            progress.show_loss(values["loss"])
             if metrics:
                 metrics.write(state.step, values)
                 write_json(run.engine, engine.truth())
 
         if evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
-            with meter.paused():
+            with meter.paused(), progress.during("evaluating"):
                 loss = evaluate(recipe, plan, group, engine, evaluation)
             if metrics:
                 metrics.write(state.step, {"evaluation_loss": loss})
 
         if last or _due(state.step, recipe.checkpoint.every_steps):
-            with meter.paused():
+            with meter.paused(), progress.during("saving a checkpoint"):
                 checkpoint.save(run, recipe, group, engine.stepper, state.step, asdict(state))
     if metrics:
         metrics.close()

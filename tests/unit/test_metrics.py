@@ -15,7 +15,7 @@ from torch import nn
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir
+from ortlaunch.rundir import RunDir
 from ortlaunch.worker import metrics as metrics_module
 from ortlaunch.worker.metrics import Metrics, duration, flops_per_token, measured_peak_flops
 
@@ -48,7 +48,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, in its only item."""
     now = [100.0]
     monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now[0])
-    monkeypatch.delenv(PROGRESS_VARIABLE, raising=False)
     return now
 
 
@@ -91,31 +90,6 @@ def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytes
         ]
         or "samples/s" in capsys.readouterr().out
     )
-
-
-@pytest.mark.parametrize(
-    ("variable", "expected"),
-    [
-        (None, "step 1/2  loss 1.0000  ETA 0:00\nstep 2/2  loss 0.5000  ETA 0:00\n"),
-        ("", "step 1/2  loss 1.0000  ETA 0:00\nstep 2/2  loss 0.5000  ETA 0:00\n"),
-        ("1", "\r\x1b[Kstep 1/2  loss 1.0000  ETA 0:00\r\x1b[Kstep 2/2  loss 0.5000  ETA 0:00\n"),
-    ],
-)
-def test_redrawn_on_a_terminal(
-    variable: str | None,
-    expected: str,
-    tmp_path: Path,
-    clock: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """On a terminal the line is drawn over the last one, and stays at the end; elsewhere each step is a line."""
-    if variable is not None:
-        monkeypatch.setenv(PROGRESS_VARIABLE, variable)
-    metrics = Metrics(recipe(steps=2), RunDir(tmp_path), 0)
-    metrics.write(1, {"loss": 1.0})
-    metrics.write(2, {"loss": 0.5})
-    assert capsys.readouterr().out == expected
 
 
 def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path) -> None:

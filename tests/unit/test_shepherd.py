@@ -131,14 +131,19 @@ def test_everything_said_is_logged(run: RunDir) -> None:
     """Output larger than a pipe, written just before the end, is whole in the log."""
     ended = guarded(run, "sys.stdout.write('x' * 300_000); sys.stdout.flush(); os._exit(5)")
     assert ended.status == 5
-    assert run.log(1, "out").read_text() == "to stdout\n" + "x" * 300_000
+    assert run.log(1, "out").read_text() == "to stdout\n" + "x" * 300_000 + "\n"
 
 
-def test_a_progress_line_becomes_lines(run: RunDir) -> None:
-    """A line that is drawn again on the terminal is a line each time in the log."""
-    ended = guarded(run, "print('\\r\\x1b[Kstep 1\\r\\x1b[Kstep 2')", rank=0)
-    assert ended.out == "to stdout\n\r\x1b[Kstep 1\r\x1b[Kstep 2\n"
-    assert run.log(0, "out").read_text() == "to stdout\n\nstep 1\nstep 2\n"
+LIVE = "print('\\x1b]ortlaunch;step 1\\x07', end=''); print('\\x1b[1mloss\\x1b[0m', flush=True)"
+
+
+@pytest.mark.parametrize("width", ["80", "", "wide"])
+def test_the_live_line_is_on_the_terminal_alone(width: str, run: RunDir) -> None:
+    """Logs hold plain lines; the terminal, where there is one, also what rank 0 does now, until the end."""
+    ended = guarded(run, LIVE, rank=0, ORTLAUNCH_PROGRESS=width)
+    assert run.log(0, "out").read_text() == "to stdout\nloss\n"
+    assert ended.out.replace("\r\x1b[Kstep 1", "").replace("\r\x1b[K", "") == "to stdout\nloss\n"
+    assert ended.out.endswith("\r\x1b[Kstep 1\r\x1b[K") is (width == "80")
 
 
 def test_logs_of_a_continued_run_go_on(run: RunDir) -> None:

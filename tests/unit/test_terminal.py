@@ -1,0 +1,73 @@
+"""What becomes of a rank's output: plain lines for logs, and one live line that stays below them on a terminal."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ortlaunch.worker.terminal import LIVE, Screen, Stream
+
+ERASE = b"\r\x1b[K"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([b"one\ntw", b"o\nthree"], b"one\ntwo\nthree\n"),
+        ([b"\x1b[1mLOAD", b" REPORT\x1b[0", b"m from: x\n"], b"LOAD REPORT from: x\n"),
+        ([b"\r  0%|   |", b"\r 50%|#  |", b"\r100%|## |\n"], b"100%|## |\n"),
+        ([b"dos\r\n", b"\r\n"], b"dos\n\n"),
+        ([b"\x1b]8;;http://x\x07link\x1b]8;;\x07\n"], b"link\n"),
+        ([b"k" * 3_000_000], b"k" * 3_000_000 + b"\n"),
+    ],
+    ids=["pieces", "colours", "bar", "dos", "link", "long"],
+)
+def test_lines_of_a_stream_are_plain(pieces: list[bytes], expected: bytes) -> None:
+    """Colours go, of what was drawn over itself the last stays, a line that came in pieces is one."""
+    stream = Stream()
+    found = b"".join([stream.take(piece).lines for piece in pieces] + [stream.rest()])
+    assert found.replace(b"k\nk", b"kk") == expected
+
+
+def test_a_bar_that_is_drawn_for_hours_takes_no_memory() -> None:
+    """Of a line that is drawn over and over only the last form is kept."""
+    stream = Stream()
+    for number in range(1000):
+        stream.take(b"\r%d|%s" % (number, b"#" * 100))
+    assert len(stream.begun) < 300
+
+
+def test_the_live_line_is_not_among_the_lines() -> None:
+    """A rank's word of what it does now is told apart, also where other output surrounds it."""
+    taken = Stream().take(b"half a " + LIVE % b"step 1" + b"line\n" + LIVE % b"step 2")
+    assert (taken.lines, taken.live) == (b"half a line\n", b"step 2")
+
+
+def drawn(width: int | None, *acts: tuple[str, bytes]) -> bytes:
+    """What a screen writes."""
+    end, begin = os.pipe()
+    screen = Screen({"out": begin, "err": begin}, width)
+    for name, text in acts:
+        screen.draw(text) if name == "live" else screen.show(name, text)
+    screen.close()
+    os.close(begin)
+    with os.fdopen(end, "rb") as file:
+        return file.read()
+
+
+def test_lines_stay_and_the_live_line_is_the_last() -> None:
+    """A line takes the live line's place, which is drawn again below; at the end it goes."""
+    acts = [("live", b"step 1"), ("out", b"loss 3\n"), ("err", b"warning\n"), ("live", b"step 2")]
+    expected = [b"step 1", b"loss 3\n", b"step 1", b"warning\n", b"step 1", b"step 2", b""]
+    assert drawn(80, *acts) == b"".join(ERASE + text for text in expected)
+
+
+def test_a_live_line_is_cut_to_the_width() -> None:
+    """A longer one would wrap, and each drawing leave a line behind; letters of several bytes are one wide."""
+    assert drawn(6, ("live", "█████████".encode())) == ERASE + "█████".encode() + ERASE
+
+
+def test_without_a_terminal_there_is_no_live_line() -> None:
+    """Lines only, unchanged."""
+    assert drawn(None, ("out", b"a\n"), ("err", b"b\n")) == b"a\nb\n"
