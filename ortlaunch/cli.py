@@ -9,7 +9,9 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from ortlaunch.errors import HostfileError, OrtlaunchError, RecipeError
+from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
+from ortlaunch.file_errors import explained
+from ortlaunch.output import go_on_unread, guarded
 
 app = typer.Typer(
     name="ortlaunch",
@@ -137,6 +139,7 @@ def train(
         print(*settled.world.notes, sep="\n", end="\n" if settled.world.notes else "", file=sys.stderr)
         typer.echo(control.dry_run(settled, control.run_folder(run_dir, settled, os.environ)))
         return
+    go_on_unread()
     raise typer.Exit(control.train(settled, run_dir))
 
 
@@ -194,6 +197,7 @@ def bench(
     )
     chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
     length = benches.Length(rounds, steps, one_at_a_time)
+    go_on_unread()
     raise typer.Exit(benches.bench(settled, chosen, vary or (), length, out, picture))
 
 
@@ -243,16 +247,37 @@ def copy_recipe(
 def main() -> None:
     """Entry point: errors for the user are printed without a traceback."""
     gc.disable()  # with the freeze below, a tenth of the time that a short command takes
-    try:
-        app(prog_name="ortlaunch")
-    except (RecipeError, HostfileError) as error:  # their lines begin with file:line:column, for editors
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_status)
-    except OrtlaunchError as error:
-        print(f"ortlaunch: {error}", file=sys.stderr)
-        sys.exit(error.exit_status)
-    finally:
-        gc.freeze()  # so that the interpreter's last collections have nothing to walk through
+    with guarded():
+        try:
+            _refuse_undecodable(sys.argv[1:])
+            app(prog_name="ortlaunch")
+        except (RecipeError, HostfileError) as error:  # their lines begin with file:line:column, for editors
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_status)
+        except OrtlaunchError as error:
+            sys.exit(_told(error))
+        except OSError as error:
+            told = explained(error)
+            if told is None:
+                raise
+            sys.exit(_told(told))
+        finally:
+            gc.freeze()  # so that the interpreter's last collections have nothing to walk through
+
+
+def _told(error: OrtlaunchError) -> int:
+    print(f"ortlaunch: {error}", file=sys.stderr)
+    return error.exit_status
+
+
+def _refuse_undecodable(words: list[str]) -> None:
+    """What Python could not decode could not be written into the run folder either."""
+    for word in words:
+        if not word.isascii() and any("\udc80" <= character <= "\udcff" for character in word):
+            raise InputError(
+                f"{word!a} is not text in this shell's encoding ({sys.getfilesystemencoding()}); give it in UTF-8, with "
+                " LC_ALL=C.UTF-8 or PYTHONUTF8=1 in the environment"
+            )
 
 
 if __name__ == "__main__":

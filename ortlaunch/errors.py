@@ -10,6 +10,7 @@
     ├── LaunchError           processes could not be started or agreed on
     ├── EngineError           the chosen engine cannot run this model
     │   └── ParityError       it runs the model, and what comes out is not what plain PyTorch computes
+    ├── FileError             a file or the output of ours cannot be read or written; made by file_errors.py
     └── CheckpointError       a checkpoint cannot be written or read
 
 Imports nothing of ortlaunch.
@@ -66,6 +67,14 @@ class EngineError(OrtlaunchError):
 
 class ParityError(EngineError):
     """Loss or gradients on the engine are not plain PyTorch's; the message names the parameters."""
+
+
+class FileError(OrtlaunchError):
+    """A file or the output of ours cannot be read or written; status 2 where another place would do, else 1."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        self.exit_status = exit_status
+        super().__init__(message)
 
 
 class CheckpointError(OrtlaunchError):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 from ortlaunch.errors import InputError, LaunchError
+from ortlaunch.file_errors import of_ours
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir, read_json, write_json
 from ortlaunch.worker.allocator import give_back_freed_memory, keep_freed_memory
@@ -25,7 +26,7 @@ def main(work: Callable[..., None] | None = None) -> int:
     except (InputError, LaunchError) as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
-    return watch(rank, run, functools.partial(live, run, rank, work))
+    return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank, work)))
 
 
 def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> None:

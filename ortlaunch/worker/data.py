@@ -256,9 +256,7 @@ def _tokenized(
     return np.memmap(path, dtype=np.uint32, mode="r") if path.stat().st_size else np.zeros(0, np.uint32)
 
 
-def _write_tokens(
-    path: Path, source: str | Corpus, tokenizer: Any, marks: tuple[Sequence[int], Sequence[int]]
-) -> None:
+def _write_tokens(path: Path, source: str | Corpus, tokenizer: Any, marks: tuple[Sequence[int], Sequence[int]]) -> None:
     """Every document between its begin and end marks."""
     begin, end = marks
     partial = path.with_suffix(".partial")

@@ -134,7 +134,9 @@ def llama_like(tmp_path: Path, corpus: Corpora) -> Callable[[bool], str]:
         from tokenizers.processors import TemplateProcessing
 
         words = {"train": "bpe", "vocab_size": 300}
-        tokenizer = data_of("causal-lm", train=corpus("w.txt", "a b " * 40), tokenizer=words, sequence_length=8).tokenizer
+        tokenizer = data_of(
+            "causal-lm", train=corpus("w.txt", "a b " * 40), tokenizer=words, sequence_length=8
+        ).tokenizer
         if begins:
             template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
             tokenizer.backend_tokenizer.post_processor = template

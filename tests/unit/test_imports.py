@@ -20,14 +20,16 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
          "matplotlib"}  # fmt: skip
 ANY = None
 
-SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine"}
-CONTROL = {"cli", "control", "micro_size", "world", "hosts", "doctor", "shipped", "launch", "bench"}
+SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine", "file_errors"}
+CONTROL = {"cli", "control", "micro_size", "world", "hosts", "doctor", "shipped", "launch", "bench", "output"}
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
     "errors": (set(), set()),
     "rank": ({"errors"}, set()),
     "cache": (set(), set()),
+    "file_errors": ({"errors", "cache"}, set()),
+    "output": ({"errors"}, set()),
     "rundir": (set(), set()),
     "hosts": ({"errors"}, set()),
     "extensions": ({"errors", "cache", "extension_sources"}, {"filelock"}),

@@ -1,0 +1,81 @@
+"""A file of ours that cannot be read or written, as one line: which file, what happened, what to do.
+
+The one place that turns an OSError into words for the user. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ortlaunch.cache import cache_root
+from ortlaunch.errors import FileError
+
+_NO_SPACE = "free some space"
+_CAUSES = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EIO: "the disk or its server fails",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "this machine has too many open files",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u)",
+    errno.E2BIG: "the variables of launch.env and of your shell are longer than the kernel takes",
+    errno.EROFS: "nothing can be written there",
+    errno.EACCES: "this user may not",
+    errno.EPERM: "this user may not",
+    errno.ENAMETOOLONG: "it is longer than the disk allows",
+    errno.ENOTDIR: "a part of it is a file, not a folder",
+    errno.EEXIST: "it is a file where a folder should be",
+}
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+
+
+def explained(error: OSError) -> FileError | None:
+    """The error in a line; None where it names no file and has no known cause, and so needs its traceback."""
+    cause = _CAUSES.get(error.errno or 0)
+    if error.filename is None and cause is None:
+        return None
+    if not _current_folder_exists():
+        return FileError("the current folder no longer exists; cd to one that does", 2)
+    path = None if error.filename is None else os.fsdecode(error.filename)
+    said = [": ".join(filter(None, (path, error.strerror or type(error).__name__))), cause, path and _elsewhere(path)]
+    return FileError("; ".join(filter(None, said)), 1 if error.errno in _OF_THE_MACHINE else 2)
+
+
+@contextlib.contextmanager
+def of_ours(run: Path) -> Iterator[None]:
+    """Explain errors about files of the run folder and of the cache; all others, as the user's own, keep their trace.
+
+    Raises:
+        FileError: in place of such an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = error.filename
+        ours = error.errno in _CAUSES and isinstance(path, (str, Path)) and _below(path, run, cache_root())
+        found = explained(error) if ours else None
+        if found is None:
+            raise
+        raise found from error
+
+
+def _elsewhere(path: str) -> str:
+    """How to choose another place."""
+    return f"{'ORTLAUNCH_CACHE' if _below(path, cache_root()) else '--run-dir'} names another place"
+
+
+def _below(path: str | Path, *folders: Path) -> bool:
+    whole = Path(os.path.abspath(path))
+    return any(whole.is_relative_to(os.path.abspath(folder)) for folder in folders)
+
+
+def _current_folder_exists() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True

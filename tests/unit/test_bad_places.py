@@ -1,0 +1,109 @@
+"""Files, folders and streams that cannot be read or written: one line each; a run goes on where nobody reads it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ortlaunch.errors import FileError
+from ortlaunch.file_errors import explained, of_ours
+from tests.makers import CUSTOM
+
+COMMAND = str(Path(sys.executable).with_name("ortlaunch"))
+GONE = "mkdir gone; cd gone; rmdir ../gone; "
+TRAIN = "ortlaunch train $HERE/good.yaml "
+NOT_A_FOLDER = "Not a directory; a part of it is a file, not a folder; --run-dir names another place"
+_LOST = ("> /dev/full", ">&-")
+# What is typed (in a shell, in a folder with good.yaml), the exit status, and what is said on stderr, in one line.
+CASES = {
+    "run folder below a file": (TRAIN + "--run-dir $HERE/good.yaml/sub", 2, NOT_A_FOLDER),
+    "run folder with a long name": (TRAIN + f"--run-dir {'x' * 5_000}", 2, "File name too long; it is longer than"),
+    "run folder in /proc": (TRAIN + "--run-dir /proc/xyz", 2, "ortlaunch: /proc/xyz: No such file or directory; --run"),
+    "a current folder that is gone": (GONE + TRAIN, 2, "the current folder no longer exists; cd to one that does"),
+    "a path that the locale cannot write": (
+        "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 " + TRAIN + "--run-dir ünï",
+        2,
+        "is not text in this shell's encoding (ascii); give it in UTF-8, with LC_ALL=C.UTF-8 or PYTHONUTF8=1",
+    ),
+    "a full disk for a plan": ("ortlaunch plan good.yaml > /dev/full", 1, "standard output: No space left on device"),
+    "a full disk for help": ("ortlaunch --help > /dev/full", 1, "standard output: No space left on device"),
+    "no output": ("ortlaunch plan good.yaml >&-", 0, ""),
+    "a reader that leaves": ("ortlaunch schema | head -1 > /dev/null", 0, ""),
+    "no place for errors": ("ortlaunch validate bad.yaml 2>&-", 2, ""),
+    "a full disk for errors": ("ortlaunch validate bad.yaml 2> /dev/full", 2, ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
+    """The exit status and one line that names the place; never a traceback."""
+    typed, status, said = CASES[case]
+    Path(tmp_path, "good.yaml").write_text(yaml.safe_dump(CUSTOM))
+    env = {**os.environ, "HERE": str(tmp_path), "PATH": f"{Path(COMMAND).parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(
+        ["bash", "-c", typed], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == status, ended.stderr
+    assert said in ended.stderr
+    assert len(ended.stderr.splitlines()) == (1 if said else 0)
+    assert not Path(tmp_path, "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "said", "status"),
+    [
+        (errno.EROFS, "runs/x", "runs/x: Read-only file system; nothing can be written there; --run-dir names", 2),
+        (errno.EACCES, "CACHE/tokens", "Permission denied; this user may not; ORTLAUNCH_CACHE names another place", 2),
+        (errno.ENOSPC, "runs/x", "No space left on device; free some space", 1),
+        (errno.E2BIG, None, "Argument list too long; the variables of launch.env", 2),
+    ],
+)
+def test_what_is_said(
+    number: int, path: str | None, said: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The place, the system's words, the cause, and how to choose another place; 1 where the machine is at fault."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    found = explained(OSError(number, os.strerror(number), path and path.replace("CACHE", str(tmp_path))))
+    assert found is not None
+    assert said in str(found)
+    assert found.exit_status == status
+
+
+def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None:
+    """No file and no known cause, or a file of the user's own in a rank: a fault to look into."""
+    assert explained(OSError("odd")) is None
+    for path in (tmp_path / "theirs", None):
+        with pytest.raises(PermissionError), of_ours(tmp_path / "run"):
+            raise PermissionError(errno.EACCES, "Permission denied", path and str(path))
+
+
+def test_a_rank_explains_errors_of_its_cache_and_run_folder(tmp_path: Path) -> None:
+    """A cache that is a file ends a rank in one line, as it ends the command."""
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match=r"file/x: Not a directory; a part of it is a file"), of_ours(tmp_path):
+        (tmp_path / "file" / "x").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("output", ["| head -1 > /dev/null", *(pytest.param(o, marks=pytest.mark.slow) for o in _LOST)])
+def test_a_run_goes_on_where_nobody_reads_its_output(output: str, tmp_path: Path) -> None:
+    """`| head -1`, a full disk, a closed stream: it trains to its end, and says on stderr that it is not heard."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def data():\n    return [{'input': torch.ones(4)}] * 4\n"
+        "class Net(torch.nn.Linear):\n    def forward(self, input):\n        return super().forward(input).mean()\n"
+        "def model():\n    return Net(4, 1)\n"
+    )
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(CUSTOM))
+    typed = f"{COMMAND} train good.yaml --run-dir run {output}; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(
+        ["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert list((tmp_path / "run" / "export").iterdir())
+    assert ("; the run goes on, its logs are in its folder" in ended.stderr) == (output != ">&-")
