@@ -212,8 +212,8 @@ def _batch(recipe: Recipe, ranks: int) -> BatchPlan:
         micro, steps = micro or 1, steps or 1
         total = micro * steps * ranks
     elif micro is None:
-        micro = _divided(total, (steps or 1) * ranks, f"accumulation_steps ({steps}) x {ranks} ranks")
         steps = steps or 1
+        micro = _divided(total, steps * ranks, f"accumulation_steps ({steps}) x {ranks} ranks")
     elif steps is None:
         steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {ranks} ranks")
     if total != micro * steps * ranks:

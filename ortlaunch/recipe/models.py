@@ -145,7 +145,8 @@ class Data(Section):
 
 
 class Batch(Section):
-    """global_size = micro_size x accumulation_steps x data-parallel ranks; give any two, the third derives."""
+    """global_size = micro_size x accumulation_steps x data-parallel ranks; give two of the three, or global_size alone
+    (accumulation_steps is 1 then)."""
 
     global_size: Optional[Positive] = None
     """Samples an optimizer step, over all ranks."""

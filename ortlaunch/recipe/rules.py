@@ -141,10 +141,10 @@ def _words(data: Data, task: str) -> Iterator[Problem]:
 def _batch(recipe: Recipe) -> Iterator[Problem]:
     batch, launch = recipe.batch, recipe.launch
     total, micro, steps = batch.global_size, batch.micro_size, batch.accumulation_steps
-    if [total, micro, steps].count(None) > 1:
+    if total is None and (micro is None or steps is None) and micro != "auto":
         yield (
             ("batch", "batch.global_size", "batch.micro_size", "batch.accumulation_steps"),
-            "give two of global_size, micro_size and accumulation_steps: "
+            "give global_size, or both micro_size and accumulation_steps: "
             "global_size = micro_size x accumulation_steps x ranks",
         )
         return
@@ -194,8 +194,8 @@ def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) ->
     if exact and total != per_rank * ranks:
         yield paths, f"got {total}, but {shown} x {ranks} ranks = {per_rank * ranks}; leave one of the three out"
     elif total % (per_rank * ranks):
-        near = _near_multiples(total, per_rank * ranks)
-        yield paths, f"got {total}, which is not a multiple of {shown} x {ranks} ranks = {per_rank * ranks}; {near}"
+        near, unit = _near_multiples(total, per_rank * ranks), f"{shown} x {ranks} ranks = {per_rank * ranks}"
+        yield paths, f"got {total}, which is not a multiple of {unit if shown else f'{ranks} ranks'}; {near}"
 
 
 def _near_multiples(total: int, unit: int) -> str:

@@ -13,6 +13,7 @@ from ortlaunch.errors import PlanError
 from ortlaunch.hosts import Host
 from ortlaunch.plan import BatchPlan, Node, Plan, describe, human
 from ortlaunch.rank import Rank
+from ortlaunch.recipe.rules import broken
 from tests.makers import BERT, bert, host, plan, recipe
 
 UNEVEN = (host("a", 2), Host("b", 1, (3,)), host("c", 3))
@@ -43,6 +44,12 @@ def test_batch_equation(given: dict[str, Any], ranks: int, solved: tuple[int, in
     made = plan(recipe(batch=given), [host("localhost", ranks)], "torchrun").batch
     assert made == BatchPlan(total, micro, steps, ranks, None)
     assert made.global_samples == made.micro_samples * made.accumulation_steps * made.data_parallel_ranks
+
+
+@pytest.mark.parametrize("given", [batch(64, None, None), batch(None, 4, 2)])
+def test_what_is_enough_for_the_equation(given: dict[str, Any]) -> None:
+    """The global batch alone says how many samples a step takes; so do the other two together."""
+    assert list(broken(recipe(batch=given))) == []
 
 
 NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would do"
