@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ortlaunch import __version__, doctor, micro_size, recipe
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
-from ortlaunch.launch import Request, backend
+from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.cause import explain_end
 from ortlaunch.plan import Plan, describe, make_plan, replan
 from ortlaunch.rank import Rank
@@ -122,7 +122,7 @@ def dry_run(settled: Settled, run: RunDir) -> str:
 
 def _request(plan: Plan, run: RunDir) -> Request:
     if plan.launcher == "inside":
-        return Request((*plan.argv, str(run)), plan.env)
+        return Request((*plan.argv, str(run)), plan.env, store_file(plan, run))
     return backend(plan.launcher).request(plan, run)
 
 
@@ -187,6 +187,8 @@ def _be_a_rank(settled: Settled, run: RunDir, rank: Rank) -> int:
         mark.unlink(missing_ok=True)
         _check_means(settled, run)
         _prepare(settled, run)
+        for path, text in _request(settled.plan, run).files:
+            write_text(Path(path), text)
         write_text(mark, "")
     deadline = time.monotonic() + _JOIN_SECONDS
     while not mark.exists():

@@ -30,8 +30,8 @@ def _missing(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield 'model.lora: peft is not installed: pip install "ortlaunch[lora]"'
     if "tensorboard" in recipe.log.trackers and not _installed("tensorboard"):
         yield 'log.trackers: tensorboard is not installed: pip install "ortlaunch[tensorboard]"'
-    if plan.launcher == "mpi" and not _installed("mpi4py"):
-        yield 'launcher mpi: mpi4py is not installed: pip install "ortlaunch[mpi]"'
+    if plan.launcher == "mpi" and len(plan.nodes) > 1 and not _installed("mpi4py"):
+        yield 'launcher mpi on more than one host: mpi4py is not installed: pip install "ortlaunch[mpi]"'
     if recipe.engine.name == "ort":
         yield from _missing_for_ort()
 

@@ -189,8 +189,8 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
 
 _RENDEZVOUS = {
     "local": "none: one process",
-    "torchrun": "torchrun's c10d store on this host, on a port that the kernel chooses",
-    "mpi": "rank 0 takes a free port on its routable address and shares both through MPI",
+    "torchrun": "a file in the run folder; no port is opened beyond this host",
+    "mpi": "on one host a file in the run folder, else a port of rank 0's address, told through MPI",
     "inside": "as the launcher's environment says",
 }
 

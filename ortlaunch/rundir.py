@@ -2,6 +2,7 @@
 
 runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
+  store rendezvous                                                     how ranks of one host meet, without a port
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
@@ -34,6 +35,8 @@ class RunDir:
         self.environment = self.path / "environment.json"
         self.request = self.path / "request.sh"
         self.hostfile = self.path / "hostfile"
+        self.store = self.path / "store"
+        self.rendezvous = self.path / "rendezvous"
         self.logs = self.path / "logs"
         self.errors = self.path / "errors"
         self.told = self.errors / "told"

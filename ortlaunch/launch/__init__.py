@@ -36,6 +36,11 @@ class Request(NamedTuple):
         return files + env + shlex.join(self.argv)
 
 
+def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
+    """The file in which ranks of one host meet, empty: what an earlier start left would confuse them."""
+    return ((str(run_dir.store), ""),) if 1 < plan.world_size == plan.nodes[0].slots else ()
+
+
 class JobState(Enum):
     """Where a job is in its life."""
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch.errors import MissingDependency, PlanError
-from ortlaunch.launch import Request
+from ortlaunch.launch import Request, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import LOCAL_NAMES, Node, Plan
 from ortlaunch.rundir import RunDir
@@ -25,7 +25,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     """The mpirun command of the family that is installed here."""
     mpirun = find_mpirun()
     build = argv_open_mpi if family(mpirun) == "Open MPI" else argv_mpich
-    files = ((str(run_dir.hostfile), hostfile(plan, family(mpirun))),)
+    files = ((str(run_dir.hostfile), hostfile(plan, family(mpirun))), *store_file(plan, run_dir))
     env = {**dict(plan.env), **(_root(plan) if build is argv_open_mpi else {})}
     return Request((*build(plan, run_dir, mpirun), str(run_dir)), tuple(sorted(env.items())), files=files)
 

@@ -1,17 +1,24 @@
-"""The ranks of this host through torchrun."""
+"""The ranks of this host through torchrun.
+
+Its rendezvous would listen on every interface and unpickle what anybody puts there. Here it is a file of the run
+folder, new for each start, and the ranks meet in another (worker/distributed.py).
+"""
 
 from __future__ import annotations
 
-from ortlaunch.launch import Request
+from ortlaunch.launch import Request, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
 from ortlaunch.rundir import RunDir
 
 __all__ = ["cancel", "request", "state", "submit", "wait"]
 
+_KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; for torchrun's other hosts, of which there are none
+_NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a port for a store of the ranks
+
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
-    """torchrun with a rendezvous on a port that the kernel chooses; it never restarts ranks by itself."""
+    """torchrun with a rendezvous in the run folder; it never restarts ranks by itself."""
     python, *worker = plan.argv
     argv = (
         python,
@@ -20,7 +27,8 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         "--nnodes=1",
         f"--nproc-per-node={plan.world_size}",
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
+        f"--rdzv-endpoint={run_dir.rendezvous}",
+        f"--rdzv-conf=store_type=file,keep_alive_interval={_KEEP_ALIVE_SECONDS}",
         "--local-addr=localhost",
         "--max-restarts=0",
         "--no-python",
@@ -29,5 +37,6 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         str(run_dir),
     )
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset; the worker divides the cores itself.
-    env = {"OMP_NUM_THREADS": "1", **dict(plan.env)}
-    return Request(argv, tuple(sorted(env.items())))
+    env = {"OMP_NUM_THREADS": "1", **_NO_STORE, **dict(plan.env)}
+    files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
+    return Request(argv, tuple(sorted(env.items())), files)

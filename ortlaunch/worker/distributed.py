@@ -1,6 +1,8 @@
 """The process group of a run: how ranks find each other, agree on the world, and part.
 
-Owns torch.distributed's start and end, and the one place that writes rank variables into the environment.
+Owns torch.distributed's start and end, and the one place that writes rank variables into the environment. Whoever
+reaches the store can send ranks anywhere, and what they send each other is unpickled: on one host it is a file, on more
+it listens on the one address that the others use.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
-from ortlaunch.rundir import RunDir, write_text
+from ortlaunch.rundir import RunDir, read_json, write_json
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
 # end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.
@@ -75,7 +78,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Group]:
     yield Group(rank, device)
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
-    if _uses_mpi(launcher) and rank.world_size > 1:
+    if _uses_mpi(launcher) and not _on_one_host(rank):
         from mpi4py import MPI
 
         MPI.Finalize()
@@ -124,22 +127,36 @@ def _uses_mpi(launcher: str) -> bool:
     return "MPI" in launcher or launcher == "MVAPICH"
 
 
+def _on_one_host(rank: Rank) -> bool:
+    return rank.local_world_size == rank.world_size
+
+
 def _join(rank: Rank, run: RunDir, launcher: str, backend: str) -> None:
     """Start torch.distributed by the means that the launcher gives."""
     if rank.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    if launcher != "torchrun":
-        where = _through_mpi(rank) if _uses_mpi(launcher) else _through_folder(rank, run)
-        os.environ["MASTER_ADDR"], _, os.environ["MASTER_PORT"] = where.rpartition(":")
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    dist.init_process_group(
-        backend, init_method="env://", rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT
-    )
+    if _on_one_host(rank):
+        _stay_on_loopback(os.environ)
+        store: Any = dist.FileStore(str(run.store), rank.world_size)
+        store.set_timeout(JOIN_TIMEOUT)
+    elif launcher == "torchrun":
+        store = None  # torchrun's own, on the address that it was given
+    else:
+        store = _through_mpi(rank) if _uses_mpi(launcher) else _through_folder(rank, run)
+    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT)
 
 
-def _through_mpi(rank: Rank) -> str:
-    """Rank 0's address and free port, told through MPI."""
+def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
+    """gloo and NCCL listen where this host's name leads, which others may reach, unless the user has said where."""
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if loopback:
+            environ.setdefault(variable, loopback[0])
+
+
+def _through_mpi(rank: Rank) -> Any:
+    """The store of rank 0, whose place is told through MPI."""
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -153,32 +170,41 @@ def _through_mpi(rank: Rank) -> str:
             f"installations ({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your mpirun"
         )
     hosts = world.allgather(socket.gethostname())
-    offer = _offer(hosts) if world.rank == 0 else None
-    where: str = world.bcast(offer, root=0)
-    return where
+    listener = _listener(routable_address(hosts)) if world.rank == 0 else None
+    where = world.bcast(listener and listener.getsockname(), root=0)
+    return _tcp_store(rank, where, listener)
 
 
-def _through_folder(rank: Rank, run: RunDir) -> str:
-    """Rank 0's address and free port, told through the run folder (Slurm steps without MPI)."""
+def _through_folder(rank: Rank, run: RunDir) -> Any:
+    """The store of rank 0, whose place is told through the run folder (Slurm steps without MPI)."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")  # a requeued job keeps its first two
     path = run.ready / f"rendezvous-{'.'.join(os.environ.get(name, '') for name in names)}"
     if rank.rank == 0:
-        local = rank.local_world_size == rank.world_size
-        write_text(path, _offer([socket.gethostname()] if local else [socket.gethostname(), ""]))
+        listener = _listener(routable_address([]))
+        write_json(path, listener.getsockname())
+        return _tcp_store(rank, listener.getsockname(), listener)
     deadline = time.monotonic() + 300
     while not path.exists():
         if time.monotonic() > deadline:
             raise LaunchError(f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?")
         time.sleep(0.05)
-    return path.read_text(encoding="utf-8")
+    return _tcp_store(rank, read_json(path), None)
 
 
-def _offer(hosts: list[str]) -> str:
-    """`address:port` of this process for ranks on `hosts`."""
-    address = "127.0.0.1" if len(set(hosts)) == 1 else routable_address([host for host in hosts if host])
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return f"{address}:{listener.getsockname()[1]}"
+def _listener(address: str) -> socket.socket:
+    """A listening socket of this address alone, on a free port."""
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen(1024)
+    return listener
+
+
+def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None) -> Any:
+    """The store at (address, port), held by the rank that has the listener."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where[0], str(where[1])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    held = {"master_listen_fd": listener.detach()} if listener else {}
+    return dist.TCPStore(where[0], where[1], rank.world_size, is_master=bool(held), timeout=JOIN_TIMEOUT, **held)
 
 
 def routable_address(hosts: list[str]) -> str:

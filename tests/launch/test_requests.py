@@ -59,7 +59,7 @@ def test_local() -> None:
 
 
 def test_torchrun() -> None:
-    """torchrun chooses its own port, restarts nothing, and starts the worker's command as it stands."""
+    """torchrun meets in an empty file, opens no port, restarts nothing, and starts the worker as it is."""
     request = backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
     argv = (
         "/venv/bin/python",
@@ -68,7 +68,8 @@ def test_torchrun() -> None:
         "--nnodes=1",
         "--nproc-per-node=2",
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
+        "--rdzv-endpoint=runs/x/rendezvous",
+        "--rdzv-conf=store_type=file,keep_alive_interval=3600",
         "--local-addr=localhost",
         "--max-restarts=0",
         "--no-python",
@@ -77,13 +78,14 @@ def test_torchrun() -> None:
         "ortlaunch.worker",
         "runs/x",
     )
-    assert request == Request(argv, (*ENV, ("OMP_NUM_THREADS", "1")))
+    env = (*ENV, ("OMP_NUM_THREADS", "1"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
+    assert request == Request(argv, env, (("runs/x/rendezvous", ""), ("runs/x/store", "")))
 
 
 def test_torchrun_keeps_the_recipes_threads() -> None:
     """A recipe's own OMP_NUM_THREADS is not overruled."""
     threads = plan(recipe(launch={"env": {"OMP_NUM_THREADS": "4"}}), launcher="torchrun")
-    assert backend("torchrun").request(threads, RUN).env == (("OMP_NUM_THREADS", "4"),)
+    assert dict(backend("torchrun").request(threads, RUN).env)["OMP_NUM_THREADS"] == "4"
 
 
 def test_open_mpi(installed: Any) -> None:

@@ -17,7 +17,9 @@ from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeEr
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir, write_text
 from ortlaunch.world import Asked
-from tests.makers import CUSTOM
+from tests.makers import CUSTOM, host
+from tests.makers import plan as made_plan
+from tests.makers import recipe as made_recipe
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
@@ -205,7 +207,6 @@ ABSENT = {
              'model.lora: peft is not installed: pip install "ortlaunch[lora]"'),
     "tensorboard": ({"log": {"trackers": ["tensorboard"]}},
                     'log.trackers: tensorboard is not installed: pip install "ortlaunch[tensorboard]"'),
-    "mpi4py": ({"launch": {"launcher": "mpi"}}, 'launcher mpi: mpi4py is not installed: pip install "ortlaunch[mpi]"'),
 }  # fmt: skip
 
 
@@ -220,6 +221,18 @@ def test_what_to_type_for_a_missing_package(package: str, monkeypatch: pytest.Mo
     assert str(caught.value) == line
     plain = settled()
     doctor.require(plain.file.recipe, plain.plan)
+
+
+def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpi4py is asked for where ranks of several hosts must meet; those of one host meet in the run folder."""
+    monkeypatch.setattr(doctor, "_installed", lambda package: package != "mpi4py")
+    made = made_recipe()
+    doctor.require(made, made_plan(made, [host("a", 2)], "mpi"))
+    with pytest.raises(MissingDependency) as caught:
+        doctor.require(made, made_plan(made, [host("a", 1), host("b", 1)], "mpi"))
+    assert str(caught.value) == (
+        'launcher mpi on more than one host: mpi4py is not installed: pip install "ortlaunch[mpi]"'
+    )
 
 
 def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,27 @@ def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None
     monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))
 
 
-def test_ranks_on_one_host_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 offers a free port of the loopback address where all ranks are on its host."""
-    an_mpi(monkeypatch, 2, ["box", "box"])
-    address, _, port = distributed._through_mpi(Rank(0, 2, 0, 2)).rpartition(":")
-    assert (address, 1024 < int(port) < 65536) == ("127.0.0.1", True)
+def test_the_store_of_several_hosts_listens_on_one_address() -> None:
+    """Rank 0's store is bound to the address that the others use, and to no other; they find in it what it holds."""
+    listener = distributed._listener("127.0.0.2")
+    where = listener.getsockname()
+    with ThreadPoolExecutor() as pool:
+        stores = [
+            pool.submit(distributed._tcp_store, rank, where, held)
+            for rank, held in ((Rank(0, 2, 0, 1), listener), (Rank(1, 2, 0, 1), None))
+        ]
+        mine, others = (each.result() for each in stores)
+    mine.set("key", "value")
+    assert others.get("key") == b"value"
+    bound = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    assert [address for address in bound if address.endswith(f":{where[1]:04X}")] == [f"0200007F:{where[1]:04X}"]
+
+
+def test_one_host_stays_on_loopback() -> None:
+    """gloo and NCCL listen on loopback where all ranks are on this host, unless the user has said where."""
+    environ = {"NCCL_SOCKET_IFNAME": "eth1"}
+    distributed._stay_on_loopback(environ)
+    assert environ == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,10 +216,13 @@ def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A Slurm step without MPI meets through a file that belongs to this start of this step."""
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "routable_address", lambda hosts: "127.0.0.2")
     run = RunDir(tmp_path)
-    where = distributed._through_folder(Rank(0, 2, 0, 2), run)
-    assert where.startswith("127.0.0.1:")
-    assert distributed._through_folder(Rank(1, 2, 1, 2), run) == where
+    with ThreadPoolExecutor() as pool:
+        stores = [pool.submit(distributed._through_folder, Rank(rank, 2, 0, 1), run) for rank in range(2)]
+        mine, others = (each.result() for each in stores)
+    mine.set("key", "value")
+    assert others.get("key") == b"value"
     assert [path.name for path in run.ready.iterdir()] == ["rendezvous-7.0.2"]
 
 

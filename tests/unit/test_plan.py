@@ -192,7 +192,7 @@ def test_describe_names_every_part() -> None:
         "made: 4 ranks on 2 hosts, cpu, launcher mpi",
         "  a: ranks 0-1, slot 0,1",
         "  b: ranks 2-3, slot 0,3",
-        "  rendezvous: rank 0 takes a free port on its routable address and shares both through MPI",
+        "  rendezvous: on one host a file in the run folder, else a port of rank 0's address, told through MPI",
     ]
     assert lines[4] == "  forwarded by name: nothing"
     assert lines[5] == "batch: 64 samples = 4 micro x 4 accumulation x 4 ranks, 8,192 tokens a step"
