@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.file_errors import of_ours
 from ortlaunch.rank import Rank
-from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.rundir import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory, keep_freed_memory
 from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.shepherd import watch
@@ -49,10 +49,10 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     from ortlaunch.worker import distributed
     from ortlaunch.worker.data import Batches, Data
     from ortlaunch.worker.engine import build_engine
-    from ortlaunch.worker.export import export
-    from ortlaunch.worker.memory_use import MemoryUse, memory_line
+    from ortlaunch.worker.finish import finish
+    from ortlaunch.worker.memory_use import MemoryUse
     from ortlaunch.worker.model import build_model
-    from ortlaunch.worker.tell import late_notes, outcome_lines, plan_lines
+    from ortlaunch.worker.tell import plan_lines
     from ortlaunch.worker.train import train
 
     with distributed.group(plan, rank, run) as group:
@@ -81,15 +81,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         if group.rank == 0:
             print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
-        last = [*late_notes(engine.truth(), engine.notes), *outcome_lines(engine.truth())]
-        if not recipe.engine.parity_only:
-            used = memory.record(plan, group)
-            progress.doing("writing the export")
-            export(recipe, run, group, engine.stepper, model, data.tokenizer)
-            write_json(run.memory, used) if group.rank == 0 else None
-            last.append(memory_line(used))
-        if group.rank == 0:
-            print(*last, sep="\n", flush=True)
+        finish(recipe, plan, run, group, engine, model, data.tokenizer)
 
 
 if __name__ == "__main__":
