@@ -31,6 +31,9 @@ _WHOLE = "zero.stage, which shards over the ranks (there is no tensor, pipeline 
 _SBATCH = "none: give it to sbatch, salloc or srun, which start `ortlaunch train`"
 
 _TABLE: dict[str, dict[str, str]] = {
+    "an earlier ortlaunch": {
+        "export_cache": "none: every start exports its own graph; a kept one could be another model's",
+    },
     "Megatron": {
         "global_batch_size": "batch.global_size",
         "train_iters": "train.max_steps",

@@ -109,6 +109,3 @@ class Engine(Section):
     weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; not measured on others. Not with memory
     optimization, which recomputes ONNX Runtime's own (nor with gradient checkpointing, which becomes that), nor with
     memory_efficient_grad_management. null: on for Intel's."""
-    export_cache: bool = True
-    """ort: keep exported graphs in the cache folder (`exports`, at most 64 files and 4 GiB), so that a restart of the
-    same model and code skips the export, seconds to minutes. False: export every time."""

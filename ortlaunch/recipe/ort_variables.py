@@ -62,7 +62,7 @@ LEFT_OUT = {
     "ORTMODULE_ENABLE_SPARSE_OPTIMIZER": "is documented, and 1.19.2 reads it nowhere; see engine.sparsity_optimizer",
     "ORTMODULE_FALLBACK_RETRY": "would try a failed export again in every step; see engine.allow_fallback",
     "ORTMODULE_SKIPCHECK_POLICY": "is decided by ortlaunch's repairs: SKIP_CHECK_DISABLED ends models with buffers",
-    "ORTMODULE_CACHE_DIR": "makes evaluation run the training graph; see engine.export_cache",
+    "ORTMODULE_CACHE_DIR": "makes evaluation run the training graph; every start exports its own",
     "ORTMODULE_ENABLE_ZERO_STAGE3": "is decided by zero.stage",
     "ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT": "would keep gradient checkpointing out of the graph; see "
     "engine.memory_optimization",

@@ -261,8 +261,7 @@ def _ort_notes() -> tuple[str, ...]:
     from ortlaunch.worker.ort.tally import tally
 
     left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in patching.not_applied().items())
-    not_cached = (f"the exported graph is not kept for a restart: {why}" for why in tally.not_cached)
-    return (*left_out, *tally.notes, *not_cached)
+    return (*left_out, *tally.notes)
 
 
 def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -> dict[str, Any]:

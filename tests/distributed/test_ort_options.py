@@ -240,7 +240,6 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "parity_tolerance": "tests/e2e/test_parity_steps.py::test_the_tolerance_is_the_recipes",
     "parity_only": "tests/e2e/test_parity_steps.py::test_two_ranks_compare_each_its_own_batch",
     "allow_traced_values": "tests/distributed/test_ort_python_values.py::test_it_is_allowed_where_the_recipe_says_so",
-    "export_cache": "tests/e2e/test_runs.py::test_a_run_on_onnx_runtime_goes_on",
     "memory_optimization": memory_optimization,
     "memory_optimization_config": memory_optimization_config,
     "memory_efficient_grad_management": memory_efficient_grad_management,

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ortlaunch.worker.ort.tally import tally
-from tests.distributed.modules import manager_of, same, wrapped
-from tests.ort import needs_ort, share_extensions
+from tests.distributed.modules import same, wrapped
+from tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 
@@ -157,16 +157,6 @@ def test_positions_are_compared_with_each_other() -> None:
 
     _, exports = losses_of_sizes(causal, 3, 5)
     assert exports == [1, 1]
-
-
-def test_a_kept_graph_is_of_its_sizes(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart with batches of the same size reads it, with another one it exports."""
-    share_extensions(tmp_path)
-    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
-    for size, exports in ((3, 1), (3, 0), (5, 1)):
-        module, found = losses_of_sizes(by_length, size, export_cache=True)
-        assert found == [exports]
-    assert manager_of(module)._graph_transition_manager._ortlaunch_traced["of"] == [[5, 4]]
 
 
 class Scaled(nn.Module):

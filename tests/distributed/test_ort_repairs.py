@@ -1,6 +1,6 @@
 """What ORTModule 1.19.2 does wrong, made right: every repair, and that its test fails where the repair is left out.
 
-Tests of buffers are in test_ort_buffers.py, those of kept exports in test_ort_export_cache.py.
+Tests of buffers are in test_ort_buffers.py, those of exports in test_ort_exports.py.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ WITHOUT = {
     "watch_python_values": "test_ort_python_values.py::test_another_size_is_exported_again_where_python_has_it",
     "convolve_in_two_dimensions": "test_ort_convolutions.py::test_no_other_gradient_is_overwritten[pointwise]",
     "call_torch_kernels": "test_ort_loss.py::test_torchs_kernels_compute_the_loss",
-    "cache_exports": "test_ort_export_cache.py::test_the_same_model_is_exported_once",
+    "export_every_time": "test_ort_exports.py::test_orts_own_cache_is_never_used",
 }
 RUN = """
 import sys, pytest

@@ -30,7 +30,7 @@ class Loss(torch.nn.Module):
         return self.linear(x).sum()
 for settings in json.loads(sys.argv[2]):
     model = Loss()
-    wrap(model, Engine(export_cache=False, **settings), threads=1)(torch.ones(2, 4)).backward()
+    wrap(model, Engine(**settings), threads=1)(torch.ones(2, 4)).backward()
     assert model.linear.weight.grad.tolist() == [[2.0] * 4]
 """
 

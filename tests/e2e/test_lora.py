@@ -45,7 +45,6 @@ def test_low_rank_adapters(train: Train, eager: Run) -> None:
     assert ort.losses() == pytest.approx(eager.losses(), rel=1e-4)
     assert ort.losses()[-1] < ort.losses()[0]
     assert ort.truth()["onnxruntime"]["backward_passes"] == 12
-    assert ort.truth()["onnxruntime"]["not_cached"] == []
     for run in (ort, eager):
         assert run.truth()["trained_parameters"] == TRAINED < run.truth()["parameters"]
         assert all("lora_" in name for name in adapters(run))

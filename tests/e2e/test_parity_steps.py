@@ -120,7 +120,7 @@ def ended_well(run: Run) -> Run:
 
 def counted(truth: dict[str, Any]) -> dict[str, Any]:
     """What ONNX Runtime ran; exports, time and free memory are not the training's."""
-    others = ("exports", "cache_hits", "export_seconds", "deepcopy_before_export", "settings")
+    others = ("exports", "export_seconds", "deepcopy_before_export", "settings")
     return {name: value for name, value in truth["onnxruntime"].items() if name not in others}
 
 

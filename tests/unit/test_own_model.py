@@ -80,7 +80,7 @@ def data():
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    """No later test exports its models beside a module that came after this process had started."""
+    """The next test imports its own."""
     yield
     sys.modules.pop("own_net", None)
 

@@ -197,6 +197,12 @@ def stop_gradient_under_no_grad() -> bool:
     return True
 
 
+def infer_shapes_without_weights() -> bool:
+    """Every torch: the exporter copies every weight twice to infer shapes, half of an export's time with large ones."""
+    wrap_ort_export(importlib.import_module("ortlaunch.worker.ort.exports").without_weights)
+    return True
+
+
 def quiet_ort_export() -> bool:
     """Every torch: warnings of the export that a user cannot act on.
 
@@ -262,6 +268,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     stop_gradient_at_detach,
     change_what_shares_memory,  # first, so that the next one sees what it computes
     stop_gradient_under_no_grad,
+    infer_shapes_without_weights,
     quiet_ort_export,
     restore_convolution_symbolics,
     skip_nvtx_without_cuda,

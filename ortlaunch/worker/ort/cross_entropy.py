@@ -1,9 +1,9 @@
 """The loss of an exported graph: ignored labels are left out, and every form of cross entropy has one.
 
 BERT computes 15 % of its scores, not all. ORT's own form of it looks only at `nn.CrossEntropyLoss` modules, which the
-models of transformers have not, and takes a Python operator, which keeps a graph out of the export cache. Here every
-cross entropy of a training export that has one row of scores a label and a mean or a sum gathers the rows that count;
-ORT's compute optimizer then moves the gather up through the layers that make them. The graph is right for any labels.
+models of transformers have not, and takes a Python operator. Here every cross entropy of a training export that has one
+row of scores a label and a mean or a sum gathers the rows that count; ORT's compute optimizer then moves the gather up
+through the layers that make them. The graph is right for any labels.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from ortlaunch.worker.ort.known import TRANSITION, owner
 from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.tally import tally, traced
 
-IGNORED = -100
-"""torch's `ignore_index` where none is given."""
 _NONE, _MEAN = 0, 1  # torch's numbers of the reductions
 SPARSE = 0.9
 """Below this share of labels that count, the others are left out; ORT's threshold."""
@@ -111,11 +109,6 @@ def _rows(name: str, makers: Mapping[str, Any]) -> bool:
             return False
         name = makers[name].input[0]
     return True
-
-
-def sparse(value: torch.Tensor) -> bool:
-    """Whether an input of a model looks like labels of which few count: an export depends on it."""
-    return value.dtype == torch.int64 and bool((value == IGNORED).float().mean() > 1 - SPARSE)
 
 
 def export_every_cross_entropy() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import os
 import random
 import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,8 +21,6 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-
-from ortlaunch.worker.ort.export_key import is_users
 
 GLOBAL = "global "
 Place = tuple[str, str]
@@ -75,7 +75,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
         codes.add(code)
         if not code.co_filename.startswith(_NOT_THE_MODELS):
             reads.names.update(code.co_names, (word for word in code.co_consts if isinstance(word, str)))
-            if is_users(code.co_filename):
+            if _is_users(code.co_filename):
                 for place, value in _globals(code.co_names, frame.f_globals, set()):
                     reads.places.setdefault(place, frozen(value))
 
@@ -112,7 +112,7 @@ def _globals(names: Iterable[str], namespace: Mapping[str, Any], seen: set[int])
     for name in names:
         value = namespace.get(name, GONE)
         if isinstance(value, types.ModuleType):
-            if is_users(getattr(value, "__file__", None)):
+            if _is_users(getattr(value, "__file__", None)):
                 yield from _globals(names, vars(value), seen)
         elif value is not GONE:
             yield (f"{GLOBAL}{module}", name), value
@@ -160,7 +160,7 @@ def drawn(source: Any) -> str:
 
 def _is_settings(kind: type) -> bool:
     """Whether a class may hold values that its user changes. A custom function's code runs in every pass."""
-    users = is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
+    users = _is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
     return users and not issubclass(kind, torch.autograd.Function)
 
 
@@ -215,3 +215,20 @@ def _holders(layers: dict[str, nn.Module], holder: str, name: str) -> tuple[Mapp
         return {}, {}
     kinds = (vars(kind) for kind in type(layers[holder]).__mro__)
     return vars(layers[holder]), next((kind for kind in kinds if name in kind), {})
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Folders of the standard library and of installed packages."""
+    import site
+
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({os.path.realpath(path) + os.sep for path in paths if path})
+
+
+@functools.cache
+def _is_users(file: Any) -> bool:
+    """Whether what a module or code object says of its file names one of the user's, or ortlaunch's own."""
+    # torch.ops says that its file is `_ops.py`, in no folder.
+    return isinstance(file, str) and os.path.isabs(file) and not os.path.realpath(file).startswith(_installed())

@@ -59,11 +59,6 @@ def _watching(original: Callable[..., Any], **kwargs: Any) -> Any:
     return exported
 
 
-def fits(seen: dict[str, Any], inputs: Any) -> bool:
-    """Whether a kept graph, with what its trace showed, is one for inputs of these sizes."""
-    return "of" not in seen or seen["of"] == _shapes(inputs, seen)
-
-
 class _Places:
     """Lines of the model's that take something into Python, as `file:line`."""
 

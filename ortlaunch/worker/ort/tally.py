@@ -12,25 +12,17 @@ class Tally:
 
     exports: int = 0
     """Runs of torch.onnx.export."""
-    cache_hits: int = 0
-    """Graphs read from the export cache in place of one."""
     re_exports: int = 0
     """Graphs thrown away, because a call or what is frozen had changed."""
     export_seconds: float = 0.0
     """Spent in those exports, with the passes of the model that they take."""
     label_density: float | None = None
     """Share of the labels that count in a batch, where the others are left out of the computation."""
-    not_cached: list[str] = field(default_factory=list)
-    """Why an export was not kept in the cache."""
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
-
-    def uncached(self, why: str) -> None:
-        if why not in self.not_cached:
-            self.not_cached.append(why)
 
     def truth(self) -> dict[str, Any]:
         """For engine.json."""
@@ -41,6 +33,6 @@ tally = Tally()
 
 
 def traced(transition: Any) -> dict[str, Any]:
-    """What a trace of the model showed beside the graph; plain JSON, so that an export in the cache has it too."""
+    """What a trace of the model showed beside the graph."""
     found: dict[str, Any] = vars(transition).setdefault("_ortlaunch_traced", {})
     return found

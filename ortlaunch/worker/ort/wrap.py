@@ -15,7 +15,6 @@ from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort import options
 from ortlaunch.worker.ort.buffers import kept_modes
 from ortlaunch.worker.ort.compat import import_ortmodule
-from ortlaunch.worker.ort.export_cache import ENABLED
 from ortlaunch.worker.ort.patching import environment, record, wrap_method
 from ortlaunch.worker.ort.python_values import ALLOWED
 from ortlaunch.worker.ort.repairs import apply_repairs
@@ -47,7 +46,6 @@ def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1
         manager = wrapped._torch_module._execution_manager(training)
         setattr(manager, _THREADS, threads)
         setattr(manager, PRODUCTS, torch_products(engine))
-        setattr(manager._graph_transition_manager, ENABLED, engine.export_cache)
         setattr(manager._graph_transition_manager, ALLOWED, engine.allow_traced_values)
     # This logger of ORT's is under no option; it says what it guessed about shapes.
     logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
