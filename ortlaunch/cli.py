@@ -113,7 +113,8 @@ def plan(
         return
     command = dry_run(settled, RunDir(f"runs/{settled.plan.name}-TIME")).splitlines()[-1]
     notes = note(settled.file.recipe, settled.plan)
-    typer.echo("\n".join([*settled.world.notes, describe(settled.plan), *notes, f"command: {command}"]))
+    shown = describe(settled.plan, settled.file.recipe)
+    typer.echo("\n".join([*settled.world.notes, shown, *notes, f"command: {command}"]))
 
 
 @app.command()

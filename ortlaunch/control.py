@@ -222,7 +222,7 @@ def _prepare(settled: Settled, run: RunDir) -> Request:
     request = write_run(settled, run)
     for note in settled.world.notes:
         print(note, flush=True)
-    print(f"{describe(settled.plan)}\nrun folder: {run}", flush=True)
+    print(f"{describe(settled.plan, settled.file.recipe)}\nrun folder: {run}", flush=True)
     return request
 
 

@@ -233,9 +233,11 @@ def _divided(total: int, unit: int, shown: str) -> int:
     return total // unit
 
 
-def describe(plan: Plan) -> str:
-    """The plan for a person: world, batch, memory by ZeRO stage."""
-    return "\n".join([*_world_lines(plan), *_batch_lines(plan), *(_memory_lines(plan) if plan.memory else [])])
+def describe(plan: Plan, recipe: Recipe) -> str:
+    """The plan for a person: world, batch, length, memory by ZeRO stage."""
+    lines = [*_world_lines(plan), *_start_lines(plan, recipe), *_batch_lines(plan), _length_line(plan, recipe)]
+    choice = plan.world_size > 1 or recipe.zero is not None  # else ZeRO has nothing to shard
+    return "\n".join([*lines, *(_memory_lines(plan.memory, choice) if plan.memory else [])])
 
 
 def _world_lines(plan: Plan) -> list[str]:
@@ -250,7 +252,15 @@ def _world_lines(plan: Plan) -> list[str]:
             kind = "GPU" if plan.device == "cuda" else "slot"
             devices = ",".join(map(str, node.devices))
             lines.append(f"  {node.host}: ranks {node.first_rank}-{last}, {kind} {devices}")
-    return [*lines, f"  rendezvous: {plan.rendezvous}", f"  forwarded by name: {' '.join(plan.forward) or 'nothing'}"]
+    return lines
+
+
+def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
+    """How ranks meet and what they get of this shell, where that is more than one process here has by itself."""
+    lines = [f"  rendezvous: {plan.rendezvous}"] if plan.world_size > 1 else []
+    if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
+        lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
+    return lines
 
 
 def _batch_lines(plan: Plan) -> list[str]:
@@ -262,20 +272,26 @@ def _batch_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _memory_lines(plan: Plan) -> list[str]:
-    memory = plan.memory
-    assert memory is not None
+def _length_line(plan: Plan, recipe: Recipe) -> str:
+    steps, epochs = recipe.train.max_steps, recipe.train.epochs
+    if steps is None:
+        return f"steps: as many as {epochs:g} epochs take, known when the data are read"
+    return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"
+
+
+def _memory_lines(memory: Memory, choice: bool) -> list[str]:
+    """Bytes of a rank, of every ZeRO stage where there is a `choice`."""
     lines = [
         f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "
         f"a checkpoint takes {human(memory.checkpoint)}; on each rank:",
         f"    {'':8}{'weights':>11}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'buckets':>11}{'total':>11}",
     ]
-    for stage, parts in memory.by_stage:
+    for stage, parts in (row for row in memory.by_stage if choice or row[0] == memory.chosen):
         mark = "->" if stage == memory.chosen else "  "
         cells = "".join(
             f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11, 11))
         )
-        lines.append(f"  {mark}{stage:8}{cells}")
+        lines.append(f"  {mark}{stage if choice else '':8}{cells}")
     return [
         *lines,
         "    activations are an estimate, buckets an upper bound; the rest is exact, without framework overhead",

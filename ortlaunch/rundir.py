@@ -5,6 +5,7 @@ runs/<name>-<timestamp>/
   store rendezvous                                                     how ranks of one host meet, without a port
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
+  steps.json                                                           what train.epochs are in steps
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
   choice.json                                                          how engine.name: auto was decided
@@ -42,6 +43,7 @@ class RunDir:
         self.told = self.errors / "told"
         self.ready = self.path / "ready"
         self.metrics = self.path / "metrics.jsonl"
+        self.steps = self.path / "steps.json"
         self.parity = self.path / "parity.jsonl"
         self.engine = self.path / "engine.json"
         self.memory = self.path / "memory.json"

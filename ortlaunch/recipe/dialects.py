@@ -20,7 +20,7 @@ class Foreign(NamedTuple):
     ours: str
 
 
-_EPOCHS = "train.max_steps (steps, not epochs)"
+_EPOCHS = "train.epochs"
 _PACKED = "none: causal-lm samples are always packed"
 _RESUME = "the command line option --run-dir with the folder of the run to continue"
 _CHECKPOINTING = "engine.memory_optimization (engine ort)"
@@ -62,7 +62,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "global_train_batch_size": "batch.global_size",
         "device_train_microbatch_size": "batch.micro_size",
         "device_eval_batch_size": "batch.micro_size (evaluation uses it too)",
-        "max_duration": "train.max_steps (a number of steps)",
+        "max_duration": "train.max_steps or train.epochs (a number)",
         "max_seq_len": "data.sequence_length",
         "global_seed": "seed",
         "train_loader": "data.train",

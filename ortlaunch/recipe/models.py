@@ -183,12 +183,12 @@ class Schedule(Section):
     """Learning rate over the steps, after a linear warm-up."""
 
     name: Literal["linear", "cosine", "polynomial", "constant"] = "linear"
-    """Decay after the warm-up: `linear` and `polynomial` to 0 at `train.max_steps`, `cosine` to 0, `constant`
+    """Decay after the warm-up: `linear` and `polynomial` to 0 at the last step, `cosine` to 0, `constant`
     not at all."""
     warmup_steps: Optional[Annotated[int, Field(ge=0)]] = None
     """Steps from 0 to the peak; or give `warmup_ratio`."""
     warmup_ratio: Optional[Fraction] = None
-    """Warm-up as a share of `train.max_steps`."""
+    """Warm-up as a share of all steps."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`: 0.5 in BERT-large's phase 1 and 2."""
 
@@ -210,12 +210,21 @@ class Zero(Section):
 class Train(Section):
     """How long, and how steps are taken."""
 
-    max_steps: Positive
-    """Optimizer steps."""
+    max_steps: Optional[Positive] = None
+    """Optimizer steps. Or give `epochs`."""
+    epochs: Optional[Annotated[float, Field(gt=0)]] = None
+    """Passes over the training data, in place of `max_steps`: as many steps as they take, known when the data are read.
+    0.5 is half a pass."""
     max_grad_norm: Optional[Annotated[float, Field(gt=0)]] = None
     """Clip the global gradient norm to this; null: no clipping."""
     evaluate_every_steps: Optional[Positive] = None
     """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
+
+    @property
+    def steps(self) -> int:
+        """`max_steps`, for those who come after the worker has settled them."""
+        assert self.max_steps is not None
+        return self.max_steps
 
 
 class Checkpoint(Section):

@@ -227,10 +227,11 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
     schedule = recipe.schedule
     if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
         yield ("schedule.warmup_ratio", "schedule.warmup_steps"), "is given beside warmup_steps; keep one"
-    if schedule.warmup_steps is not None and schedule.warmup_steps > recipe.train.max_steps:
+    steps = recipe.train.max_steps
+    if schedule.warmup_steps is not None and steps is not None and schedule.warmup_steps > steps:
         yield (
             ("schedule.warmup_steps", "train.max_steps"),
-            f"got {schedule.warmup_steps}, more than train.max_steps ({recipe.train.max_steps}): "
+            f"got {schedule.warmup_steps}, more than train.max_steps ({steps}): "
             "the learning rate would never reach its peak",
         )
     if "power" in _chosen(schedule) and schedule.name != "polynomial":
@@ -285,6 +286,12 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _train(recipe: Recipe) -> Iterator[Problem]:
+    steps, epochs = recipe.train.max_steps, recipe.train.epochs
+    if steps is None and epochs is None:
+        yield ("train.max_steps", "train.epochs"), "is missing: say how long, in max_steps or in epochs"
+    if steps is not None and epochs is not None:
+        paths = ("train.epochs", "train.max_steps")
+        yield paths, f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the other"
     if recipe.train.evaluate_every_steps and recipe.data.evaluation is None:
         yield (
             ("train.evaluate_every_steps", "data.evaluation"),

@@ -50,6 +50,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     from ortlaunch.worker.data import Batches, Data
     from ortlaunch.worker.engine import build_engine
     from ortlaunch.worker.finish import finish
+    from ortlaunch.worker.length import length_line, with_steps
     from ortlaunch.worker.memory_use import MemoryUse
     from ortlaunch.worker.model import build_model
     from ortlaunch.worker.tell import plan_lines
@@ -63,6 +64,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         model = build_model(recipe, data)
         memory = MemoryUse(group.device, model)
         batches = Batches(data.train, plan.batch, recipe.seed)
+        recipe = with_steps(recipe, plan.batch, run, group, len(data.train))
         if run.bench.exists():
             from ortlaunch.worker.bench import bench
 
@@ -79,7 +81,8 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         if run.choice.exists():
             engine.report["engine"].update(read_json(run.choice))
         if group.rank == 0:
-            print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
+            length = length_line(recipe, plan.batch, len(data.train))
+            print(*plan_lines(engine.truth()), *engine.notes, length, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
         finish(recipe, plan, run, group, engine, model, data.tokenizer)
 

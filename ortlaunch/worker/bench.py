@@ -75,7 +75,7 @@ class Life:
             finish(self.group.device)
             took.append(time.perf_counter() - begun)
             # A bench may be longer than the training, whose schedule ends.
-            self.state.step = (self.state.step + 1) % self.recipe.train.max_steps
+            self.state.step = (self.state.step + 1) % self.recipe.train.steps
         return took
 
     def hold_still(self) -> None:

@@ -14,10 +14,10 @@ from ortlaunch.rundir import RunDir, json_text, write_text
 
 
 class Metrics:
-    """Writes one object a logged step: step, loss, learning_rate, samples, tokens_per_second, mfu, elapsed_seconds."""
+    """Writes one object a logged step: step, epoch, loss, learning_rate, tokens_per_second, elapsed_seconds, ..."""
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
-        self.max_steps, self.first_step = recipe.train.max_steps, first_step
+        self.max_steps, self.first_step = recipe.train.steps, first_step
         _cut_after(run, first_step)
         self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
         self.board = _tensorboard(run, first_step) if "tensorboard" in recipe.log.trackers else None
@@ -48,8 +48,8 @@ class Metrics:
 
 def _shown(values: dict[str, Any]) -> list[str]:
     forms = {
-        "loss": "loss {:.4f}", "evaluation_loss": "evaluation loss {:.4f}", "learning_rate": "lr {:.3g}",
-        "gradient_norm": "norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
+        "epoch": "epoch {:.2f}", "loss": "loss {:.4f}", "evaluation_loss": "evaluation loss {:.4f}",
+        "learning_rate": "lr {:.3g}", "gradient_norm": "norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
     }  # fmt: skip
     return [form.format(values[name]) for name, form in forms.items() if values.get(name) is not None]

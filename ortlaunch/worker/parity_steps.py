@@ -31,7 +31,7 @@ class ParitySteps:
         self, recipe: Recipe, run: RunDir, group: Group, engine: Engine, batches: Batches, first_step: int
     ) -> None:
         self.recipe, self.run, self.group, self.engine, self.batches = recipe, run, group, engine, batches
-        self.end = min(recipe.engine.parity_steps, recipe.train.max_steps)
+        self.end = min(recipe.engine.parity_steps, recipe.train.steps)
         self.tolerance = recipe.engine.parity_tolerance or LIMITS[recipe.precision].tolerance
         self.dropouts = len(dropouts(engine.plain))
         self.module: Any = None

@@ -37,18 +37,18 @@ def train(
 ) -> TrainState:
     """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
     state = _resume(run, group, engine)
-    if state.step >= recipe.train.max_steps:
+    if state.step >= recipe.train.steps:
         if group.rank == 0:
-            print(f"nothing to train: {state.step} of {recipe.train.max_steps} steps are done", flush=True)
+            print(f"nothing to train: {state.step} of {recipe.train.steps} steps are done", flush=True)
         return state
     metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
     meter = Meter(recipe, plan, group, engine)
     parity = parity_steps(recipe, run, group, engine, batches, state.step)
     progress = Progress(group.rank)
-    progress.begin(state.step, recipe.train.max_steps)
+    progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")
-    while state.step < recipe.train.max_steps:
+    while state.step < recipe.train.steps:
         if parity is not None:
             with meter.paused():
                 parity.check(state.step)
@@ -58,7 +58,7 @@ def train(
         state.step += 1
         meter.add(losses)
         progress.step()
-        last = state.step == recipe.train.max_steps
+        last = state.step == recipe.train.steps
 
         if state.step % recipe.log.every_steps == 0 or last:
             values = {
@@ -66,6 +66,7 @@ def train(
                 "learning_rate": rate,
                 "gradient_norm": stepped.gradient_norm,
                 "samples": state.step * plan.batch.global_samples,
+                "epoch": round(state.step * plan.batch.global_samples / len(batches.samples), 4),
                 "skipped_steps": state.skipped,
             }
             progress.show_loss(values["loss"])
@@ -102,7 +103,7 @@ def train_step(
 ) -> tuple[torch.Tensor, Any, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
     torch.manual_seed(step_seed(recipe.seed, state.step, group.rank))
-    rate = recipe.optimizer.learning_rate * factor(recipe.schedule, state.step, recipe.train.max_steps)
+    rate = recipe.optimizer.learning_rate * factor(recipe.schedule, state.step, recipe.train.steps)
     passes = plan.batch.accumulation_steps
     total = torch.zeros((), device=group.device)
     for accumulation in range(passes):

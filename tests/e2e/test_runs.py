@@ -20,6 +20,7 @@ from ortlaunch.worker.allocator import KEPT
 from tests.e2e.runs import (
     BERT,
     COMMAND,
+    EAGER,
     FULL,
     ROOT,
     TOY,
@@ -214,6 +215,17 @@ def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -
         assert engine == "eager" or ort["re_exports"] == 0
     assert saved["ort"] == saved["eager"]
     assert all(name.startswith("model.") for name in saved["ort"][0])
+
+
+def test_epochs_in_place_of_steps(train: Train) -> None:
+    """Half an epoch of 256 samples in steps of 16 is 8 steps, over which the learning rate falls to nothing."""
+    recipe = merged(TOY, {**EAGER, "train": {"max_steps": None, "epochs": 0.5}, "batch": {"micro_size": None}})
+    run = ended_well(train("epochs", recipe))
+    assert [step for step, _ in run.values("loss")] == list(range(1, 9))
+    assert [rate for _, rate in run.values("learning_rate")] == pytest.approx([1e-2 * (1 - i / 8) for i in range(8)])
+    assert run.values("epoch") == [(step, round(step / 16, 4)) for step in range(1, 9)]
+    assert "data: 256 samples; 8 steps of 16 are 128 samples, 0.5 epochs" in run.out
+    assert json.loads((run.folder / "steps.json").read_text())["max_steps"] == 8
 
 
 # --------------------------------------------------------------------------------------------------- transformers

@@ -20,7 +20,7 @@ from ortlaunch.worker import metrics as metrics_module
 from ortlaunch.worker.metrics import Metrics, duration, flops_per_token, measured_peak_flops
 
 VALUES = {
-    "loss": 1.25, "samples_per_second": 1234.56, "tokens_per_second": 98765.4, "mfu": 0.0525,
+    "epoch": 0.25, "loss": 1.25, "samples_per_second": 1234.56, "tokens_per_second": 98765.4, "mfu": 0.0525,
     "learning_rate": 2e-3, "gradient_norm": 0.9876, "skipped_steps": 0,
 }  # fmt: skip
 
@@ -84,7 +84,8 @@ def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytes
     assert (
         capsys.readouterr().out.splitlines()
         == [
-            "step 20/40  loss 1.2500  lr 0.002  norm 0.988  98,765 tokens/s  1,234.6 samples/s  MFU 5.2%  ETA 0:10",
+            "step 20/40  epoch 0.25  loss 1.2500  lr 0.002  norm 0.988  98,765 tokens/s  1,234.6 samples/s  MFU 5.2%  "
+            "ETA 0:10",
             "step 20/40  loss 3.0000  ETA 0:10",
             "step 40/40  evaluation loss 2.0000  ETA 0:00",
         ]

@@ -14,7 +14,7 @@ from ortlaunch.hosts import Host
 from ortlaunch.plan import BatchPlan, Node, Plan, describe, human
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.rules import broken
-from tests.makers import BERT, bert, host, plan, recipe
+from tests.makers import bert, host, plan, recipe
 
 UNEVEN = (host("a", 2), Host("b", 1, (3,)), host("c", 3))
 
@@ -177,35 +177,48 @@ def test_forwarding_what_is_not_set() -> None:
 
 def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
     """Only the name of a secret is written."""
-    made = plan(recipe(launch={"forward": ["API_KEY"]}), environ={"API_KEY": "s3cret", "HF_TOKEN": "s3cret"})
+    asked = recipe(launch={"forward": ["API_KEY"]})
+    made = plan(asked, environ={"API_KEY": "s3cret", "HF_TOKEN": "s3cret"})
     assert made.forward == ("API_KEY", "HF_TOKEN")
-    for text in (made.to_json(), describe(made), repr(made)):
+    for text in (made.to_json(), describe(made, asked), repr(made)):
         assert "s3cret" not in text
         assert "API_KEY" in text
 
 
 def test_describe_names_every_part() -> None:
     """The page for a person: hosts with their ranks, rendezvous, batch, memory with a mark at the chosen stage."""
-    made = plan(bert(zero={"stage": 1}, batch=batch(64, 4, None)), [host("a", 2), Host("b", 2, (0, 3))], "mpi")
-    lines = describe(made).splitlines()
+    asked = bert(zero={"stage": 1}, batch=batch(64, 4, None))
+    made = plan(asked, [host("a", 2), Host("b", 2, (0, 3))], "mpi", environ={"NCCL_DEBUG": "WARN"})
+    lines = describe(made, asked).splitlines()
     assert lines[:4] == [
         "made: 4 ranks on 2 hosts, cpu, launcher mpi",
         "  a: ranks 0-1, slot 0,1",
         "  b: ranks 2-3, slot 0,3",
         "  rendezvous: on one host a file in the run folder, else a port of rank 0's address, told through MPI",
     ]
-    assert lines[4] == "  forwarded by name: nothing"
+    assert lines[4] == "  forwarded by name: NCCL_DEBUG"
     assert lines[5] == "batch: 64 samples = 4 micro x 4 accumulation x 4 ranks, 8,192 tokens a step"
-    assert [line[:12] for line in lines[8:13]] == [
+    assert lines[6] == "steps: 3, 192 samples"
+    assert [line[:12] for line in lines[9:14]] == [
         "    DDP     ",
         *(f"  {'->' if n == 1 else '  '}ZeRO {n}  " for n in range(4)),
     ]
 
 
+def test_the_plain_case_is_told_briefly() -> None:
+    """One process without ZeRO: no rendezvous, nothing forwarded, no table of what cannot be sharded."""
+    asked = bert(train={"epochs": 3})
+    lines = describe(plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[:5]] == ["made", "localhost", "batch", "steps", "memory"]
+    assert lines[3] == "steps: as many as 3 epochs take, known when the data are read"
+    assert [line for line in lines if "ZeRO" in line] == []
+    assert lines[6].startswith("  ->         ")
+
+
 def test_describe_many_hosts_briefly() -> None:
     """Ten thousand hosts do not fill the screen."""
     made = plan(recipe(), [host(f"n{i}", 8) for i in range(10_000)], "mpi")
-    lines = describe(made).splitlines()
+    lines = describe(made, recipe()).splitlines()
     assert lines[0] == "made: 80,000 ranks on 10,000 hosts, cpu, launcher mpi"
     assert lines[5] == "  ... 9994 more hosts"
     assert lines[7].startswith("  n9999: ranks 79992-79999,")
@@ -214,10 +227,10 @@ def test_describe_many_hosts_briefly() -> None:
 
 def test_describe_a_model_that_is_not_known() -> None:
     """A model whose size only transformers knows has no table of memory."""
-    made = plan(bert(model={"task": "causal-lm", "config": {"model_type": "gpt2"}}))
-    assert made.memory is None
-    assert "memory" not in describe(made)
-    assert "memory" in describe(plan(bert(model={"task": "masked-lm", "config": BERT})))
+    unknown = bert(model={"task": "causal-lm", "config": {"model_type": "gpt2"}})
+    assert plan(unknown).memory is None
+    assert "memory" not in describe(plan(unknown), unknown)
+    assert "memory" in describe(plan(bert()), bert())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""How long a run is: steps and epochs in terms of each other, known when the data are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ortlaunch.errors import InputError
+from ortlaunch.plan import BatchPlan
+from ortlaunch.recipe import Recipe
+from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.worker.distributed import Group
+
+
+def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: Group, samples: int) -> Recipe:
+    """The recipe with `train.max_steps`, from `train.epochs` where those were given (collective).
+
+    A run that goes on keeps the steps that it began with, for its schedule runs over them.
+
+    Raises:
+        InputError: ranks have read different numbers of samples, or the warm-up is longer than the run.
+    """
+    epochs = recipe.train.epochs
+    if epochs is None:
+        return recipe
+    counts = group.gather(str(samples))
+    if len(set(counts)) > 1:
+        raise InputError(f"train.epochs: ranks have different numbers of samples: {', '.join(sorted(set(counts)))}")
+    steps = max(1, math.ceil(round(epochs * samples / batch.global_samples, 6)))
+    begun = _begun(run, epochs)
+    if begun is None and group.rank == 0:
+        write_json(run.steps, {"epochs": epochs, "samples": samples, "max_steps": steps})
+    if begun is not None and begun["samples"] != samples and group.rank == 0:
+        print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run began; it keeps its "
+              f"{begun['max_steps']:,} steps", flush=True)  # fmt: skip
+    steps = steps if begun is None else begun["max_steps"]
+    if recipe.schedule.warmup_steps is not None and recipe.schedule.warmup_steps > steps:
+        raise InputError(
+            f"schedule.warmup_steps: got {recipe.schedule.warmup_steps}, and train.epochs: {epochs:g} are {steps} steps"
+        )
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
+
+
+def _begun(run: RunDir, epochs: float) -> dict[str, Any] | None:
+    """What this run settled when it began, if it goes on for as many epochs."""
+    if not run.steps.exists() or not run.complete_checkpoints():
+        return None
+    found: dict[str, Any] = read_json(run.steps)
+    return found if found["epochs"] == epochs else None
+
+
+def length_line(recipe: Recipe, batch: BatchPlan, samples: int) -> str:
+    """For a person, in steps, samples and epochs."""
+    seen = recipe.train.steps * batch.global_samples
+    return (
+        f"data: {samples:,} samples; {recipe.train.steps:,} steps of {batch.global_samples:,} are {seen:,} samples, "
+        f"{seen / samples:.3g} epochs"
+    )
