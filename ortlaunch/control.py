@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch import __version__, doctor, micro_size, recipe
+from ortlaunch import __version__, doctor, micro_size, recipe, start
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.cause import explain_end
@@ -60,7 +60,7 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
         launcher=world.launcher,
         device=world.device,
         modules=str(path.parent),
-        worker=(sys.executable, "-m", "ortlaunch.worker"),
+        worker=start.command("ortlaunch.worker"),
         environ=environ,
     )
     return Settled(loaded, world, plan, path, tuple(overrides), asked)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 
+from ortlaunch import start
 from ortlaunch.errors import MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
@@ -58,4 +58,4 @@ def set_up() -> int:
     """Build what engine ort needs and is absent, in a process of its own that may import torch."""
     import subprocess
 
-    return subprocess.run([sys.executable, "-m", "ortlaunch.extensions"], env=os.environ, check=False).returncode
+    return subprocess.run(start.command("ortlaunch.extensions"), env=os.environ, check=False).returncode

@@ -6,6 +6,7 @@ folder, new for each start, and the ranks meet in another (worker/distributed.py
 
 from __future__ import annotations
 
+from ortlaunch import start
 from ortlaunch.launch import Request, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
@@ -19,11 +20,8 @@ _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
     """torchrun with a rendezvous in the run folder; it never restarts ranks by itself."""
-    python, *worker = plan.argv
     argv = (
-        python,
-        "-m",
-        "torch.distributed.run",
+        *start.command("torch.distributed.run", plan.argv[0]),
         "--nnodes=1",
         f"--nproc-per-node={plan.world_size}",
         "--rdzv-backend=c10d",
@@ -32,8 +30,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         "--local-addr=localhost",
         "--max-restarts=0",
         "--no-python",
-        python,
-        *worker,
+        *plan.argv,
         str(run_dir),
     )
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset; the worker divides the cores itself.

@@ -1,1 +1,1 @@
-"""One rank's life: `python -m ortlaunch.worker RUN_FOLDER`. Never imported by the control side."""
+"""One rank's life: `python ortlaunch/start.py ortlaunch.worker RUN_FOLDER`. Never imported by the control side."""

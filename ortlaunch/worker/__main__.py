@@ -1,4 +1,4 @@
-"""The life of one rank: `python -m ortlaunch.worker RUN_FOLDER`."""
+"""The life of one rank: `python ortlaunch/start.py ortlaunch.worker RUN_FOLDER`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.file_errors import of_ours
@@ -35,10 +36,11 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     progress.doing("loading libraries")
     from ortlaunch.plan import Plan  # here, so that guardian and logs are there before pydantic is loaded
     from ortlaunch.recipe import parse_resolved
+    from ortlaunch.worker.user_modules import make_importable
 
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
-    sys.path.insert(0, os.path.abspath(plan.modules))
+    make_importable(recipe, Path(plan.modules))
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
     if recipe.engine.name == "ort":

@@ -1,4 +1,4 @@
-"""One try of `micro_size: auto`: `python -m ortlaunch.worker.trial RUN_FOLDER` takes two steps and says what they took.
+"""One try of `micro_size: auto`: `start.py ortlaunch.worker.trial RUN_FOLDER` takes two steps and says what they took.
 
 A rank that runs out of memory ends like any other rank that fails; the control side reads that (micro_size.py).
 """

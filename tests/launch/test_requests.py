@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ortlaunch import start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
 from ortlaunch.hosts import Host
 from ortlaunch.launch import BACKENDS, Backend, JobState, Request, backend, mpi, processes
@@ -23,7 +24,7 @@ from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe
 
 RUN = RunDir("runs/x")
-WORKER = ("/venv/bin/python", "-m", "ortlaunch.worker")
+WORKER = ("/venv/bin/python", start.__file__, "ortlaunch.worker")
 ENVIRON = {"PATH": "/bin", "HF_TOKEN": "s3cret", "HOME": "/root", "API_KEY": "s3cret"}
 LAUNCH = {"env": {"NCCL_DEBUG": "WARN", "NOTE": "two words"}, "forward": ["API_KEY"]}
 BOTH = (host("a", 2), Host("me@b", 1, (3,)))
@@ -55,7 +56,7 @@ def test_local() -> None:
     """One process is the worker's own command."""
     request = backend("local").request(made("local", (host("localhost", 1),)), RUN)
     assert request == Request((*WORKER, "runs/x"), ENV)
-    assert str(request) == "NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python -m ortlaunch.worker runs/x"
+    assert str(request) == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} ortlaunch.worker runs/x"
 
 
 def test_torchrun() -> None:
@@ -63,7 +64,7 @@ def test_torchrun() -> None:
     request = backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
     argv = (
         "/venv/bin/python",
-        "-m",
+        start.__file__,
         "torch.distributed.run",
         "--nnodes=1",
         "--nproc-per-node=2",
@@ -73,9 +74,7 @@ def test_torchrun() -> None:
         "--local-addr=localhost",
         "--max-restarts=0",
         "--no-python",
-        "/venv/bin/python",
-        "-m",
-        "ortlaunch.worker",
+        *WORKER,
         "runs/x",
     )
     env = (*ENV, ("OMP_NUM_THREADS", "1"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))

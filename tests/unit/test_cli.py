@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ortlaunch import __version__, cli, control, doctor
+from ortlaunch import __version__, cli, control, doctor, start
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.schema import json_schema
@@ -167,7 +167,7 @@ def test_plan(ortlaunch: Run) -> None:
     assert any(line.startswith("batch: 4 samples = 2 micro") for line in lines)
     assert any(line.startswith("memory: ") for line in lines)
     assert lines[-1].startswith("command: OMP_NUM_THREADS=1 ")
-    assert lines[-1].endswith("-m ortlaunch.worker runs/bert-TIME")
+    assert lines[-1].endswith(f"{start.__file__} ortlaunch.worker runs/bert-TIME")
     assert not Path("runs").exists()
 
 
@@ -202,7 +202,7 @@ def test_ten_thousand_hosts(ortlaunch: Run) -> None:
 def test_dry_run(ortlaunch: Run) -> None:
     """The command alone, and nothing written."""
     ended = ortlaunch("train", "good.yaml", "--dry-run", "--run-dir", "here")
-    assert ended == Ended(0, f"{sys.executable} -m ortlaunch.worker here\n", "")
+    assert ended == Ended(0, f"{sys.executable} {start.__file__} ortlaunch.worker here\n", "")
     assert not Path("here").exists()
 
 
@@ -257,7 +257,7 @@ def test_setup_builds_in_a_process_of_its_own(status: int, ortlaunch: Run, monke
 
     monkeypatch.setattr(subprocess, "run", run)
     assert ortlaunch("setup") == Ended(status, "", "")
-    assert sent == [[sys.executable, "-m", "ortlaunch.extensions"]]
+    assert sent == [(sys.executable, start.__file__, "ortlaunch.extensions")]
     assert doctor.set_up() == status
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch import control, doctor, extensions
+from ortlaunch import control, doctor, extensions, start
 from ortlaunch.control import Settled, differences, run_folder, settle_run
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.rank import Rank
@@ -46,7 +46,7 @@ def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> 
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
     plan = settle_run(Path("sub/recipe.yaml"), ["train.max_steps=7"], Asked(), {}).plan
-    assert plan.argv[1:] == ("-m", "ortlaunch.worker")
+    assert plan.argv[1:] == (start.__file__, "ortlaunch.worker")
     assert (os.path.isabs(plan.argv[0]), plan.modules) == (True, "sub")
 
 

@@ -21,7 +21,7 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
 ANY = None
 
 SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine", "file_errors"}
-CONTROL = {"cli", "control", "micro_size", "world", "hosts", "doctor", "shipped", "launch", "bench", "output"}
+CONTROL = {"cli", "control", "start", "micro_size", "world", "hosts", "doctor", "shipped", "launch", "bench", "output"}
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -39,11 +39,12 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "memory": ({"recipe"}, set()),
     "plan": ({"errors", "recipe", "hosts", "rank", "memory", "deepspeed_config"}, set()),
     "world": ({"errors", "recipe", "hosts", "rank", "plan"}, set()),
-    "doctor": ({"errors", "recipe", "plan", "extensions"}, set()),
+    "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
     "shipped": ({"errors", "recipe"}, set()),
     "micro_size": ({"errors", "recipe", "plan", "rundir", "launch"}, set()),
-    "launch": ({"errors", "plan", "rundir", "launch"}, set()),
+    "launch": ({"errors", "plan", "rundir", "launch", "start"}, set()),
     "machine": (set(), set()),
+    "start": (set(), set()),
     "bench": ({"__init__", *SHARED, *CONTROL} - {"cli", "hosts"}, {"matplotlib"}),
     "control": ({"__init__", *SHARED, *CONTROL} - {"cli", "control"}, set()),
     "cli": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"typer"}),
@@ -181,7 +182,7 @@ def test_verbs_that_answer_are_light(arguments: list[str], tmp_path: Path) -> No
     assert loaded_by(VERB, tmp_path, *arguments) & HEAVY == set()
 
 
-@pytest.mark.parametrize("module", ["errors", "rank", "cache", "rundir", "hosts", "extensions"])
+@pytest.mark.parametrize("module", ["errors", "rank", "cache", "start", "rundir", "hosts", "extensions"])
 def test_the_lowest_modules_are_standard_library(module: str, tmp_path: Path) -> None:
     """Reading hosts, ranks and run folders takes neither pydantic nor yaml."""
     assert loaded_by(f"import ortlaunch.{module}", tmp_path) & {"pydantic", "yaml", *HEAVY} == set()

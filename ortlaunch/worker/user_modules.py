@@ -1,0 +1,64 @@
+"""Where the modules that a recipe's factories name are found: installed, beside the recipe or in the current folder.
+
+A folder of the user's comes onto the path only where it holds such a module, and last: a file that merely lies there
+stands in for no package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from ortlaunch.errors import InputError
+from ortlaunch.recipe import Recipe
+
+
+def make_importable(recipe: Recipe, beside: Path) -> None:
+    """Put the folders of the recipe's factories on the path.
+
+    Raises:
+        InputError: an installed module has the name of one of the user's, and would be taken for it.
+    """
+    for key, factory in _factories(recipe):
+        name = factory.partition(":")[0].partition(".")[0]
+        folder, mine = _users_own(name, (beside, Path.cwd()))
+        installed = _file(importlib.util.find_spec(name))
+        if mine is None or (installed and _same(installed, mine)):
+            continue
+        if installed:
+            raise InputError(
+                f"{key}: {factory!r} is {installed}, which comes before your {mine}; give your module another name"
+            )
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def _factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Key and `module:function` of every factory."""
+    if recipe.model.factory:
+        yield "model.factory", recipe.model.factory
+    for key, source in (("data.train", recipe.data.train), ("data.evaluation", recipe.data.evaluation)):
+        if source is not None and not isinstance(source, str) and source.factory:
+            yield f"{key}.factory", source.factory
+
+
+def _users_own(name: str, folders: tuple[Path, ...]) -> tuple[str, str | None]:
+    """The first of the folders that holds the module, and the module's file, or folder where it has no __init__.py."""
+    for folder in map(os.path.abspath, folders):
+        spec = PathFinder.find_spec(name, [folder])
+        if spec:
+            return folder, _file(spec) or next(iter(spec.submodule_search_locations or ()))
+    return "", None
+
+
+def _file(spec: ModuleSpec | None) -> str | None:
+    """A module's file, or `built-in`; None where there is no module, or a folder without __init__.py."""
+    return spec.origin if spec else None
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,27 @@
+"""Starting a module of ours without the current folder on the path, on every Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from ortlaunch import start
+
+MODULE = "import json, sys\nprint(json.dumps([__name__, sys.argv, sys.path]))\n"
+
+
+def test_a_module_is_started_as_by_m(tmp_path: Path) -> None:
+    """It is `__main__`, has its own arguments, and finds what the user's PYTHONPATH names and nothing in the folder."""
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    (installed / "mine.py").write_text(MODULE)
+    (tmp_path / "json.py").write_text("raise SystemExit(77)")
+    command = [*start.command("mine"), "one", "--two"]
+    environ = {**os.environ, "PYTHONPATH": str(installed)}
+    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    name, argv, path = json.loads(result.stdout)
+    assert (name, argv) == ("__main__", [str(installed / "mine.py"), "one", "--two"])
+    assert path[0] == str(installed)
+    assert {"", ".", str(tmp_path), str(Path(start.__file__).parent)} & set(path) == set()
