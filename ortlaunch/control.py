@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch import __version__, doctor, micro_size, recipe, start
+from ortlaunch import __version__, doctor, machine, micro_size, recipe, start
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.cause import explain_end
@@ -53,7 +53,7 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
     broken = [loaded.explain(problem) for problem in device_rules(loaded.recipe, world.device)]
     if broken:
         raise RecipeError(broken)
-    world = world._replace(notes=(*world.notes, *_engine_notes(loaded.recipe, environ)))
+    world = world._replace(notes=(*world.notes, *_engine_notes(loaded.recipe, world.device, environ)))
     plan = make_plan(
         loaded.recipe,
         world.hosts,
@@ -66,7 +66,7 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
     return Settled(loaded, world, plan, path, tuple(overrides), asked)
 
 
-def _engine_notes(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[str]:
+def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> Iterator[str]:
     """The engine's settings that differ from their defaults, and ORTModule's variables in the user's environment.
 
     Raises:
@@ -80,6 +80,8 @@ def _engine_notes(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[str]:
     chosen = engine.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
     if chosen:
         yield f"engine {engine.name}: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in chosen.items())
+    if engine.matmul_precision != "highest":
+        yield f"matmul_precision {engine.matmul_precision}: {machine.matmul_effect(engine.matmul_precision, device)}"
     found = seen(environ)
     if found:
         effect = "as the recipe says" if engine.name == "ort" else f"nothing with engine {engine.name}"

@@ -29,6 +29,35 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def matrix_units() -> list[str]:
+    """The units for bfloat16 products that this processor names: amx_bf16, avx512_bf16."""
+    with contextlib.suppress(OSError):
+        flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return sorted({"amx_bf16", "avx512_bf16"}.intersection(flags[1].split() if flags else ()))
+    return []
+
+
+def without_matrix_unit(precision: str) -> str | None:
+    """Why this processor computes float32 products no faster at this precision; None where it has the unit.
+
+    Seen with torch 2.13: oneDNN takes bfloat16 inside float32 products on AMX alone, and TensorFloat32 nowhere.
+    """
+    units = matrix_units()
+    if precision == "medium" and "amx_bf16" in units:
+        return None
+    if precision == "high":
+        return "torch has no TensorFloat32 products on a CPU"
+    return f"this processor has {', '.join(units) or 'no bf16 unit'}, and float32 products can use amx_bf16 alone"
+
+
+def matmul_effect(precision: str, device: str) -> str:
+    """What `engine.matmul_precision` below highest brings on a host like this one, for a plan."""
+    if device == "cuda":
+        return "products of float32 matrices in TensorFloat32, on a GPU that has it (Ampere and newer)"
+    nothing = without_matrix_unit(precision)
+    return f"gains nothing: {nothing}" if nothing else "products of float32 matrices in bfloat16, by amx_bf16"
+
+
 def _gpus() -> list[str]:
     found = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):

@@ -78,7 +78,7 @@ def foreseen(settled: Settled) -> Settled:
 def decided(settled: Settled, choice: dict[str, Any], source: str = "") -> Settled:
     """The same run with the chosen engine; its notes say which and why."""
     engine, before = choice["chosen"], settled.file.recipe.engine
-    chosen = settled.again(*engine_overrides(engine, before))
+    chosen = settled.again(*engine_overrides(engine, before, parity=True))
     note = f"engine auto: {engine}: {choice['why']}{f' ({source})' if source else ''}"
     if engine == "eager" and before.parity_steps:
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"

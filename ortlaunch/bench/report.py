@@ -40,6 +40,7 @@ def _row(variant: Variant, player: Player | None) -> dict[str, Any]:
         **row,
         "state": MEASURED,
         "precision": variant.settled.file.recipe.precision,
+        "matmul_precision": variant.settled.file.recipe.engine.matmul_precision,
         "ranks": ranks,
         "seconds": spread(took),
         "samples_per_second": batch.global_samples / median,
@@ -76,7 +77,8 @@ def _mfu(row: dict[str, Any], measured: Sequence[dict[str, Any]]) -> float | Non
     """Of the highest rate that any variant of this precision saw: one yardstick for all of them."""
     if not row["flops_per_token"] or not row["tokens_per_second"]:
         return None
-    peak = max(other["peak_flops"] or 0.0 for other in measured if other["precision"] == row["precision"])
+    alike = [o for o in measured if all(o[key] == row[key] for key in ("precision", "matmul_precision"))]
+    peak = max(other["peak_flops"] or 0.0 for other in alike)
     return float(row["flops_per_token"] * row["tokens_per_second"] / (peak * row["ranks"]))
 
 
@@ -136,6 +138,10 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         for row in measured
         if row["parity"].get("why") and not passes(row)
     ]
+    for row in measured:
+        if row["parity"].get("loss_from_highest") is not None:
+            moved = f"moves the loss by {row['parity']['loss_from_highest']:.1e}; parity is compared at highest"
+            notes.append(f"{row['name']}: matmul_precision {row['matmul_precision']} {moved}")
     if measured:
         others = sorted({row["ratio_to"] for row in measured})
         notes.append(f"ratio: to {', '.join(others)}; memory: the highest of the ranks; parity: largest relative "

@@ -42,24 +42,23 @@ class Variant(NamedTuple):
         """The name as a folder's."""
         return re.sub(r"[^A-Za-z0-9._=-]+", "-", self.name).strip("-")
 
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """What the variant changes in the recipe."""
+    def overrides(self, before: Engine) -> tuple[str, ...]:
+        """What the variant changes in a recipe with this section `engine`."""
         # No fallback: a bench of plain PyTorch under ort's name would be a lie.
         strict = ("engine.allow_fallback=false",) if self.engine == "ort" else ()
-        return (*engine_overrides(self.engine), *strict, *self.chosen)
+        return (*engine_overrides(self.engine, before), *strict, *self.chosen)
 
 
-def engine_overrides(engine: str, before: Engine | None = None) -> tuple[str, ...]:
-    """An engine in place of the recipe's: the section's other fields are ort's, and go where another engine comes.
+def engine_overrides(engine: str, before: Engine, parity: bool = False) -> tuple[str, ...]:
+    """An engine in place of the recipe's: fields for ort go where another engine comes.
 
-    before: the recipe's section, whose comparison with plain PyTorch inductor keeps.
+    before: the recipe's section.
+    parity: inductor keeps its comparison with plain PyTorch.
     """
     if engine == "ort":
         return ("engine.name=ort",)
-    kept = (
-        before.model_dump(include=set(_OF_INDUCTOR), exclude_defaults=True) if before and engine == "inductor" else {}
-    )
+    fields = {"matmul_precision", *(_OF_INDUCTOR if parity and engine == "inductor" else ())}
+    kept = before.model_dump(include=fields, exclude_defaults=True)
     return (f"engine={json.dumps({'name': engine, **kept})}",)
 
 
@@ -114,7 +113,7 @@ def split_values(text: str) -> Iterator[str]:
 def settle(variant: Variant, base: Settled) -> Variant:
     """The variant with its plan, or with the reason why it cannot run here."""
     try:
-        settled = base.again(*variant.overrides)
+        settled = base.again(*variant.overrides(base.file.recipe.engine))
         doctor.require(settled.file.recipe, settled.plan)
         control.dry_run(settled, RunDir(variant.slug))  # finds mpirun, where that is the launcher
     except InputError as error:

@@ -104,8 +104,16 @@ class Engine(Section):
     """ort, CUDA: longest time to try variants of one operator; null: no limit."""
     tuning_results: Optional[Text] = None
     """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without it."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Every engine, fp32: how exact products of float32 matrices are, in torch's words. `highest`: float32. `high`:
+    TensorFloat32 (10 bits of mantissa) on CUDA, nothing on a CPU. `medium`: bfloat16 (7 bits) on a CPU with
+    AMX, two to six times as many products a second; as `high` on CUDA. With ort it also sets the CUDA provider's TF32
+    (convolutions included), and on a CPU takes torch's products (torch_matmul). Sums, weights, optimizer and
+    rotary positions stay float32. Advisable: medium on a CPU with AMX, high on a GPU from Ampere on, where the loss
+    curve is the same (`ortlaunch bench --vary engine.matmul_precision=highest,medium` shows both); elsewhere it gains
+    nothing and may cost a little, and `plan` says so. Parity is always compared at highest."""
     torch_matmul: Optional[bool] = None
     """ort, CPU: products by a matrix are torch's (MKL or OpenBLAS), called from inside the graph of a model with a
     weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; not measured on others. Not with memory
     optimization, which recomputes ONNX Runtime's own (nor with gradient checkpointing, which becomes that), nor with
-    memory_efficient_grad_management. null: on for Intel's."""
+    memory_efficient_grad_management. null: on for Intel's, and with `matmul_precision: medium`."""

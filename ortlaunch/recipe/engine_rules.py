@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.ort_variables import contradictions
 from ortlaunch.recipe.place import Problem
@@ -33,7 +34,10 @@ _NEEDS = {
 
 
 def engine_rules(recipe: Recipe) -> Iterator[Problem]:
-    """Every rule about settings of engine ort that the recipe breaks."""
+    """Every rule about settings of the engine that the recipe breaks."""
+    if recipe.engine.matmul_precision != "highest" and recipe.precision != "fp32":
+        path = ("engine.matmul_precision", "precision")
+        yield path, f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out"
     if recipe.engine.name != "ort":
         return
     yield from _pairs(recipe)
@@ -53,9 +57,21 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             path = ("engine.torch_matmul", "launch.device")
             yield path, f"does nothing on {device}: it is for ONNX Runtime's CPU kernels; leave it out"
         return
+    own = _ort_multiplies(recipe.engine)
+    if recipe.engine.matmul_precision != "highest" and own:
+        path = ("engine.matmul_precision", "launch.device")
+        yield path, f"does nothing with {own}: the products are ONNX Runtime's own, which are float32; leave one out"
     for name, why in CUDA_ONLY.items():
         if getattr(recipe.engine, name) != type(recipe.engine).model_fields[name].default:
             yield (f"engine.{name}", "launch.device"), f"does nothing on CPU: {why}; leave it out"
+
+
+def _ort_multiplies(engine: Engine) -> str:
+    """What keeps torch's products out of ONNX Runtime's graph on a CPU; "" for nothing."""
+    if engine.torch_matmul is False:
+        return "torch_matmul: false"
+    fields = ("memory_optimization", "memory_optimization_config", "memory_efficient_grad_management")
+    return next((name for name in fields if getattr(engine, name)), "")
 
 
 def _pairs(recipe: Recipe) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ _OPTIMIZER_FIELDS = {
     "sgd": ("momentum",),
 }
 _PARITY = ("parity_steps", "parity_tolerance", "parity_only")
+_EVERY_ENGINES = ("name", "matmul_precision")
 _DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
 # What the launcher itself tells every rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -249,7 +250,7 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
             yield paths, "got auto beside micro_size: auto, and each is measured with the other fixed; give one of them"
         return
     if engine.name != "ort":
-        for key in sorted(_chosen(engine) - {"name", *_PARITY}):
+        for key in sorted(_chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
             message = f"does nothing with engine {engine.name}: it is for ort; leave it out, or write null"
             yield (f"engine.{key}", "engine.name"), message
         return

@@ -53,12 +53,13 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     from ortlaunch.worker.engine import build_engine
     from ortlaunch.worker.finish import finish
     from ortlaunch.worker.length import length_line, with_steps
+    from ortlaunch.worker.matmul_precision import matmul_precision
     from ortlaunch.worker.memory_use import MemoryUse
     from ortlaunch.worker.model import build_model
     from ortlaunch.worker.tell import plan_lines
     from ortlaunch.worker.train import train
 
-    with distributed.group(plan, rank, run) as group:
+    with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
         distributed.agree_on_files(group, run, texts)
         progress.doing("reading data")
         data = Data(recipe)

@@ -23,9 +23,10 @@ from ortlaunch.rundir import RunDir, json_text, read_json, write_json
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine, build_engine
+from ortlaunch.worker.matmul_precision import matmul_precision
 from ortlaunch.worker.metrics import finish, measured_peak_flops
 from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.parity import LIMITS, Comparison, compare, dropouts
+from ortlaunch.worker.parity import LEAST_LOSS, LIMITS, Comparison, compare
 from ortlaunch.worker.tell import plan_lines
 from ortlaunch.worker.train import TrainState, train_step
 
@@ -48,7 +49,7 @@ def bench(recipe: Recipe, plan: Plan, run: RunDir, group: Group, model: LossModu
     for order in _orders(run):
         waited = {"seconds": time.perf_counter() - slept[0], "processor_seconds": time.process_time() - slept[1]}
         if order["do"] == "compare":
-            found: dict[str, Any] = {"parity": parity(life)}
+            found: dict[str, Any] = {"parity": {**parity(life), "loss_from_highest": loss_from_highest(life)}}
         else:
             found = life.turn(order["steps"])
         # Gathered, so that rank 0 tells of no order that another rank has not carried out.
@@ -147,6 +148,21 @@ def parity(life: Life) -> dict[str, Any]:
     return max(verdicts, key=_badness)
 
 
+def loss_from_highest(life: Life) -> float | None:
+    """How far matmul_precision moves the loss of a batch without dropout, relative; the worst rank's (collective)."""
+    engine = life.engine
+    if life.recipe.engine.matmul_precision == "highest":
+        return None
+    batch = engine.take(life.batches.micro_batch(0, 0, life.group.rank))
+    module = engine.eval_module.eval()
+    with engine.uncounted(compiled=True), torch.no_grad():
+        ours = float(module(**batch))
+        with matmul_precision("highest"):
+            exact = float((engine.plain if engine.own_precision else module)(**batch))
+    module.train()
+    return max(map(float, life.group.gather(str(abs(ours - exact) / max(abs(exact), LEAST_LOSS)))))
+
+
 def _badness(verdict: dict[str, Any]) -> float:
     largest = verdict.get("largest")
     return math.inf if largest is None else float(largest)
@@ -155,9 +171,9 @@ def _badness(verdict: dict[str, Any]) -> float:
 def _compared(life: Life) -> Comparison:
     recipe, engine = life.recipe, life.engine
     batch = engine.take(life.batches.micro_batch(0, 0, life.group.rank))
-    module = engine.another() if dropouts(engine.plain) else engine.eval_module
     with engine.uncounted(compiled=True):
-        return compare(engine.plain, module, batch, precision=recipe.precision, autocast=life.plan.deepspeed is None)
+        module, autocast = engine.to_compare(), life.plan.deepspeed is None
+        return compare(engine.plain, module, batch, precision=recipe.precision, autocast=autocast)
 
 
 def _told(found: Comparison, tolerance: float) -> dict[str, Any]:

@@ -22,10 +22,12 @@ from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.matmul_precision import describe, keep_positions_exact
 from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
+from ortlaunch.worker.parity import dropouts
 from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 
 _PACKAGES = (
@@ -59,10 +61,16 @@ class Engine:
     notes: tuple[str, ...] = field(default=())
     plain: Any = None
     another: Callable[[], Any] = field(default=lambda: None)
+    own_precision: bool = False
+    """The module's products are as exact as when it was built, whatever torch's setting is: ORT's on CUDA."""
 
     def take(self, batch: Batch) -> Batch:
         """A batch as this engine's model takes it: on its device, numbers with a point in the weights' precision."""
         return _placed(batch, self.device, self.input_dtype)
+
+    def to_compare(self) -> Any:
+        """A module without dropout, with products as exact as torch's: the run's own where it is one."""
+        return self.another() if dropouts(self.plain) or self.own_precision else self.eval_module
 
     @contextlib.contextmanager
     def uncounted(self, compiled: bool) -> Iterator[None]:
@@ -93,6 +101,9 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback.
     """
     torch.set_num_threads(threads(group))
+    exact = recipe.engine.matmul_precision == "highest"
+    if not exact:
+        keep_positions_exact(model)
     flops = flops_per_token(model.model, recipe.data.sequence_length)  # now: ZeRO 3 will leave pieces of weights
     model.to(group.device)
     if recipe.precision == "fp16" and recipe.engine.name == "ort" and plan.deepspeed:
@@ -108,10 +119,11 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     stepper = _stepper(recipe, plan, module, chosen, group)
     report = _report(recipe, plan, used, fallback, chosen, group, model)
     report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
-    another = functools.partial(_wrapped, recipe, model, group) if used == "ort" else lambda: module
+    another = functools.partial(_wrapped, _at_highest(recipe), model, group) if used == "ort" else lambda: module
+    own_precision = used == "ort" and group.device.type == "cuda" and not exact
     notes = (*chosen.notes, *(_ort_notes() if witness else ()))
     return Engine(
-        stepper, module, report, group.device, dtype, flops, witness, notes=notes, plain=model, another=another
+        stepper, module, report, group.device, dtype, flops, witness, None, notes, model, another, own_precision
     )
 
 
@@ -130,6 +142,11 @@ def threads(group: Group) -> int:
         return int(asked)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // group.local.local_world_size)
+
+
+def _at_highest(recipe: Recipe) -> Recipe:
+    """The recipe with products of full precision, as everything is compared."""
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"matmul_precision": "highest"})})
 
 
 def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Group) -> Stepper:
@@ -202,6 +219,7 @@ def _report(
         "engine": {"asked": recipe.engine.name, "used": used, "fallback_reason": _brief(fallback) or None},
         "device": group.device.type,
         "precision": recipe.precision,
+        "matmul_precision": describe(recipe.engine.matmul_precision, group.device),
         "ranks": group.size,
         "threads_per_rank": threads(group),
         "parameters": sum(p.numel() for p in model.parameters()),

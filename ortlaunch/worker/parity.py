@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
+from ortlaunch.worker.matmul_precision import matmul_precision
 
 Gradients = Sequence["torch.Tensor | None"]
 # A loss near zero has no relative difference; those of training are of order one.
-_LEAST_LOSS = 1e-3
+LEAST_LOSS = 1e-3
 
 
 class Limits(NamedTuple):
@@ -83,7 +84,7 @@ def compare(
     precision: str = "fp32",
     autocast: bool = False,
 ) -> Comparison:
-    """Forward and backward of `batch` through `reference` and `module`, both with dropout off.
+    """Forward and backward of `batch` through `reference` and `module`, dropout off and products exact in both.
 
     Args:
         reference: returns the loss of `batch`; its forward is called past torch.compile and hooks of its own.
@@ -106,7 +107,8 @@ def compare(
             return float(loss.detach()), torch.autograd.grad(loss.float() * limits.scale, parameters, allow_unused=True)
 
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), without_dropout(reference):
+    # What is compared is the engine, not the unit that multiplies.
+    with torch.random.fork_rng(devices), without_dropout(reference), matmul_precision("highest"):
         before = _random_state(device)
         theirs = passed(reference.forward)
         if not torch.equal(_random_state(device), before):
@@ -115,7 +117,7 @@ def compare(
                 "passes are the same; leave engine.parity_steps out"
             )
         ours = passed(module)
-    loss_difference = abs(ours[0] - theirs[0]) / max(abs(theirs[0]), _LEAST_LOSS)
+    loss_difference = abs(ours[0] - theirs[0]) / max(abs(theirs[0]), LEAST_LOSS)
     gradients = _differences(names, ours[1], theirs[1], limits)
     return Comparison(ours[0], theirs[0], _or_infinite(loss_difference), gradients)
 

@@ -34,6 +34,7 @@ class ParitySteps:
         self.end = min(recipe.engine.parity_steps, recipe.train.steps)
         self.tolerance = recipe.engine.parity_tolerance or LIMITS[recipe.precision].tolerance
         self.dropouts = len(dropouts(engine.plain))
+        self.lowered = recipe.engine.matmul_precision != "highest"
         self.module: Any = None
         self.records = _records_until(run, first_step)
         if engine.report["engine"]["used"] == "eager":  # an allowed fallback
@@ -71,7 +72,7 @@ class ParitySteps:
         """This rank's record of the step, or why there is none."""
         try:
             batch = self.engine.take(self.batches.micro_batch(step, 0, self.group.rank))
-            with self.engine.uncounted(compiled=bool(self.dropouts)):
+            with self.engine.uncounted(compiled=bool(self.dropouts) or self.lowered):
                 found = compare(
                     self.engine.plain,
                     self._module(),
@@ -86,7 +87,7 @@ class ParitySteps:
     def _module(self) -> Any:
         """The engine's module without dropout: the run's own where it has none, else one that is exported anew."""
         if self.module is None:
-            self.module = self.engine.another() if self.dropouts else self.engine.eval_module
+            self.module = self.engine.to_compare()
         return self.module
 
     def _record(self, step: int, found: Comparison) -> Record:
@@ -122,6 +123,7 @@ class ParitySteps:
             "worst": [[name, value] for name, value, *_ in worst["worst"]],
             "tolerance": self.tolerance,
             "dropouts_switched_off": self.dropouts,
+            "matmul_precision": "highest",
             "verdict": "passed" if all(record["passed"] for record in self.records) else "failed",
         }
 
@@ -138,7 +140,8 @@ class ParitySteps:
         """The last line of a comparison that passed, under the worst step's table where `ortlaunch parity` runs."""
         worst, used = _worst(self.records), self.engine.report["engine"]["used"]
         shown = f"{table(worst, used)}\n" if self.recipe.engine.parity_only else ""
-        return f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}; see {self.run.parity}"
+        how = ", both compared at matmul_precision highest" if self.lowered else ""
+        return f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}{how}; see {self.run.parity}"
 
 
 def parity_steps(

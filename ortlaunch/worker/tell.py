@@ -19,7 +19,7 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
         lines.append(
             f"FALLBACK: engine {engine['asked']} was asked, {engine['used']} runs: {engine['fallback_reason']}"
         )
-    lines += _settings(truth["onnxruntime"])
+    lines += [*_matmul_precision(truth), *_settings(truth["onnxruntime"])]
     if optimizer["why"]:
         lines.append(f"optimizer: {optimizer['asked']} was asked, {optimizer['used']} runs: {optimizer['why']}")
     if fp16["applied"]:
@@ -28,6 +28,23 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
     elif engine["used"] == "ort" or truth["sharding"].startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16['why']}")
     return lines
+
+
+def _matmul_precision(truth: dict[str, Any]) -> list[str]:
+    """What products of float32 matrices are made in, where that was chosen."""
+    found = truth["matmul_precision"]
+    if found["asked"] == "highest":
+        return []
+    nothing, graph = found["gains_nothing"], truth["onnxruntime"].get("training_graph")
+    if graph and truth["device"] == "cpu" and not products_called(graph):
+        nothing = nothing or "no product of ONNX Runtime's graph is torch's, for no weight is as large as 256 x 256"
+    result = f"gains nothing: {nothing}" if nothing else f"products of float32 matrices in {found['format']}"
+    return [f"matmul_precision {found['asked']}: {result}"]
+
+
+def products_called(graph: dict[str, Any]) -> int:
+    """Matrix products that ONNX Runtime's graph calls torch for."""
+    return sum(graph["aten"].get(name, 0) for name in ("linear", "matmul", "tensordot"))
 
 
 def _settings(ort: dict[str, Any]) -> list[str]:

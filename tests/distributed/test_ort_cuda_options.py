@@ -44,6 +44,12 @@ def test_conv_algorithm_search() -> None:
     assert cuda_provider(stepped(Words()))["cudnn_conv_algo_search"] == "HEURISTIC"
 
 
+@pytest.mark.parametrize(("word", "tf32"), [("highest", "0"), ("high", "1"), ("medium", "1")])
+def test_matmul_precision(word: Any, tf32: str) -> None:
+    """It is the provider's TF32, which is on where nobody says anything."""
+    assert cuda_provider(stepped(Words(), matmul_precision=word))["use_tf32"] == tf32
+
+
 def test_tuning() -> None:
     """It switches ORT's tunable operators on."""
     assert "does nothing on CPU" in refused(tuning=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch import extensions
+from ortlaunch import extensions, machine
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort import options, patching
@@ -158,6 +158,17 @@ def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     assert "does nothing on cuda" in refused("cuda", torch_matmul=True)
 
 
+def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "hardware", lambda: {"processor": "another maker's"})
+        highest, medium = (executed(witness, Wide(), matmul_precision=word) for word in ("highest", "medium"))
+    assert {"linear", "matmul", "tensordot"} & medium.aten.keys()
+    assert not {"linear", "matmul", "tensordot"} & highest.aten.keys()
+    for field in ({"torch_matmul": False}, {"memory_optimization": 1}, {"memory_efficient_grad_management": True}):
+        assert "the products are ONNX Runtime's own" in refused(matmul_precision="medium", **field)
+        assert "the products are" not in refused("cuda", matmul_precision="medium", **field)
+
+
 def opset(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     import onnx
 
@@ -248,6 +259,7 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "print_input_density": print_input_density,
     "custom_autograd": custom_autograd,
     "torch_matmul": torch_matmul,
+    "matmul_precision": matmul_precision,
     "opset": opset,
     "deepcopy_before_export": deepcopy_before_export,
     "log_level": log_level,

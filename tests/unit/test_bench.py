@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -56,14 +57,26 @@ def test_all_engines_by_default() -> None:
 
 def test_an_engine_replaces_the_recipes() -> None:
     """What is ort's stays behind where another engine comes; ort never falls back in a bench."""
-    assert engine_overrides("eager") == ('engine={"name": "eager"}',)
     before = Engine(name="auto", parity_steps=2, memory_optimization=1)
-    assert engine_overrides("inductor", before) == ('engine={"name": "inductor", "parity_steps": 2}',)
-    assert engine_overrides("eager", before) == ('engine={"name": "eager"}',)
+    assert engine_overrides("inductor", before) == ('engine={"name": "inductor"}',)
+    assert engine_overrides("inductor", before, parity=True) == ('engine={"name": "inductor", "parity_steps": 2}',)
+    assert engine_overrides("eager", before, parity=True) == ('engine={"name": "eager"}',)
     base = settled(engine={"name": "ort", "memory_optimization": 1, "allow_fallback": True})
-    assert base.again(*Variant("eager", ()).overrides).file.recipe.engine == Engine(name="eager")
-    ort = base.again(*Variant("ort", ()).overrides).file.recipe.engine
+    assert base.again(*Variant("eager", ()).overrides(base.file.recipe.engine)).file.recipe.engine == Engine(
+        name="eager"
+    )
+    ort = base.again(*Variant("ort", ()).overrides(base.file.recipe.engine)).file.recipe.engine
     assert (ort.memory_optimization, ort.allow_fallback) == (1, False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_keeps_the_precision_of_products(engine: str) -> None:
+    """engine.matmul_precision is no engine's own: what is compared side by side multiplies alike."""
+    base = settled(engine={"name": "ort", "matmul_precision": "medium"})
+    for chosen, word in (((), "medium"), (("engine.matmul_precision=high",), "high")):
+        found = settle(Variant(engine, chosen), base).settled
+        assert found is not None
+        assert found.file.recipe.engine.matmul_precision == word
 
 
 def test_a_refused_variant_says_why() -> None:
@@ -108,6 +121,28 @@ def test_mfu_has_one_yardstick() -> None:
         made.append(one)
     tokens = made[0].variant.settled.plan.batch.tokens_per_step  # type: ignore[union-attr]
     assert [row["mfu"] for row in rows(*made)] == [2.0 * tokens / 400.0] * 2
+
+
+def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
+    """A product at medium may be six times as fast as one at highest, which is no yardstick for the other."""
+    made = []
+    for word, peak in (("highest", 100.0), ("medium", 600.0)):
+        one = player("eager", [[1.0]], None, f"engine.matmul_precision={word}")
+        assert one.variant.settled is not None
+        batch = one.variant.settled.plan.batch._replace(tokens_per_step=100)
+        plan = dataclasses.replace(one.variant.settled.plan, batch=batch)
+        one.variant = one.variant._replace(settled=one.variant.settled._replace(plan=plan))
+        one.ready.update(flops_per_token=2.0, peak_flops=peak)
+        made.append(one)
+    assert [row["mfu"] for row in rows(*made)] == [pytest.approx(200 / 100), pytest.approx(200 / 600)]
+
+
+def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
+    """Parity is compared at highest, so it cannot."""
+    moved = {"verdict": "passes", "largest": 1e-6, "loss_from_highest": 2.5e-4}
+    one = player("eager", [[1.0]], moved, "engine.matmul_precision=medium")
+    text = report.table(rows(one))
+    assert "eager matmul_precision=medium: matmul_precision medium moves the loss by 2.5e-04; parity is" in text
 
 
 def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

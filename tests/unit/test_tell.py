@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ortlaunch.worker.tell import late_notes, outcome_lines, plan_lines
 
 FP16 = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"
@@ -18,6 +20,7 @@ def truth(**ort: Any) -> dict[str, Any]:
         "device": "cpu", "precision": "fp32", "trained_parameters": 1, "parameters": 2, "ranks": 1,
         "threads_per_rank": 2, "sharding": "none", "fp16_optimizer": {"applied": True, "by": "ortlaunch", "why": ""},
         "optimizer": {"asked": "adamw", "used": "AdamW", "why": None},
+        "matmul_precision": {"asked": "highest"},
         "onnxruntime": {"settings": {}, "variables": {}, **counted, **ort},
     }  # fmt: skip
 
@@ -39,6 +42,21 @@ def test_a_run_without_a_graph_counts_no_nodes() -> None:
 def test_defaults_are_not_told() -> None:
     """A line of the engine, and one of whose FP16_Optimizer runs."""
     assert plan_lines(truth())[1:] == [FP16]
+
+
+@pytest.mark.parametrize(
+    ("found", "aten", "said"),
+    [
+        ({"gains_nothing": None, "format": "bfloat16"}, {"linear": 2}, "products of float32 matrices in bfloat16"),
+        ({"gains_nothing": "no unit", "format": "float32"}, {"linear": 2}, "gains nothing: no unit"),
+        ({"gains_nothing": None, "format": "bfloat16"}, {"gelu": 2}, "gains nothing: no product of ONNX Runtime's"),
+    ],
+)
+def test_lower_precision_of_products_is_told(found: dict[str, Any], aten: dict[str, int], said: str) -> None:
+    """What products are made in, or why nothing is gained: also where ONNX Runtime's graph calls none of torch's."""
+    graph = {**truth()["onnxruntime"]["training_graph"], "aten": aten}
+    lines = plan_lines({**truth(training_graph=graph), "matmul_precision": {"asked": "medium", **found}})
+    assert lines[1].startswith(f"matmul_precision medium: {said}")
 
 
 def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:

@@ -32,13 +32,15 @@ def call_torch_kernels() -> None:
 
 
 def torch_products(engine: Engine) -> bool:
-    """Whether matrix products are to be torch's: as asked, else on Intel's processors.
+    """Whether matrix products are to be torch's: as asked, else on Intel's processors, or for bfloat16 inside them.
 
     ORT's recomputation knows only its own, so not with memory optimization.
     """
     if engine.memory_optimization or engine.memory_optimization_config:
         return False
-    return "Intel" in machine.hardware()["processor"] if engine.torch_matmul is None else engine.torch_matmul
+    if engine.torch_matmul is not None:
+        return engine.torch_matmul
+    return engine.matmul_precision == "medium" or "Intel" in machine.hardware()["processor"]
 
 
 def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:

@@ -23,7 +23,7 @@ from ortlaunch.worker.ort.torch_kernels import PRODUCTS, torch_products
 if TYPE_CHECKING:
     from torch import nn
 
-_THREADS = "_ortlaunch_threads"
+_THREADS, _TF32 = "_ortlaunch_threads", "_ortlaunch_tf32"
 
 
 def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1, allow_fallback: bool = False) -> Any:
@@ -45,6 +45,7 @@ def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1
     for training in (True, False):
         manager = wrapped._torch_module._execution_manager(training)
         setattr(manager, _THREADS, threads)
+        setattr(manager, _TF32, engine.matmul_precision != "highest")
         setattr(manager, PRODUCTS, torch_products(engine))
         setattr(manager._graph_transition_manager, ALLOWED, engine.allow_traced_values)
     # This logger of ORT's is under no option; it says what it guessed about shapes.
@@ -57,17 +58,19 @@ def _set_sessions_and_exports() -> None:
     # On the classes, with the settings on the instances: ORT pickles its managers, and a function of one would not be.
     from onnxruntime.training.ortmodule import _graph_execution_manager, _graph_transition_manager
 
-    wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _with_threads)
+    wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _as_set)
     wrap_method(_graph_transition_manager.GraphTransitionManager, "get_post_processed_model", _with_settings)
     record("limit_session_threads")
 
 
-def _with_threads(original: Callable[..., Any], manager: Any) -> Any:
-    """ORT's sessions take every physical core, whatever the number of ranks on the machine."""
+def _as_set(original: Callable[..., Any], manager: Any) -> Any:
+    """ORT's sessions take every physical core, whatever the number of ranks, and on CUDA TF32, whatever torch does."""
     session_options, providers, provider_options = original(manager)
     session_options.intra_op_num_threads = getattr(manager, _THREADS, 0)
     # Waiting threads that spin take the cores from torch's own threads, which run the optimizer and the data.
     session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if manager._device.type == "cuda":
+        provider_options[0]["use_tf32"] = str(int(getattr(manager, _TF32, False)))
     return session_options, providers, provider_options
 
 
