@@ -11,6 +11,7 @@
     ├── EngineError           the chosen engine cannot run this model
     │   └── ParityError       it runs the model, and what comes out is not what plain PyTorch computes
     ├── FileError             a file or the output of ours cannot be read or written; made by file_errors.py
+    ├── NonFiniteError        a loss or a gradient is inf or nan, and would spoil the weights
     └── CheckpointError       a checkpoint cannot be written or read
 
 Imports nothing of ortlaunch.
@@ -75,6 +76,10 @@ class FileError(OrtlaunchError):
     def __init__(self, message: str, exit_status: int) -> None:
         self.exit_status = exit_status
         super().__init__(message)
+
+
+class NonFiniteError(OrtlaunchError):
+    """A loss or a gradient is inf or nan; the message names the step, the samples and the parameter."""
 
 
 class CheckpointError(OrtlaunchError):

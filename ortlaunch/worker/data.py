@@ -289,16 +289,23 @@ class Batches:
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> dict[str, torch.Tensor]:
         """What `rank` takes in pass `accumulation` of step `step` (both from 0); tensors are (micro_samples, ...)."""
+        places = self._places(step, accumulation, rank)
+        return collate([self.samples.sample(index, epoch) for index, epoch in places])
+
+    def indices(self, step: int, accumulation: int, rank: int) -> list[int]:
+        """Which samples of the data set `micro_batch` takes."""
+        return [index for index, _ in self._places(step, accumulation, rank)]
+
+    def _places(self, step: int, accumulation: int, rank: int) -> Iterator[tuple[int, int]]:
+        """(index, epoch) of each sample."""
         b = self.batch
         first = step * b.global_samples + (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
-        return collate([self._sample(first + i) for i in range(b.micro_samples)])
-
-    def _sample(self, number: int) -> Mapping[str, Any]:
-        epoch, place = divmod(number, len(self.samples))
-        if self._order[0] != epoch:
-            shuffle = np.random.Generator(np.random.Philox([self.seed, epoch]))
-            self._order = (epoch, shuffle.permutation(len(self.samples)))
-        return self.samples.sample(int(self._order[1][place]), epoch)
+        for number in range(first, first + b.micro_samples):
+            epoch, place = divmod(number, len(self.samples))
+            if self._order[0] != epoch:
+                shuffle = np.random.Generator(np.random.Philox([self.seed, epoch]))
+                self._order = (epoch, shuffle.permutation(len(self.samples)))
+            yield int(self._order[1][place]), epoch
 
 
 def collate(samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

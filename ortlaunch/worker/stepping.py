@@ -7,6 +7,7 @@ is here too, because only a stepper knows what it shards.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +19,21 @@ from torch import nn
 from ortlaunch.errors import CheckpointError
 from ortlaunch.worker.averaging import Averaging
 from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.squares import sum_of_squares
 
 _STATE_FILE = "state.pt"
 Batch = dict[str, torch.Tensor]
 
 
 class Stepped(NamedTuple):
-    """What a step did: the gradient norm before clipping (None: not computed), and whether fp16 skipped it."""
+    """What a step did, the same on every rank."""
 
     gradient_norm: float | None
+    """Before clipping; None: not finite, or DeepSpeed was told not to compute it."""
     skipped: bool
+    """Weights stay: a gradient was not finite, as fp16's loss scale brings about until it fits."""
+    failed: bool = False
+    """Weights stay, and no loss scale is the reason: a gradient is not finite."""
 
 
 class Stepper(Protocol):
@@ -43,7 +49,13 @@ class Stepper(Protocol):
         """Forward and backward of one micro batch; returns the loss, detached. `last` of the accumulation."""
 
     def apply(self, learning_rate: float) -> Stepped:
-        """Clip, step, clear gradients."""
+        """Clip, step, clear gradients; no step where a gradient is not finite."""
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Each parameter's name and what this rank has of its gradient, after the passes of a step."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each trained parameter's name and what this rank holds of it."""
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         """Write weights, optimizer and `state` (collective)."""
@@ -96,17 +108,28 @@ class TorchStepper:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.scaler.unscale_(self.optimizer)
-        norm = None
-        if self.max_norm is not None:
-            norm = float(nn.utils.clip_grad_norm_(self._trained(), self.max_norm))
+        norm = self._norm()
+        failed = not (math.isfinite(norm) or self.scaler.is_enabled())
         before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if not failed:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return Stepped(norm, skipped=self.scaler.get_scale() < before)
+        scale = self.scaler.get_scale()
+        # Gradients that overflow without being scaled up do so by themselves.
+        return Stepped(norm if math.isfinite(norm) else None, scale < before, failed or scale < min(before, 1.0))
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+    def _norm(self) -> float:
+        """The gradient norm before clipping, and clips; averaged gradients give every rank the same."""
+        if self.max_norm is None:
+            return gradient_norm(self.model)
+        return float(nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], self.max_norm))
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((name, p.grad) for name, p in self.model.named_parameters())
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         if self.group.rank == 0:
@@ -146,7 +169,7 @@ class DeepSpeedStepper:
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         self.module: Any = self.engine
-        self.clips = bool(config["gradient_clipping"])
+        self.scales = bool(config.get("fp16", {}).get("enabled"))
         self.partly_frozen = not all(p.requires_grad for p in model.parameters())
 
     def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
@@ -160,19 +183,27 @@ class DeepSpeedStepper:
     def apply(self, learning_rate: float) -> Stepped:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        skipped = self.engine.skipped_steps
-        norm = self._plain_norm() if self.clips else None
+        if not hasattr(self.engine.optimizer, "_global_grad_norm"):  # stage 0 in fp32: DeepSpeed measures nothing
+            return self._apply_plain(gradient_norm(self.model))
+        before = self.engine.skipped_steps
         self.engine.step()
-        if self.clips and norm is None:
-            norm = self.engine.get_global_grad_norm()
-        return Stepped(None if norm is None else float(norm), skipped=self.engine.skipped_steps > skipped)
+        told, skipped = self.engine.get_global_grad_norm(), self.engine.skipped_steps > before
+        norm = math.nan if told is None else float(told)
+        bad = told is not None and not 0 <= norm < math.inf  # -1 is what some versions say of nan
+        return Stepped(norm if 0 <= norm < math.inf else None, skipped, failed=(bad or skipped) and not self.scales)
 
-    def _plain_norm(self) -> torch.Tensor | None:
-        """The gradient norm at stage 0 in fp32, where DeepSpeed clips and does not tell; else None."""
-        if hasattr(self.engine.optimizer, "_global_grad_norm"):
-            return None
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    def _apply_plain(self, norm: float) -> Stepped:
+        if not math.isfinite(norm):
+            self.engine.zero_grad()
+            return Stepped(None, skipped=False, failed=True)
+        self.engine.step()
+        return Stepped(norm, skipped=False)
+
+    def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((name, _piece(p) if p.requires_grad else None) for name, p in self.model.named_parameters())
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, getattr(p, "ds_tensor", p)) for name, p in self.model.named_parameters() if p.requires_grad)
 
     def save(self, folder: Path, state: dict[str, Any]) -> None:
         self.engine.save_checkpoint(
@@ -202,6 +233,27 @@ class DeepSpeedStepper:
             list(self.model.parameters()), enabled=self.engine.zero_optimization_stage() == 3
         )
         return sharded
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """The norm of all gradients, as exact as in double precision; inf or nan where one of their numbers is."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    return math.sqrt(float(sum_of_squares(dense))) if dense else 0.0
+
+
+def _piece(parameter: Any) -> torch.Tensor | None:
+    """This rank's piece of a gradient under DeepSpeed, between backward pass and step."""
+    if hasattr(parameter, "ds_id"):  # ZeRO 3
+        from deepspeed.utils import safe_get_local_grad
+
+        local: torch.Tensor | None = safe_get_local_grad(parameter)
+        return local
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if parameter.grad is not None or mapping is None:
+        return parameter.grad
+    fragment: torch.Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+    return fragment
 
 
 def _only_what_training_needs(deepspeed: Any) -> None:

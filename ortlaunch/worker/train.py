@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import Batches, Samples, collate
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
+from ortlaunch.worker.finite import bad_logged_loss, bad_losses, bad_step, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, finish, measured_peak_flops
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.progress import Progress
@@ -54,15 +56,18 @@ def train(
                 parity.check(state.step)
             if recipe.engine.parity_only and state.step + 1 >= parity.end:
                 break
-        losses, stepped, rate = train_step(recipe, plan, group, engine, batches, state)
+        loss, stepped, rate = train_step(recipe, plan, group, engine, batches, state)
         state.step += 1
-        meter.add(losses)
+        meter.losses.append(loss)
         progress.step()
         last = state.step == recipe.train.steps
 
         if state.step % recipe.log.every_steps == 0 or last:
+            losses, read = meter.losses, meter.read()
+            if not math.isfinite(read["loss"]):
+                raise bad_logged_loss(group, batches, state.step - len(losses), losses)
             values = {
-                **meter.read(),
+                **read,
                 "learning_rate": rate,
                 "gradient_norm": stepped.gradient_norm,
                 "samples": state.step * plan.batch.global_samples,
@@ -76,12 +81,13 @@ def train(
 
         if evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
             with meter.paused(), progress.during("evaluating"):
-                loss = evaluate(recipe, plan, group, engine, evaluation)
+                evaluated = evaluate(recipe, plan, group, engine, evaluation)
             if metrics:
-                metrics.write(state.step, {"evaluation_loss": loss})
+                metrics.write(state.step, {"evaluation_loss": evaluated})
 
         if last or _due(state.step, recipe.checkpoint.every_steps):
             with meter.paused(), progress.during("saving a checkpoint"):
+                require_finite_weights(state.step, engine.stepper.weights())
                 checkpoint.save(run, recipe, group, engine.stepper, state.step, asdict(state))
     if metrics:
         metrics.close()
@@ -102,20 +108,37 @@ def train_step(
     recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, state: TrainState
 ) -> tuple[torch.Tensor, Any, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
-    torch.manual_seed(step_seed(recipe.seed, state.step, group.rank))
     rate = recipe.optimizer.learning_rate * factor(recipe.schedule, state.step, recipe.train.steps)
-    passes = plan.batch.accumulation_steps
-    total = torch.zeros((), device=group.device)
-    for accumulation in range(passes):
-        batch = engine.take(batches.micro_batch(state.step, accumulation, group.rank))
-        total += engine.stepper.micro_step(batch, last=accumulation == passes - 1)
+    losses = _passes(recipe, plan, group, engine, batches, state.step)
     if engine.memory:
         engine.memory.look(engine.stepper)
     stepped = engine.stepper.apply(rate)
     if engine.memory:
         engine.memory.look(engine.stepper)
+    if stepped.skipped or stepped.failed:
+        bad = bad_losses(group, losses)
+        if stepped.failed or bad:
+            _passes(recipe, plan, group, engine, batches, state.step)
+            raise bad_step(group, batches, state.step, bad, engine.stepper.gradients())
     state.skipped += int(stepped.skipped)
-    return total / passes, stepped, rate
+    return _sum(losses) / len(losses), stepped, rate
+
+
+def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
+    return sum(losses, start=torch.zeros((), device=losses[0].device))
+
+
+def _passes(
+    recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, step: int
+) -> list[torch.Tensor]:
+    """Forward and backward of each micro batch of this rank; their losses."""
+    torch.manual_seed(step_seed(recipe.seed, step, group.rank))
+    passes = plan.batch.accumulation_steps
+    losses = []
+    for accumulation in range(passes):
+        batch = engine.take(batches.micro_batch(step, accumulation, group.rank))
+        losses.append(engine.stepper.micro_step(batch, last=accumulation == passes - 1))
+    return losses
 
 
 @torch.no_grad()
@@ -160,11 +183,6 @@ class Meter:
         self.peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else 0.0
         self.restart()
 
-    def add(self, loss: torch.Tensor) -> None:
-        """One step with this rank's mean loss."""
-        self.loss += loss
-        self.steps += 1
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While open, time is not training's; the losses since the last reading stay."""
@@ -175,13 +193,14 @@ class Meter:
 
     def restart(self) -> None:
         """Count losses, steps and time from now on."""
-        self.loss = torch.zeros((), device=self.group.device)
-        self.steps, self.started = 0, time.perf_counter()
+        self.losses: list[torch.Tensor] = []  # this rank's mean of each step
+        self.started = time.perf_counter()
 
     def read(self) -> dict[str, Any]:
         """Values since the last reading (collective)."""
-        loss = self.group.mean(float(self.loss) / self.steps)
-        seconds = (time.perf_counter() - self.started) / self.steps
+        steps = len(self.losses)
+        loss = self.group.mean(float(_sum(self.losses)) / steps)
+        seconds = (time.perf_counter() - self.started) / steps
         tokens = self.batch.tokens_per_step
         values: dict[str, Any] = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
         if tokens:

@@ -85,9 +85,11 @@ def attending():
     return Attending()
 
 
-def data(samples=256, seed=0):
+def data(samples=256, seed=0, nan_at=None):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 8, generator=generator)
+    if nan_at is not None:
+        x[nan_at] = float("nan")
     return [{"x": row, "y": row.sum().reshape(1)} for row in x]
 '''
 

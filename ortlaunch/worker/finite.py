@@ -1,0 +1,106 @@
+"""What is said of a training whose numbers are not finite: in which step, of which samples, at which parameter.
+
+All ranks come to the same error: a bad loss or gradient of one of them is in every rank's averaged gradients.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ortlaunch.errors import NonFiniteError
+from ortlaunch.worker.data import Batches
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.squares import sum_of_squares
+
+Named = Iterable[tuple[str, "torch.Tensor | None"]]
+_SHOWN = 16  # samples that are named, and micro batches
+_ADVICE = (
+    "The run ends here; nothing is exported, and no checkpoint of this step is written. Look at these samples; a lower "
+    "optimizer.learning_rate, a warm-up (schedule.warmup_steps) and train.max_grad_norm keep a training from growing "
+    "beyond all bounds"
+)
+
+
+class BadLoss(NamedTuple):
+    """A loss that is not finite, and where it came up; `place` is counted by who asks."""
+
+    rank: int
+    place: int
+    loss: float
+
+
+def bad_losses(group: Group, losses: Sequence[torch.Tensor]) -> list[BadLoss]:
+    """Of all ranks, by their place in `losses` (collective)."""
+    mine = [(place, loss) for place, loss in enumerate(map(float, losses)) if not math.isfinite(loss)]
+    texts = group.gather(json.dumps(mine))
+    return [BadLoss(rank, *found) for rank, text in enumerate(texts) for found in json.loads(text)]
+
+
+def bad_loss(step: int, found: BadLoss, samples: list[int]) -> str:
+    """The line about one loss; `step` from 0."""
+    return f"step {step + 1}: the loss is {found.loss} on rank {found.rank}, samples {_some(samples)} of data.train"
+
+
+def bad_step(group: Group, batches: Batches, step: int, losses: list[BadLoss], gradients: Named) -> NonFiniteError:
+    """The error of a step (from 0) whose passes were made again, so that gradients can be looked at (collective)."""
+    lines = [bad_loss(step, bad, batches.indices(step, bad.place, bad.rank)) for bad in losses[:_SHOWN]]
+    if not losses:
+        plan = batches.batch
+        passes = [(i, rank) for i in range(plan.accumulation_steps) for rank in range(plan.data_parallel_ranks)]
+        samples = [index for place in passes for index in batches.indices(step, *place)]
+        lines = [
+            f"step {step + 1}: every loss is finite, and a gradient is not; samples {_some(samples)} of data.train"
+        ]
+    first = _first(group, gradients)
+    where = f"the first parameter whose gradient is not finite: {first}" if first else _NOT_AGAIN
+    return NonFiniteError("\n".join([*lines, where, _ADVICE]))
+
+
+def bad_logged_loss(group: Group, batches: Batches, first: int, losses: Sequence[torch.Tensor]) -> NonFiniteError:
+    """The error of a loss that no gradient showed; `losses` of this rank, a step each from `first` on (collective)."""
+    lines = []
+    for bad in bad_losses(group, losses)[:_SHOWN]:
+        step, passes = first + bad.place, range(batches.batch.accumulation_steps)
+        lines.append(bad_loss(step, bad, [index for i in passes for index in batches.indices(step, i, bad.rank)]))
+    return NonFiniteError("\n".join([*lines, "its gradients were finite, so that the weights are, too", _ADVICE]))
+
+
+def require_finite_weights(step: int, weights: Named) -> None:
+    """Look at trained weights after `step` steps.
+
+    Raises:
+        NonFiniteError: one of this rank's is not finite: the step's gradients were, and the update was too large.
+    """
+    named = [(name, tensor) for name, tensor in weights if tensor is not None]
+    if named and not sum_of_squares([tensor for _, tensor in named]).isfinite():
+        name = next(_bad(named))[1]
+        raise NonFiniteError(
+            f"step {step}: the weights of {name} are not finite after this step, whose gradients were\n{_ADVICE}"
+        )
+
+
+_NOT_AGAIN = "made again, this step has finite gradients: the model draws random numbers, or keeps what it saw"
+
+
+def _first(group: Group, gradients: Named) -> str | None:
+    """The first bad parameter in the model's order that a rank sees (collective)."""
+    mine = next(_bad(gradients), None)
+    found = [tuple(json.loads(text)) for text in group.gather(json.dumps(mine)) if text != "null"]
+    return str(min(found)[1]) if found else None
+
+
+def _bad(tensors: Named) -> Iterator[tuple[int, str]]:
+    """(place in the model, name) of what is not finite."""
+    for place, (name, tensor) in enumerate(tensors):
+        if tensor is not None and not (tensor.coalesce().values() if tensor.is_sparse else tensor).isfinite().all():
+            yield place, name.removeprefix("model.")  # that of LossModule
+
+
+def _some(samples: list[int]) -> str:
+    shown = ", ".join(map(str, samples[:_SHOWN]))
+    return shown if len(samples) <= _SHOWN else f"{shown} and {len(samples) - _SHOWN} more"
