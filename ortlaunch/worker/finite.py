@@ -61,13 +61,25 @@ def bad_step(group: Group, batches: Batches, step: int, losses: list[BadLoss], g
     return NonFiniteError("\n".join([*lines, where, _ADVICE]))
 
 
-def bad_logged_loss(group: Group, batches: Batches, first: int, losses: Sequence[torch.Tensor]) -> NonFiniteError:
-    """The error of a loss that no gradient showed; `losses` of this rank, a step each from `first` on (collective)."""
+def require_finite_loss(
+    mean: float, group: Group, batches: Batches, first: int, losses: Sequence[torch.Tensor]
+) -> None:
+    """Look at the mean of all ranks' losses: some are not finite, and their gradients are (collective).
+
+    Args:
+        mean: the same on all ranks.
+        losses: this rank's, a step each from step `first` (from 0) on.
+
+    Raises:
+        NonFiniteError: on all ranks the same.
+    """
+    if math.isfinite(mean):
+        return
     lines = []
     for bad in bad_losses(group, losses)[:_SHOWN]:
         step, passes = first + bad.place, range(batches.batch.accumulation_steps)
         lines.append(bad_loss(step, bad, [index for i in passes for index in batches.indices(step, i, bad.rank)]))
-    return NonFiniteError("\n".join([*lines, "its gradients were finite, so that the weights are, too", _ADVICE]))
+    raise NonFiniteError("\n".join([*lines, "its gradients were finite, so that the weights are, too", _ADVICE]))
 
 
 def require_finite_weights(step: int, weights: Named) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import Batches, Samples, collate
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
-from ortlaunch.worker.finite import bad_logged_loss, bad_losses, bad_step, require_finite_weights
+from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, finish, measured_peak_flops
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.progress import Progress
@@ -64,8 +63,7 @@ def train(
 
         if state.step % recipe.log.every_steps == 0 or last:
             losses, read = meter.losses, meter.read()
-            if not math.isfinite(read["loss"]):
-                raise bad_logged_loss(group, batches, state.step - len(losses), losses)
+            require_finite_loss(read["loss"], group, batches, state.step - len(losses), losses)
             values = {
                 **read,
                 "learning_rate": rate,
