@@ -16,6 +16,7 @@ from ortlaunch.worker.parity import compare
 from tests.makers import recipe
 from tests.unit.benches import settled
 
+pytestmark = pytest.mark.usefixtures("workbench")
 CPU = torch.device("cpu")
 
 
