@@ -37,7 +37,8 @@ Launcher = Annotated[
     typer.Option("--launcher", help="auto, local, torchrun or mpi; the recipe's launch.launcher by default."),
 ]
 PerNode = Annotated[
-    Optional[int], typer.Option("--nproc-per-node", min=1, help="Ranks on each host; one per GPU, or one, by default.")
+    Optional[int],
+    typer.Option("--nproc-per-node", min=1, max=9999, help="Ranks on each host; one per GPU, or one, by default."),
 ]
 Hostfile = Annotated[
     Optional[str], typer.Option("--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style.")
@@ -70,12 +71,19 @@ def _root(
     """Options of the command itself."""
 
 
-def _asked(launcher: Launcher, nproc: PerNode, hostfile: Hostfile, include: Include, exclude: Exclude) -> Any:
+def _asked(
+    launcher: Launcher,
+    nproc: PerNode,
+    hostfile: Hostfile,
+    include: Include,
+    exclude: Exclude,
+    planned_only: bool = False,
+) -> Any:
     from ortlaunch.world import Asked
 
     if launcher not in (None, "auto", "local", "torchrun", "mpi"):
         raise typer.BadParameter(f"got {launcher}; one of auto, local, torchrun, mpi", param_hint="--launcher")
-    return Asked(launcher, nproc, hostfile, include, exclude)
+    return Asked(launcher, nproc, hostfile, include, exclude, planned_only)
 
 
 @app.command()
@@ -105,9 +113,8 @@ def plan(
     from ortlaunch.plan import describe
     from ortlaunch.rundir import RunDir
 
-    settled = foreseen(
-        settle_run(recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ)
-    )
+    asked = _asked(launcher, nproc_per_node, hostfile, include, exclude, planned_only=True)
+    settled = foreseen(settle_run(recipe, overrides or (), asked, os.environ))
     if json:
         typer.echo(settled.plan.to_json())
         return
@@ -132,9 +139,8 @@ def train(
     """Train a recipe."""
     from ortlaunch import control
 
-    settled = control.settle_run(
-        recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ
-    )
+    asked = _asked(launcher, nproc_per_node, hostfile, include, exclude, planned_only=dry_run)
+    settled = control.settle_run(recipe, overrides or (), asked, os.environ)
     if dry_run:
         settled = control.foreseen(settled)
         print(*settled.world.notes, sep="\n", end="\n" if settled.world.notes else "", file=sys.stderr)

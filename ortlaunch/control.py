@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch import __version__, doctor, machine, micro_size, recipe, start
+from ortlaunch.capacity import crowded
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.cause import explain_end
@@ -50,7 +51,8 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
     """Recipe -> world -> plan; pure but for reading files and looking at this machine."""
     loaded = recipe.load(path, overrides)
     world = settle(loaded.recipe, asked, environ)
-    broken = [loaded.explain(problem) for problem in device_rules(loaded.recipe, world.device)]
+    named = f"those of {asked.hostfile}" if asked.hostfile else "the run's hosts"
+    broken = [loaded.explain(problem) for problem in device_rules(loaded.recipe, world.device, named)]
     if broken:
         raise RecipeError(broken)
     world = world._replace(notes=(*world.notes, *_engine_notes(loaded.recipe, world.device, environ)))
@@ -63,6 +65,8 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
         worker=start.command("ortlaunch.worker"),
         environ=environ,
     )
+    if world.inside is None:
+        world = world._replace(notes=(*world.notes, *crowded(plan, asked.planned_only)))
     return Settled(loaded, world, plan, path, tuple(overrides), asked)
 
 

@@ -9,8 +9,10 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 _WATCH_SECONDS = 0.5
 _BUSY_SHARE = 0.1  # of one core
 
@@ -64,6 +66,56 @@ def _gpus() -> list[str]:
         named = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
         found.append(named[1].strip() if named else "unknown")
     return found
+
+
+class Group(NamedTuple):
+    """A control group's limit of memory and what its processes use of it, in bytes."""
+
+    name: str
+    limit: int
+    used: int
+
+    @property
+    def left(self) -> int:
+        return max(0, self.limit - self.used)
+
+
+def control_groups(proc: Path = _PROC, root: Path = _GROUPS) -> Iterator[Group]:
+    """Every control group with a limit that this process is in, version 1 and 2."""
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            tops = [root, root / "unified"]
+        elif "memory" in kinds.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            tops = [root / "memory"]
+        else:
+            continue
+        for top in tops:
+            # In a container the path may be the host's: its own group is then the root here.
+            for folder in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
+                if folder.is_relative_to(top):
+                    yield from _limited(folder, *names)
+
+
+def _limited(folder: Path, most: str, used: str, cache: str) -> Iterator[Group]:
+    """A group, if it has a limit; page cache that the kernel can drop does not count as used."""
+    try:
+        limit, usage = (folder / most).read_text().strip(), int((folder / used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return
+    if limit != "max" and int(limit) < 1 << 60:  # version 1 writes nearly 2^63 for none
+        yield Group(f"control group {folder}", int(limit), usage - int(stat.get(cache, 0)))
+
+
+def most_memory() -> tuple[str, int]:
+    """The nearest limit of what all processes of a run can hold here: the machine's memory, or a control group's."""
+    machine = ("the memory of this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with contextlib.suppress(OSError):
+        return min([machine, *((group.name, group.limit) for group in control_groups())], key=lambda found: found[1])
+    return machine
 
 
 def free_memory() -> int | None:

@@ -250,7 +250,7 @@ def _world_lines(plan: Plan) -> list[str]:
         else:
             last = node.first_rank + node.slots - 1
             kind = "GPU" if plan.device == "cuda" else "slot"
-            devices = ",".join(map(str, node.devices))
+            devices = _short(node.devices)
             lines.append(f"  {node.host}: ranks {node.first_rank}-{last}, {kind} {devices}")
     return lines
 
@@ -261,6 +261,14 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
     if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
         lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
     return lines
+
+
+def _short(devices: tuple[int, ...]) -> str:
+    """`0,1,2`, or `0-63` for more than a line shows."""
+    if len(devices) > 8 and devices == tuple(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}-{devices[-1]}"
+    shown = devices if len(devices) <= 32 else (*devices[:16], "...", devices[-1])
+    return ",".join(map(str, shown))
 
 
 def _batch_lines(plan: Plan) -> list[str]:

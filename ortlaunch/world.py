@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ class Asked(NamedTuple):
     hostfile: str | None = None
     include: str | None = None
     exclude: str | None = None
+    planned_only: bool = False  # to be looked at, not run: what this host lacks, others may have
 
 
 class World(NamedTuple):
@@ -52,7 +53,7 @@ def settle(recipe: Recipe, asked: Asked, environ: Mapping[str, str]) -> World:
     launcher = _launcher(recipe, asked, hosts, found)
     _check_nodes(recipe, hosts, asked)
     if launcher != "inside":
-        _check_this_host(hosts, device, gpus, from_file=asked.hostfile is not None)
+        notes += tuple(_check_this_host(hosts, device, gpus, asked))
         if (recipe.launch.device, device) == ("auto", "cpu") and not all(is_this_host(host.name) for host in hosts):
             notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
     return World(hosts, launcher, device, found[0] if found and launcher == "inside" else None, notes)
@@ -105,10 +106,15 @@ def _hosts(recipe: Recipe, asked: Asked, gpus: int, inside: Rank | None) -> tupl
 def _from_file(asked: Asked, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     assert asked.hostfile is not None
     listed = read_hostfile(asked.hostfile, default_slots=per_node)
-    hosts = select(listed.hosts, asked.include, asked.exclude)
+    hosts = tuple(map(_by_name, select(listed.hosts, asked.include, asked.exclude)))
     if asked.processes_per_node:
         hosts = tuple(_first_slots(host, asked.processes_per_node) for host in hosts)
     return hosts, (f"{asked.hostfile}: read as {listed.dialect}; hosts: {len(hosts)}",)
+
+
+def _by_name(host: Host) -> Host:
+    """No mpirun takes the address ::1."""
+    return host._replace(name="localhost") if host.name == "::1" else host
 
 
 def _first_slots(host: Host, slots: int) -> Host:
@@ -175,21 +181,26 @@ def is_this_host(name: str) -> bool:
     return bare in LOCAL_NAMES or bare in (socket.gethostname(), socket.gethostname().split(".")[0])
 
 
-def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, from_file: bool) -> None:
+def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, asked: Asked) -> Iterator[str]:
     """Slots of this host must exist; other hosts are checked by their ranks before a model is built."""
-    for host in hosts:
-        if not is_this_host(host.name):
-            continue
+    here = [host for host in hosts if is_this_host(host.name)]
+    if len(here) > 1:
+        raise PlanError(
+            f"{' and '.join(host.name for host in here)} are all this host; write it once, with all its slots"
+        )
+    for host in here:
         if device == "cuda" and not gpus:
-            raise PlanError(
-                f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows; "
-                "set launch.device=cpu"
-            )
-        if device == "cuda" and max(host.devices) >= gpus:
+            lacks = f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows"
+            if not asked.planned_only:
+                raise PlanError(
+                    f"{lacks}; start on a host that has one, name such hosts with --hostfile, or set launch.device=cpu"
+                )
+            yield f"{lacks}: planned for a host like it that has {host.slots}"
+        elif device == "cuda" and max(host.devices) >= gpus:
             raise PlanError(
                 f"{host.name} has {gpus} GPUs, and {host.slots} ranks are asked for; give it at most {gpus} slots"
             )
-        if device == "cpu" and from_file and host.slots > cores():
+        if device == "cpu" and asked.hostfile is not None and host.slots > cores():
             raise PlanError(
                 f"{host.name} has {cores()} cores and no GPU, and the host file gives it {host.slots} slots; "
                 "lower them, or use --nproc-per-node without a host file to put more ranks than cores on this machine"

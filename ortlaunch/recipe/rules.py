@@ -57,19 +57,24 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         yield from device_rules(recipe, recipe.launch.device)
 
 
-def device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
-    """Precision and the engine's settings against a known device, `cpu` or `cuda`."""
+def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") -> Iterator[Problem]:
+    """Precision and the engine's settings against a known device, `cpu` or `cuda`, of `hosts`."""
     yield from engine_device_rules(recipe, device)
-    if device == "cpu" and recipe.engine.name == "ort" and recipe.precision != "fp32":
+    if device != "cpu":
+        return
+    found = recipe.launch.device == "auto"  # most often on a login node, where the hosts of the run have GPUs
+    cpu = "CPU (launch.device is auto, and this host shows no GPU)" if found else "CPU"
+    use = f"use launch.device=cuda if {hosts} have GPUs, else" if found else "use"
+    if recipe.engine.name == "ort" and recipe.precision != "fp32":
         yield (
             ("precision", "engine.name", "launch.device"),
-            f"got {recipe.precision} with engine ort on CPU, where ONNX Runtime trains in fp32 only; "
-            "use precision: fp32, or engine.name: eager",
+            f"got {recipe.precision} with engine ort on {cpu}, where ONNX Runtime trains in fp32 only; {use} "
+            "precision: fp32, or engine.name: eager",
         )
-    elif device == "cpu" and recipe.precision == "fp16" and recipe.zero:
+    elif recipe.precision == "fp16" and recipe.zero:
         yield (
             ("precision", "zero", "launch.device"),
-            "got fp16 with DeepSpeed on CPU, which DeepSpeed refuses; use bf16 or fp32, or zero: null",
+            f"got fp16 with DeepSpeed on {cpu}, which DeepSpeed refuses; {use} bf16 or fp32, or zero: null",
         )
 
 

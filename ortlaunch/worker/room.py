@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from ortlaunch.machine import control_groups
+
 _PROC = Path("/proc")
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 class Limit(NamedTuple):
@@ -44,7 +45,8 @@ def _gpu(device: torch.device) -> Limit:
 
 def _host(ranks: int) -> Iterator[Limit]:
     resident, virtual = status("VmRSS"), status("VmSize")
-    for name, left in (("memory of the machine", _available()), *control_groups()):
+    groups = ((group.name, group.left) for group in control_groups())
+    for name, left in (("memory of the machine", _available()), *groups):
         yield Limit(name, left // ranks, lambda: status("VmHWM") - resident)
     for name, kind, now, taken in (
         ("RLIMIT_AS", resource.RLIMIT_AS, virtual, lambda: status("VmPeak") - virtual),
@@ -68,33 +70,3 @@ def _sizes(path: Path) -> dict[str, int]:
     """`Name:  12 kB` -> bytes by name."""
     pairs = (line.split() for line in path.read_text().splitlines() if line.endswith(" kB"))
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs}
-
-
-def control_groups(proc: Path = _PROC, root: Path = _GROUPS) -> Iterator[tuple[str, int]]:
-    """(name, bytes left) of every control group with a limit that this process is in, version 1 and 2."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, kinds, path = line.split(":", 2)
-        if kinds == "":
-            names = ("memory.max", "memory.current", "inactive_file")
-            tops = [root, root / "unified"]
-        elif "memory" in kinds.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            tops = [root / "memory"]
-        else:
-            continue
-        for top in tops:
-            # In a container the path may be the host's: its own group is then the root here.
-            for folder in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
-                if folder.is_relative_to(top):
-                    yield from _left(folder, *names)
-
-
-def _left(folder: Path, most: str, used: str, cache: str) -> Iterator[tuple[str, int]]:
-    """What a group has left; page cache that the kernel can drop does not count as used."""
-    try:
-        limit, usage = (folder / most).read_text().strip(), int((folder / used).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return
-    if limit != "max" and int(limit) < 1 << 60:  # version 1 writes nearly 2^63 for none
-        yield f"control group {folder}", max(0, int(limit) - usage + int(stat.get(cache, 0)))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ortlaunch import __version__, cli, control, doctor, start
+from ortlaunch import __version__, cli, control, doctor, start, world
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.schema import json_schema
@@ -182,6 +182,23 @@ def test_plan_json_is_json_only(hosts: str | None, ortlaunch: Run) -> None:
     assert (ended.status, ended.err) == (0, "")
     assert json.loads(ended.out)["world_size"] == (3 if hosts else 1)
     assert Plan.from_json(ended.out).to_json() + "\n" == ended.out
+
+
+BIG = ("bert-large/phase1", "llama2-7b/pretrain", "llama2-7b/finetune", "llama2-7b/lora")
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_big_recipe_on_a_login_node(name: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU here launch.device=cuda is what to try first, and it plans; a host file is named."""
+    monkeypatch.setattr(world, "visible_gpus", lambda environ: 0)
+    path = str(ROOT / "recipes" / f"{name}.yaml")
+    assert "use launch.device=cuda if the run's hosts have GPUs, else precision: fp32" in ortlaunch("plan", path).err
+    ended = ortlaunch("plan", path, "launch.device=cuda")
+    assert (ended.status, ended.err) == (0, "")
+    assert "has no GPU that CUDA_VISIBLE_DEVICES shows: planned for a host like it that has 1" in ended.out
+    Path("hosts").write_text("a slots=8\nb slots=8\n")
+    assert "launch.device=cuda if those of hosts have GPUs" in ortlaunch("plan", path, "--hostfile", "hosts").err
+    assert ortlaunch("plan", path, "--hostfile", "hosts", "launch.device=cuda").status == 0
 
 
 def test_plan_tells_how_a_host_file_was_read(ortlaunch: Run) -> None:

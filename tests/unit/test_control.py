@@ -202,7 +202,7 @@ def test_missing_means_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 ABSENT = {
     "deepspeed": ({"zero": {"stage": 1}},
                   'zero: DeepSpeed is not installed: pip install "ortlaunch[deepspeed]", or set zero=null'),
-    "peft": ({"model": {"task": "causal-lm", "config": {"model_type": "llama"}, "lora": {}},
+    "peft": ({"model": {"task": "causal-lm", "config": {"model_type": "llama", "num_hidden_layers": 1}, "lora": {}},
               "data": {"train": "python-docs", "tokenizer": "here", "sequence_length": 8}},
              'model.lora: peft is not installed: pip install "ortlaunch[lora]"'),
     "tensorboard": ({"log": {"trackers": ["tensorboard"]}},

@@ -21,7 +21,8 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
 ANY = None
 
 SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine", "file_errors"}
-CONTROL = {"cli", "control", "start", "micro_size", "world", "hosts", "doctor", "shipped", "launch", "bench", "output"}
+CONTROL = {"cli", "control", "start", "micro_size", "world", "capacity", "hosts", "doctor", "shipped", "launch", "bench",
+           "output"}  # fmt: skip
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -40,6 +41,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "plan": ({"errors", "recipe", "hosts", "rank", "memory", "deepspeed_config"}, set()),
     "world": ({"errors", "recipe", "hosts", "rank", "plan"}, set()),
     "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
+    "capacity": ({"errors", "plan", "memory", "machine", "world"}, set()),
     "shipped": ({"errors", "recipe"}, set()),
     "micro_size": ({"errors", "recipe", "plan", "rundir", "launch"}, set()),
     "launch": ({"errors", "plan", "rundir", "launch", "start"}, set()),

@@ -185,6 +185,20 @@ def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
         assert "API_KEY" in text
 
 
+@pytest.mark.parametrize(
+    ("devices", "shown"),
+    [
+        ((0, 1, 2), "0,1,2"),
+        (tuple(range(9_999)), "0-9998"),
+        (tuple(range(0, 200, 2)), "0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30,...,198"),
+    ],
+)
+def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown: str) -> None:
+    """However many there are."""
+    lines = describe(plan(recipe(), [Host("a", len(devices), devices)], "mpi")).splitlines()
+    assert lines[1].endswith(f", slot {shown}")
+
+
 def test_describe_names_every_part() -> None:
     """The page for a person: hosts with their ranks, rendezvous, batch, memory with a mark at the chosen stage."""
     asked = bert(zero={"stage": 1}, batch=batch(64, 4, None))

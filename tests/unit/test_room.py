@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ortlaunch.machine import control_groups
 from ortlaunch.worker import room
-from ortlaunch.worker.room import Room, control_groups
+from ortlaunch.worker.room import Room
 
 GiB = 1 << 30
 
@@ -30,7 +31,7 @@ def groups(folder: Path, line: str) -> list[int]:
     """Bytes left by every limit that a process with this line in /proc/self/cgroup has."""
     (folder / "proc/self").mkdir(parents=True, exist_ok=True)
     (folder / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n")
-    return [left for _, left in control_groups(folder / "proc", folder / "sys")]
+    return [group.left for group in control_groups(folder / "proc", folder / "sys")]
 
 
 def test_version_2_and_every_group_above(tmp_path: Path) -> None:

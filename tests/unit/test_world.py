@@ -137,7 +137,7 @@ NO_GPU_NOTE = "launch.device is auto and this host has no GPU, so cpu; if the ot
         ("localhost slots=2\n", Asked(), {}, (host("localhost", 2),), "torchrun"),
         ("localhost slots=1\n", Asked(), {}, HERE, "local"),
         ("127.0.0.1 slots=2\n", Asked(), {}, (host("127.0.0.1", 2),), "torchrun"),
-        ("[::1] slots=2\n", Asked(), {}, (host("::1", 2),), "torchrun"),
+        ("[::1] slots=2\n", Asked(), {}, (host("localhost", 2),), "torchrun"),
         ("box slots=2\n", Asked(), {}, (host("box", 2),), "torchrun"),
         ("me@box.example.com slots=2\n", Asked(), {}, (host("me@box.example.com", 2),), "torchrun"),
         ("localhost slots=2\n", Asked("mpi"), {}, (host("localhost", 2),), "mpi"),
@@ -221,7 +221,12 @@ def test_no_note_where_the_device_is_clear(launch: dict[str, Any], environ: dict
         ("localhost slots=6\n", {}, Asked(include="localhost:1,5"), {"GPUS": "4"},
          "localhost has 4 GPUs, and 2 ranks are asked for; give it at most 4 slots"),
         (None, {"device": "cuda"}, Asked(), {},
-         "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows; set launch.device=cpu"),
+         "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows; start on a host that has "
+         "one, name such hosts with --hostfile, or set launch.device=cpu"),
+        ("localhost slots=1\n127.0.0.1 slots=1\n", {}, Asked(), {},
+         "localhost and 127.0.0.1 are all this host; write it once, with all its slots"),
+        ("box slots=1\na slots=1\nme@box.example.com slots=1\n", {}, Asked(), {},
+         "box and me@box.example.com are all this host; write it once, with all its slots"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(
@@ -299,3 +304,13 @@ def test_the_tests_see_no_launcher() -> None:
     """The fixture of tests/conftest.py keeps a launcher's variables out of every test."""
     left = [name for name in os.environ if name.startswith(("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_"))]
     assert [*left, *({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ))] == []
+
+
+def test_gpus_are_planned_where_there_are_none() -> None:
+    """On a login node a plan for GPUs is made with a note; a run is refused (above)."""
+    found = settled({"device": "cuda", "processes_per_node": 8}, Asked(planned_only=True))
+    assert (found.device, found.hosts) == ("cuda", (host("localhost", 8),))
+    assert found.notes == (
+        "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows: planned for a host like it "
+        "that has 8",
+    )
