@@ -18,7 +18,6 @@ import json
 import math
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +93,16 @@ def progress_width() -> int | None:
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; readers never see half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not by tempfile, whose files are their owner's alone whatever the umask says; "x" takes no file that is there.
+    name = path.parent / f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(name, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
         os.replace(name, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +33,17 @@ def export(recipe: Recipe, run: RunDir, group: Group, stepper: Stepper, trained:
                 _save_tensors(model, str(run.export / "model.safetensors"))
             if tokenizer is not None:
                 tokenizer.save_pretrained(run.export)
+            _follow_umask(run.export)
     group.barrier()
+
+
+def _follow_umask(folder: Path) -> None:
+    """Safetensors writes files for their owner alone; as all others they should be the umask's."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~umask)
 
 
 def _give_back_cache(model: Any, own: bool | None) -> None:

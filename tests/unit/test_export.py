@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,3 +53,15 @@ def test_the_export_generates_with_its_own_cache(written: dict[str, Any], expect
     found = exported(chosen, tmp_path)
     assert found["config"]["use_cache"] is expected
     assert found["generation_config"].get("use_cache", True) is expected
+
+
+def test_an_export_follows_the_umask(tmp_path: Path) -> None:
+    """Weights, which safetensors writes for their owner alone, may be read by those who may read the other files."""
+    before = os.umask(0o002)
+    try:
+        exported(makers.recipe(model={"task": "causal-lm", "config": LLAMA}, data=WORDS), tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in RunDir(tmp_path).export.iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o664}

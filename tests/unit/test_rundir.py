@@ -18,6 +18,9 @@ PATHS = {
     "environment": "environment.json",
     "request": "request.sh",
     "hostfile": "hostfile",
+    "store": "store",
+    "rendezvous": "rendezvous",
+    "steps": "steps.json",
     "logs": "logs",
     "errors": "errors",
     "told": "errors/told",
@@ -66,13 +69,23 @@ def test_complete_checkpoints(tmp_path: Path) -> None:
 
 
 def test_write_text(tmp_path: Path) -> None:
-    """A file is written with its folders, in UTF-8, readable by all, over an older one; nothing else stays."""
+    """A file is written with its folders, in UTF-8, over an older one; nothing else stays."""
     path = tmp_path / "a" / "b" / "file.txt"
     write_text(path, "old and longer")
     write_text(path, "né\nw\n")
     assert path.read_bytes() == "né\nw\n".encode()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_files_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    """Who may read a run is the user's choice, as for every file that the user makes."""
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
