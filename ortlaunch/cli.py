@@ -217,11 +217,37 @@ def setup() -> None:
 
 
 @app.command()
-def schema() -> None:
-    """Print the recipe's JSON schema, for editors."""
-    from ortlaunch.recipe.schema import json_schema
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="The same as a page to read: docs/recipe.md.")] = False,
+) -> None:
+    """Print the recipe's JSON schema, for editors: every field with its manual."""
+    if markdown:
+        from ortlaunch.recipe.reference import markdown as text
+    else:
+        from ortlaunch.recipe.schema import json_schema as text
+    typer.echo(text(), nl=False)
 
-    typer.echo(json_schema(), nl=False)
+
+@app.command()
+def constraints(
+    name: Annotated[
+        str, typer.Argument(help="torch-2.13, torch-2.6, or floors: the lowest that was run.")
+    ] = "torch-2.13",
+) -> None:
+    """Print a tested set of versions, for `pip install -c FILE`."""
+    from ortlaunch.shipped import text
+
+    typer.echo(text("constraints", name), nl=False)
+
+
+@app.command()
+def hostfile(
+    name: Annotated[str, typer.Argument(help="deepspeed, mpich or openmpi.")] = "openmpi",
+) -> None:
+    """Print an example of a host file, in the style of a launcher."""
+    from ortlaunch.shipped import text
+
+    typer.echo(text("hostfiles", name), nl=False)
 
 
 @recipes_app.command("list")

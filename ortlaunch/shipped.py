@@ -1,19 +1,33 @@
-"""The shipped recipes: in `recipes/` of a checkout, in share/ortlaunch/recipes of an installation."""
+"""What is shipped beside the code: recipes, constraints, host files.
+
+They lie in folders of these names in a checkout, and under share/ortlaunch in an installation. Printing them takes the
+standard library only, so that `ortlaunch constraints` runs before its dependencies are installed.
+"""
 
 from __future__ import annotations
 
 import re
+import site
 import sys
 from pathlib import Path
 
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.dialects import closest
 
 
-def folder() -> Path:
-    """Where the shipped recipes lie."""
-    checkout = Path(__file__).parent.parent / "recipes"
-    return checkout if checkout.is_dir() else Path(sys.prefix) / "share" / "ortlaunch" / "recipes"
+def folder(kind: str = "recipes") -> Path:
+    """Where shipped files of a kind lie: in a checkout, else where pip puts data files (--target, plain, --user).
+
+    Raises:
+        InputError: they are nowhere.
+    """
+    package = Path(__file__).parent.parent
+    if (package / "pyproject.toml").is_file():
+        return package / kind
+    places = [Path(root, "share", "ortlaunch", kind) for root in (package, sys.prefix, site.getuserbase())]
+    there = next((place for place in places if place.is_dir()), None)
+    if there is None:
+        raise InputError(f"the shipped {kind} are in none of {', '.join(map(str, places))}; install ortlaunch again")
+    return there
 
 
 def names() -> list[str]:
@@ -27,13 +41,27 @@ def find(name: str) -> Path:
     Raises:
         InputError: there is none of that name.
     """
-    bare = name[: -len(".yaml")] if name.endswith(".yaml") else name
-    if bare not in names():
-        guess = closest(bare, names())
-        raise InputError(
-            f"no shipped recipe {name!r}; " + (f"did you mean {guess}?" if guess else f"there are {', '.join(names())}")
-        )
-    return folder() / f"{bare}.yaml"
+    return _named("recipe", name.removesuffix(".yaml"), {each: folder() / f"{each}.yaml" for each in names()})
+
+
+def text(kind: str, name: str) -> str:
+    """What a file of `constraints` or `hostfiles` holds.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    files = {path.name.removesuffix(".txt"): path for path in sorted(folder(kind).iterdir())}
+    return _named(kind.removesuffix("s"), name.removesuffix(".txt"), files).read_text(encoding="utf-8")
+
+
+def _named(what: str, name: str, files: dict[str, Path]) -> Path:
+    if name in files:
+        return files[name]
+    from ortlaunch.recipe.dialects import closest
+
+    guess = closest(name, files)
+    advice = f"did you mean {guess}?" if guess else f"there are {', '.join(files)}"
+    raise InputError(f"no shipped {what} {name!r}; {advice}")
 
 
 def copy(name: str, target: Path) -> list[Path]:

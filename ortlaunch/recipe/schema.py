@@ -22,21 +22,25 @@ def json_schema() -> str:
     A file that extends another one gives only what differs. JSON schema cannot see the other file, so `required` holds
     at the top for files that extend nothing, and in the sections not at all; `ortlaunch validate` is the full check.
     """
-    schema = Recipe.model_json_schema()
-    for section in schema["$defs"].values():
+    whole = document()
+    for section in whole["$defs"].values():
         section.pop("required", None)
+    whole["anyOf"] = [{"required": ["extends"]}, {"required": whole.pop("required")}]
+    return json.dumps(_tidy(whole), indent=2, sort_keys=True) + "\n"
+
+
+def document() -> dict[str, Any]:
+    """The schema in the recipe's order, with what each section requires."""
+    schema = Recipe.model_json_schema()
     for (section, name), text in manual().items():
         place = schema if section == "Recipe" else schema["$defs"][section]
         place["properties"][name]["description"] = text
-    whole = {
+    return {
         **schema,
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ortlaunch recipe",
         "properties": {"extends": _EXTENDS, **schema["properties"]},
-        "anyOf": [{"required": ["extends"]}, {"required": schema.pop("required")}],
     }
-    whole.pop("required", None)
-    return json.dumps(_tidy(whole), indent=2, sort_keys=True) + "\n"
 
 
 def _tidy(value: Any) -> Any:

@@ -17,6 +17,7 @@ import yaml
 from ortlaunch import __version__, cli, control, doctor, start, world
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.reference import markdown
 from ortlaunch.recipe.schema import json_schema
 from tests.makers import BERT, CUSTOM, WORDS
 
@@ -29,6 +30,8 @@ VERBS = {
     "parity": "Compare a recipe's engine with plain PyTorch",
     "setup": "Build the torch extensions",
     "schema": "Print the recipe's JSON schema",
+    "constraints": "Print a tested set of versions",
+    "hostfile": "Print an example of a host file",
     "recipes": "The shipped recipes",
     "recipes list": "Name the shipped recipes.",
     "recipes show": "Print a shipped recipe.",
@@ -97,6 +100,7 @@ def test_schema(ortlaunch: Run) -> None:
     """The schema alone; tests/unit/test_shipped_recipes.py holds recipes/schema.json to it."""
     assert ortlaunch("schema") == Ended(0, json_schema(), "")
     assert json.loads(json_schema())["title"] == "ortlaunch recipe"
+    assert ortlaunch("schema", "--markdown") == Ended(0, markdown(), "")
 
 
 def test_validate(ortlaunch: Run) -> None:

@@ -168,6 +168,7 @@ VERB = (
         ["bench", "--help"],
         ["schema"],
         ["recipes", "list"],
+        ["hostfile"],
         ["validate", "recipe.json"],
         ["plan", "recipe.json"],
         ["plan", "recipe.json", "--json"],
@@ -182,6 +183,11 @@ def test_verbs_that_answer_are_light(arguments: list[str], tmp_path: Path) -> No
     """A verb that only answers imports no heavy package."""
     (tmp_path / "recipe.json").write_text(json.dumps(CUSTOM))
     assert loaded_by(VERB, tmp_path, *arguments) & HEAVY == set()
+
+
+def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) -> None:
+    """`pip install --no-deps ortlaunch` and typer (which may bring pydantic) are enough to ask for tested versions."""
+    assert loaded_by(VERB, tmp_path, "constraints") & {"yaml", "filelock", *HEAVY} == set()
 
 
 @pytest.mark.parametrize("module", ["errors", "rank", "cache", "start", "rundir", "hosts", "extensions"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -104,8 +105,33 @@ def test_the_real_ones_copy_and_load(tmp_path: Path) -> None:
         assert str(ROOT / "schema.json") in copied[0].read_text()
 
 
-def test_installed_recipes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a checkout around the package, they lie in the environment's share folder."""
-    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "site-packages" / "ortlaunch" / "shipped.py"))
-    monkeypatch.setattr(shipped.sys, "prefix", str(tmp_path))
-    assert shipped.folder() == tmp_path / "share" / "ortlaunch" / "recipes"
+@pytest.mark.parametrize("root", ["target", "environment", "user"])
+def test_installed_recipes_are_found(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkout around the package, they lie in the share folder that pip chose."""
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "target" / "ortlaunch" / "shipped.py"))
+    monkeypatch.setattr(shipped.sys, "prefix", str(tmp_path / "environment"))
+    monkeypatch.setattr(shipped.site, "getuserbase", lambda: str(tmp_path / "user"))
+    with pytest.raises(InputError, match=r"^the shipped recipes are in none of .*; install ortlaunch again$"):
+        shipped.folder()
+    there = tmp_path / root / "share" / "ortlaunch" / "recipes"
+    there.mkdir(parents=True)
+    assert shipped.folder() == there
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("constraints", "torch-2.7", "no shipped constraint 'torch-2.7'; did you mean torch-2.6?"),
+        ("hostfiles", "zebra", "no shipped hostfile 'zebra'; there are deepspeed, mpich, openmpi"),
+    ],
+)
+def test_there_is_no_such_text(kind: str, name: str, message: str) -> None:
+    """The error has the near name, or all of them."""
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        shipped.text(kind, name)
+
+
+@pytest.mark.parametrize("name", ["torch-2.6", "torch-2.6.txt"])
+def test_text(name: str) -> None:
+    """With and without its ending."""
+    assert shipped.text("constraints", name) == (ROOT.parent / "constraints" / "torch-2.6.txt").read_text()

@@ -12,6 +12,7 @@ import pytest
 
 from ortlaunch.memory import estimate
 from ortlaunch.recipe import Recipe, load, yaml_text
+from ortlaunch.recipe.reference import markdown
 from ortlaunch.recipe.schema import json_schema
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -53,12 +54,49 @@ def test_a_shipped_recipe_is_valid_by_the_schema(path: Path) -> None:
     jsonschema.validate(as_editors_read(path.read_text(encoding="utf-8")), json.loads(json_schema()))
 
 
-@pytest.mark.skipif(
+as_newer_pydantic_words_it = pytest.mark.skipif(
     tuple(map(int, pydantic.VERSION.split(".")[:2])) < (2, 11), reason="older pydantic words it otherwise"
 )
+
+
+@as_newer_pydantic_words_it
 def test_the_schema_file_is_up_to_date() -> None:
     """`ortlaunch schema > recipes/schema.json` after every change of a field."""
     assert (RECIPES / "schema.json").read_text(encoding="utf-8") == json_schema()
+
+
+@as_newer_pydantic_words_it
+def test_the_reference_is_up_to_date() -> None:
+    """`ortlaunch schema --markdown > docs/recipe.md` after every change of a field."""
+    assert (RECIPES.parent / "docs" / "recipe.md").read_text(encoding="utf-8") == markdown()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `name` | text `^[A-Za-z0-9][A-Za-z0-9._-]*$` | **required** | Name of the run:",
+        "| `seed` | integer ≥ 0 < 2,147,483,648 | `42` | Seeds",
+        "| `engine` | [engine](#Engine) |  | What runs the model. |",
+        "| `zero` | [zero](#Zero) or null | `null` | DeepSpeed ZeRO.",
+        "## `data.train`, `data.evaluation`",
+        "| `betas` | [number ≥ 0 < 1, number ≥ 0 < 1] | `[0.9, 0.999]` | Decay",
+        '| `target_modules` | text or list of text | `["q_proj", "v_proj"]` | Names',
+        "| `env` | mapping of text | `{}` | Environment",
+        "| `micro_size` | integer ≥ 1 or `auto` or null | `null` | Samples",
+    ],
+)
+def test_the_reference_says_kind_bounds_default_and_manual(row: str) -> None:
+    """One field of every kind, word for word."""
+    assert any(line.startswith(row) for line in markdown().splitlines())
+
+
+def test_the_reference_has_every_field_in_the_recipes_order() -> None:
+    """The page's rows are the resolved recipe's keys, section by section."""
+    fields = [line.split("`")[1] for line in markdown().splitlines() if line.startswith("| `")]
+    assert fields[1 : 1 + len(Recipe.model_fields)] == list(Recipe.model_fields)
+    properties = [set(json.loads(json_schema())["properties"])]
+    properties += [set(section["properties"]) for section in json.loads(json_schema())["$defs"].values()]
+    assert sorted(fields) == sorted(name for names in properties for name in names)
 
 
 def test_the_schema_is_the_models_with_extends() -> None:

@@ -1,0 +1,98 @@
+"""docs/recipe.md: every field of a recipe with its type, bounds, default and manual, in the recipe's order.
+
+Made from the JSON schema before it is sorted, so that it cannot say anything else than editors are told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ortlaunch.recipe.schema import document
+
+_HEAD = """\
+# The recipe, field by field
+
+Made by `ortlaunch schema --markdown > docs/recipe.md`; a test holds it to the code. The JSON schema has the same texts
+(`ortlaunch schema`), and editors show them while you type.
+
+A recipe is a YAML file. Any field can be set on the command line by its dotted path: `train.max_steps=50`,
+`engine.name=eager`, `zero.stage=1`. What must be given is **required**, in a file that extends no other.
+"""
+_WORDS = {"string": "text", "object": "mapping", "boolean": "true, false", "array": "list", "null": "null"}
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def markdown() -> str:
+    """The whole page."""
+    whole = document()
+    sections: dict[str, list[str]] = {}
+    for path, name in _sections(whole, whole, ""):
+        sections.setdefault(name, []).append(path)
+    parts = [_HEAD, *_table(whole, whole, sections)]
+    for name, paths in sections.items():
+        section = whole["$defs"][name]
+        heading = ", ".join(f"`{path}`" for path in paths)
+        parts += ["", f'<a id="{name}"></a>', "", f"## {heading}", "", section["description"], ""]
+        parts += _table(whole, section, sections)
+    return "\n".join(parts) + "\n"
+
+
+def _sections(whole: dict[str, Any], place: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """(dotted path, name in $defs) of each section, depth first."""
+    for field, schema in place["properties"].items():
+        for name in _references(schema):
+            yield f"{prefix}{field}", name
+            yield from _sections(whole, whole["$defs"][name], f"{prefix}{field}.")
+
+
+def _references(schema: dict[str, Any]) -> Iterator[str]:
+    if "$ref" in schema:
+        yield schema["$ref"].rpartition("/")[2]
+    for branch in _branches(schema):
+        yield from _references(branch)
+
+
+def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+
+
+def _table(whole: dict[str, Any], section: dict[str, Any], sections: dict[str, list[str]]) -> list[str]:
+    required = section.get("required", ())
+    lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
+    for field, schema in section["properties"].items():
+        default = "**required**" if field in required else _default(schema)
+        own = [schema, *(whole["$defs"][name] for name in _references(schema))]
+        manual = next(each["description"] for each in own if "description" in each).replace("|", "\\|")
+        lines.append(f"| `{field}` | {_kind(schema, sections)} | {default} | {manual} |")
+    return lines
+
+
+def _default(schema: dict[str, Any]) -> str:
+    if "default" not in schema or "$ref" in schema:
+        return ""
+    value = schema["default"]
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def _kind(schema: dict[str, Any], sections: dict[str, list[str]]) -> str:
+    """What may be written, in words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{sections[name][0]}](#{name})"
+    if _branches(schema):
+        return " or ".join(_kind(branch, sections) for branch in _branches(schema))
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{word}`" for word in schema.get("enum", [schema.get("const")]))
+    if "prefixItems" in schema:
+        return f"[{', '.join(_kind(item, sections) for item in schema['prefixItems'])}]"
+    bounds = [f"{sign} {_plain(schema[name])}" for name, sign in _BOUNDS.items() if name in schema]
+    bounds += [f"`{schema['pattern']}`"] if "pattern" in schema else []
+    inside = schema.get("items") or schema.get("additionalProperties")
+    of = f" of {_kind(inside, sections)}" if isinstance(inside, dict) else ""
+    return " ".join([_WORDS.get(schema["type"], schema["type"]) + of, *bounds])
+
+
+def _plain(bound: float) -> str:
+    return f"{int(bound) if bound == int(bound) else bound:,}"
