@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 from ortlaunch import __version__, doctor, machine, micro_size, recipe, start
 from ortlaunch.capacity import crowded
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
+from ortlaunch.finished import further, nothing_left
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.cause import explain_end
-from ortlaunch.plan import Plan, describe, make_plan, replan
+from ortlaunch.plan import Plan, describe, duration, make_plan, replan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.ort_variables import contradictions, seen
@@ -134,8 +135,10 @@ def _request(plan: Plan, run: RunDir) -> Request:
 
 def train(settled: Settled, chosen: Path | None) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
-    run = run_folder(chosen, settled, os.environ)
+    started, run = time.monotonic(), run_folder(chosen, settled, os.environ)
     settled = _with_engine(_with_known_size(settled, run), run)
+    if _says_that_nothing_is_left(settled, run):
+        return 0
     if settled.world.inside is not None:
         return _be_a_rank(settled, run, settled.world.inside)
     _check_means(settled, run)
@@ -148,8 +151,24 @@ def train(settled: Settled, chosen: Path | None) -> int:
     launcher = backend(settled.plan.launcher)
     job = launcher.submit(request)
     end = explain_end(run, launcher.wait(job), stopped_by=job.signal)
-    print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
+    if end.status:
+        print(end.text, file=sys.stderr, flush=True)
+    else:
+        next_ = further(sys.argv[1:], settled.file.recipe, run)
+        took = f"{end.text}, in {duration(time.monotonic() - started)}"
+        print(*[took, *([next_] if next_ else [])], sep="\n", flush=True)
     return end.status
+
+
+def _says_that_nothing_is_left(settled: Settled, run: RunDir) -> bool:
+    """A finished run is left as it is, down to the last file."""
+    left = nothing_left(settled.file.recipe, run)
+    if left is None or (settled.world.inside is not None and settled.world.inside.rank > 0):
+        return left is not None
+    _check_folder(run, settled.file.recipe)
+    next_ = further(sys.argv[1:], settled.file.recipe, run)
+    print(*[left, *([next_] if next_ else [])], sep="\n", flush=True)
+    return True
 
 
 def _with_known_size(settled: Settled, run: RunDir) -> Settled:

@@ -5,7 +5,7 @@ runs/<name>-<timestamp>/
   store rendezvous                                                     how ranks of one host meet, without a port
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
-  steps.json                                                           what train.epochs are in steps
+  steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
   choice.json                                                          how engine.name: auto was decided
@@ -43,6 +43,7 @@ class RunDir:
         self.ready = self.path / "ready"
         self.metrics = self.path / "metrics.jsonl"
         self.steps = self.path / "steps.json"
+        self.summary = self.path / "summary.json"
         self.parity = self.path / "parity.jsonl"
         self.engine = self.path / "engine.json"
         self.memory = self.path / "memory.json"

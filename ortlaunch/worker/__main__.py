@@ -87,7 +87,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
             length = length_line(recipe, plan.batch, len(data.train))
             print(*plan_lines(engine.truth()), *engine.notes, length, sep="\n", flush=True)
         train(recipe, plan, run, group, engine, batches, data.evaluation)
-        finish(recipe, plan, run, group, engine, model, data.tokenizer)
+        finish(recipe, plan, run, group, engine, model, data)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.rundir import RunDir, write_json, write_text
@@ -11,7 +12,7 @@ from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.stepping import Stepper
 
 
-def save(run: RunDir, recipe: Recipe, group: Group, stepper: Stepper, step: int, state: dict[str, int]) -> Path:
+def save(run: RunDir, recipe: Recipe, group: Group, stepper: Stepper, step: int, state: dict[str, Any]) -> Path:
     """Write the checkpoint after `step` steps (collective); older ones beyond `checkpoint.keep` go."""
     folder = run.checkpoint(step)
     if group.rank == 0:

@@ -4,28 +4,74 @@ from __future__ import annotations
 
 from typing import Any
 
-from ortlaunch.plan import Plan
+from ortlaunch.plan import Plan, duration
 from ortlaunch.recipe import Recipe
 from ortlaunch.rundir import RunDir, write_json
+from ortlaunch.worker.data import Data
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
+from ortlaunch.worker.metrics import records
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.tell import late_notes, outcome_lines
 
 
 def finish(
-    recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, model: LossModule, tokenizer: Any
+    recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, model: LossModule, data: Data
 ) -> None:
     """Write the trained model and what it took (collective); rank 0 says so."""
     lines = [*late_notes(engine.truth(), engine.notes), *outcome_lines(engine.truth())]
     if not recipe.engine.parity_only and engine.memory is not None:
         used = engine.memory.record(plan, group)
         Progress(group.rank).doing("writing the export")
-        export(recipe, run, group, engine.stepper, model, tokenizer)
-        write_json(run.memory, used) if group.rank == 0 else None
-        lines.append(memory_line(used))
+        export(recipe, run, group, engine.stepper, model, data.tokenizer)
+        trained = engine.memory.looks > 0
+        lines += [memory_line(used)] if trained else []
+        if group.rank == 0:
+            write_json(run.memory, used) if trained or not run.memory.exists() else None
+            summary = summarize(run, plan, len(data.train))
+            write_json(run.summary, summary)
+            lines += [*summary_lines(summary), f"export: {run.export}; load it: {_loaded_by(recipe, run, model.model)}"]
     if group.rank == 0:
         print(*lines, sep="\n", flush=True)
+
+
+def summarize(run: RunDir, plan: Plan, samples: int) -> dict[str, Any]:
+    """What the whole training came to, over all its starts: from the checkpoint and metrics.jsonl."""
+    steps, kept = run.complete_checkpoints()[-1][0], records(run)
+    seen = steps * plan.batch.global_samples
+    last = {name: value for record in kept for name, value in record.items()}  # the newest of each name
+    return {
+        "steps": steps,
+        "samples": seen,
+        "epochs": round(seen / samples, 4),
+        "loss": last.get("loss"),
+        "evaluation_loss": last.get("evaluation_loss"),
+        "training_seconds": last.get("elapsed_seconds"),
+    }
+
+
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The summary for a person."""
+    losses = [
+        f"{words} {float(summary[name]):.4f}"
+        for name, words in (("loss", "final loss"), ("evaluation_loss", "evaluation loss"))
+        if summary[name] is not None
+    ]
+    return [
+        f"trained {summary['steps']:,} steps: {summary['samples']:,} samples, {summary['epochs']:.3g} epochs, "
+        f"in {duration(summary['training_seconds'])}",
+        *([", ".join(losses)] if losses else []),
+    ]
+
+
+def _loaded_by(recipe: Recipe, run: RunDir, model: Any) -> str:
+    """What to type in Python to have the trained model."""
+    if not hasattr(model, "save_pretrained"):
+        return f'safetensors.torch.load_model(your_model, "{run.export / "model.safetensors"}")'
+    if recipe.model.lora and not recipe.model.lora.merge:
+        return f'peft.PeftModel.from_pretrained(base_model, "{run.export}")'
+    whole = model.get_base_model() if recipe.model.lora else model
+    return f'transformers.{type(whole).__name__}.from_pretrained("{run.export}")'

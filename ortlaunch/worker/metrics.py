@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import MissingDependency
+from ortlaunch.plan import duration
 from ortlaunch.recipe import Recipe
 from ortlaunch.rundir import RunDir, json_text, write_text
 
@@ -18,7 +19,7 @@ class Metrics:
 
     def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
         self.max_steps, self.first_step = recipe.train.steps, first_step
-        _cut_after(run, first_step)
+        self.before = _cut_after(run, first_step)
         self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
         self.board = _tensorboard(run, first_step) if "tensorboard" in recipe.log.trackers else None
         self.started = time.perf_counter()
@@ -26,7 +27,7 @@ class Metrics:
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Record the values of a step (from 1) and show them."""
         elapsed = time.perf_counter() - self.started
-        record = {"step": step, **values, "elapsed_seconds": round(elapsed, 3)}
+        record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
         self.file.write(json_text(record) + "\n")
         if self.board is not None:
             for name, value in values.items():
@@ -55,20 +56,18 @@ def _shown(values: dict[str, Any]) -> list[str]:
     return [form.format(values[name]) for name, form in forms.items() if values.get(name) is not None]
 
 
-def duration(seconds: float) -> str:
-    """`1:02:03`, `2:03`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _cut_after(run: RunDir, step: int) -> None:
-    """A resumed run takes up its own record where the checkpoint left it."""
+def _cut_after(run: RunDir, step: int) -> float:
+    """A resumed run takes up its own record where the checkpoint left it; returns the seconds that it took so far."""
+    kept = [record for record in records(run) if record["step"] <= step]
     if run.metrics.exists():
-        lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        write_text(
-            run.metrics, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step)
-        )
+        write_text(run.metrics, "".join(json_text(record) + "\n" for record in kept))
+    return float(kept[-1]["elapsed_seconds"]) if kept else 0.0
+
+
+def records(run: RunDir) -> list[dict[str, Any]]:
+    """What metrics.jsonl holds; a last line that was half written is none."""
+    lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if run.metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _tensorboard(run: RunDir, first_step: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -31,13 +32,14 @@ class TrainState:
 
     step: int = 0
     skipped: int = 0
+    learning_rate: float | None = None  # the last step's; checkpoints of earlier versions lack it
 
 
 def train(
     recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, batches: Batches, evaluation: Samples | None
 ) -> TrainState:
     """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
-    state = _resume(run, group, engine)
+    state = _resume(recipe, run, group, engine)
     if state.step >= recipe.train.steps:
         if group.rank == 0:
             print(f"nothing to train: {state.step} of {recipe.train.steps} steps are done", flush=True)
@@ -102,11 +104,16 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "big")
 
 
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """At `step`, from 0."""
+    return recipe.optimizer.learning_rate * factor(recipe.schedule, step, recipe.train.steps)
+
+
 def train_step(
     recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, state: TrainState
 ) -> tuple[torch.Tensor, Any, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
-    rate = recipe.optimizer.learning_rate * factor(recipe.schedule, state.step, recipe.train.steps)
+    rate = state.learning_rate = learning_rate(recipe, state.step)
     losses = _passes(recipe, plan, group, engine, batches, state.step)
     if engine.memory:
         engine.memory.look(engine.stepper)
@@ -160,15 +167,26 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _resume(run: RunDir, group: Group, engine: Engine) -> TrainState:
+def _resume(recipe: Recipe, run: RunDir, group: Group, engine: Engine) -> TrainState:
     found = checkpoint.newest(run)
     if found is None:
         return TrainState()
     step, folder = found
     state = TrainState(**engine.stepper.load(folder))
     if group.rank == 0:
-        print(f"resumed after step {step} from {folder}", flush=True)
+        print(f"resumed after step {step} from {folder}", *_schedule_notes(recipe, state), sep="\n", flush=True)
     return state
+
+
+def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
+    """Where a changed length or schedule makes the learning rate jump."""
+    step, before = state.step, state.learning_rate
+    if before is None or step >= recipe.train.steps or math.isclose(before, learning_rate(recipe, step - 1)):
+        return
+    yield (
+        f"the learning rate goes from {before:.4g} at step {step} to {learning_rate(recipe, step):.4g} at step "
+        f"{step + 1}: the schedule runs over {recipe.train.steps} steps, or is another, than when step {step} was taken"
+    )
 
 
 class Meter:

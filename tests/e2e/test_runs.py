@@ -48,10 +48,11 @@ def test_the_run_folder(full: Run) -> None:
     assert len(board) == 1
     assert full.files() - board == {
         "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
+        "summary.json",
         "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
         *(f"checkpoints/step_00000010/{name}" for name in ("state.pt", "manifest.json", "COMPLETE")),
     }  # fmt: skip
-    assert full.out.splitlines()[-1] == "done: full"
+    assert full.out.splitlines()[-2].startswith("done: full, in 0:")
     shown = [line for line in full.out.splitlines() if line.startswith("step ")]
     assert shown == [line for line in (full.folder / "logs/rank_00000.out").read_text().splitlines() if line in shown]
     assert len(shown) == 13
@@ -108,15 +109,40 @@ def test_tensorboard_has_the_same_numbers(full: Run) -> None:
 
 
 def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, home: Path) -> None:
-    """It says so and ends well; the record of what ran stays as it was."""
+    """It says so and ends well, also with fewer steps asked for; every file of the run stays as it was."""
     shutil.copytree(full.folder, home / "again")
-    again = ended_well(train("again", FULL))
+    for asked in (10, 6):
+        again = ended_well(train("again", FULL, f"train.max_steps={asked}"))
+        assert f"nothing to train: 10 of {asked} steps are done" in again.out
+        assert again.files() == full.files()
+        changed = [n for n in full.files() if (again.folder / n).read_bytes() != (full.folder / n).read_bytes()]
+        assert changed == []
+
+
+def test_an_export_that_was_taken_away_is_written_again(full: Run, train: Train, home: Path) -> None:
+    """A finished run without its export makes it from the last checkpoint; what was measured of training stays."""
+    shutil.copytree(full.folder, home / "exported-again")
+    shutil.rmtree(home / "exported-again/export")
+    again = ended_well(train("exported-again", FULL))
     assert "nothing to train: 10 of 10 steps are done" in again.out
-    assert again.records() == full.records()
-    assert again.truth() == full.truth()
-    assert {name for name in again.files() if name.startswith(("checkpoints", "export", "errors"))} == {
-        name for name in full.files() if name.startswith(("checkpoints", "export", "errors"))
-    }
+    for name in ("export/model.safetensors", "memory.json", "metrics.jsonl", "summary.json"):
+        assert (again.folder / name).read_bytes() == (full.folder / name).read_bytes()
+
+
+def test_the_end_says_what_came_out(full: Run) -> None:
+    """Steps, samples, epochs, time, losses, where the export lies and how to load it, and what to type next."""
+    summary = json.loads((full.folder / "summary.json").read_text())
+    loss, evaluation = full.values("loss")[-1][1], full.values("evaluation_loss")[-1][1]
+    seconds = full.records()[-1]["elapsed_seconds"]
+    assert summary == {"steps": 10, "samples": 160, "epochs": 0.625, "loss": loss, "evaluation_loss": evaluation,
+                       "training_seconds": seconds}  # fmt: skip
+    lines = full.out.splitlines()
+    assert lines[-5].startswith("trained 10 steps: 160 samples, 0.625 epochs, in 0:")
+    assert lines[-4] == f"final loss {loss:.4f}, evaluation loss {evaluation:.4f}"
+    assert lines[-3] == (
+        'export: full/export; load it: safetensors.torch.load_model(your_model, "full/export/model.safetensors")'
+    )
+    assert lines[-1] == "to train on: ortlaunch train full.yaml --run-dir=full train.max_steps=20"
 
 
 # --------------------------------------------------------------------------------------------------------- resuming

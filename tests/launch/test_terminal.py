@@ -53,6 +53,6 @@ def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
     assert max(map(len, bars)) < 90
     stay = [line.rpartition(ERASE)[2] for line in shown.split("\n")]
     assert [line.split("  ")[0] for line in stay if line.startswith("step ")] == ["step 2/6", "step 4/6", "step 6/6"]
-    assert stay[-2:] == ["done: run", ""]
+    assert stay[-3].startswith("done: run, in ")
     for log in (tmp_path / "run/logs").iterdir():
         assert re.findall(r"[\r\x1b]|training +\d|\.\.\.$", log.read_text(), re.MULTILINE) == []

@@ -21,8 +21,8 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
 ANY = None
 
 SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine", "file_errors"}
-CONTROL = {"cli", "control", "start", "micro_size", "world", "capacity", "hosts", "doctor", "shipped", "launch", "bench",
-           "output"}  # fmt: skip
+CONTROL = {"cli", "control", "finished", "start", "micro_size", "world", "capacity", "hosts", "doctor", "shipped",
+           "launch", "bench", "output"}  # fmt: skip
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -42,6 +42,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "world": ({"errors", "recipe", "hosts", "rank", "plan"}, set()),
     "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
     "capacity": ({"errors", "plan", "memory", "machine", "world"}, set()),
+    "finished": ({"recipe", "rundir"}, set()),
     "shipped": ({"errors", "recipe"}, set()),
     "micro_size": ({"errors", "recipe", "plan", "rundir", "launch"}, set()),
     "launch": ({"errors", "plan", "rundir", "launch", "start"}, set()),

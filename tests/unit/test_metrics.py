@@ -14,10 +14,11 @@ import transformers
 from torch import nn
 
 from ortlaunch.errors import MissingDependency
+from ortlaunch.plan import duration
 from ortlaunch.recipe import Recipe
 from ortlaunch.rundir import RunDir
 from ortlaunch.worker import metrics as metrics_module
-from ortlaunch.worker.metrics import Metrics, duration, flops_per_token, measured_peak_flops
+from ortlaunch.worker.metrics import Metrics, flops_per_token, measured_peak_flops
 
 VALUES = {
     "epoch": 0.25, "loss": 1.25, "samples_per_second": 1234.56, "tokens_per_second": 98765.4, "mfu": 0.0525,
@@ -93,14 +94,16 @@ def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytes
     )
 
 
-def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, clock: list[float]) -> None:
     """Steps after the checkpoint, and a line that was half written, go; the record continues without a seam."""
     run = RunDir(tmp_path)
-    lines = [{"step": step, "loss": 1.0 / step} for step in (2, 4, 4, 6, 8)]
+    lines = [{"step": step, "loss": 1.0 / step, "elapsed_seconds": step + 0.5} for step in (2, 4, 4, 6, 8)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "lo')
     metrics = Metrics(recipe(), run, 4)
+    clock[0] += 2
     metrics.write(6, {"loss": 0.0})
     metrics.close()
+    assert records(run)[-1]["elapsed_seconds"] == 6.5  # over all starts
     assert [(r["step"], r["loss"]) for r in records(run)] == [(2, 0.5), (4, 0.25), (4, 0.25), (6, 0.0)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,3 +122,21 @@ def test_what_is_not_finite_ends_the_training(how: str, zero: dict | None, tmp_p
     if how != "constant" and (zero or {}).get("stage") != 3:  # where the weights are pieces
         assert torch.equal(model.weight, known[-1])
         assert torch.isfinite(model.weight).all()
+
+
+def test_a_longer_schedule_tells_its_jump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More steps on resume stretch the schedule: allowed, and told with both learning rates; going on is not told."""
+    for steps, lost in ((4, 4), (4, None), (8, None)):
+        sections = {"checkpoint": {"every_steps": 2}, "log": {"every_steps": 1}}
+        trained = train_here(tmp_path, Line(), ROWS, train={"max_steps": steps}, **sections)
+        if lost:
+            shutil.rmtree(trained.run.checkpoint(lost))
+    rates = dict(trained.values("learning_rate"))
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
+    assert [rates[step] for step in (4, 5)] == pytest.approx([0.025, 0.05])
+    assert said == [
+        f"resumed after step 2 from {trained.run.checkpoint(2)}",
+        f"resumed after step 4 from {trained.run.checkpoint(4)}",
+        "the learning rate goes from 0.025 at step 4 to 0.05 at step 5: the schedule runs over 8 steps, or is another, "
+        "than when step 4 was taken",
+    ]
