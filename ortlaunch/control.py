@@ -150,7 +150,7 @@ def train(settled: Settled, chosen: Path | None) -> int:
         os.environ[PROGRESS_VARIABLE] = str(shutil.get_terminal_size().columns)
     launcher = backend(settled.plan.launcher)
     job = launcher.submit(request)
-    end = explain_end(run, launcher.wait(job), stopped_by=job.signal)
+    end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
     if end.status:
         print(end.text, file=sys.stderr, flush=True)
     else:

@@ -126,6 +126,28 @@ def free_memory() -> int | None:
     return None
 
 
+def oom_kills(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Processes of this one's control group that the kernel has ended for memory; None where it does not say."""
+    for folder, name in _memory_groups(proc, root):
+        with contextlib.suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE)
+            if found:
+                return int(found[1])
+    return None
+
+
+def _memory_groups(proc: Path, root: Path) -> Iterator[tuple[Path, str]]:
+    """This process's control group and the file that counts there, version 1 and 2; in a container the root is it."""
+    with contextlib.suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if "memory" in kinds.split(","):
+                yield from ((root / "memory" / inner, "memory.oom_control") for inner in (path.lstrip("/"), ""))
+            elif kinds == "":
+                tops = (root, root / "unified")
+                yield from ((top / inner, "memory.events") for inner in (path.lstrip("/"), "") for top in tops)
+
+
 def others_at_work() -> list[str]:
     """`name (pid): share of a core` of every process that works now, this one apart; the busiest first."""
     before, begun = dict(_ticks()), time.perf_counter()

@@ -135,7 +135,7 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
     launcher = backend(plan.launcher)
     request = launcher.request(_write(recipe, plan, trial, size), trial)
     job = launcher.submit(request._replace(argv=(*_QUIETLY, str(log), *request.argv)))
-    end = explain_end(trial, launcher.wait(job), stopped_by=job.signal)
+    end = explain_end(trial, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
     if job.signal is not None:
         raise Stopped(end)
     if end.status == 0:
@@ -155,7 +155,7 @@ def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
     small = recipe.model_copy(update={"batch": batch, "data": data})
     worker = tuple("ortlaunch.worker.trial" if part == "ortlaunch.worker" else part for part in plan.argv)
     tried = replace(replan(small, plan), argv=worker)
-    for old in (*trial.errors.glob("rank_*.json"), trial.trial):
+    for old in (*trial.errors.glob("*"), trial.trial):
         old.unlink(missing_ok=True)
     write_text(trial.recipe, to_yaml(small))
     write_text(trial.plan, tried.to_json())

@@ -7,6 +7,8 @@ known to have started the other. Shared by the control side and the worker; impo
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -40,6 +42,12 @@ VARIABLES = frozenset(_OPEN_MPI_NAMES + _MVAPICH_NAMES + _HYDRA_NAMES + _PALS_NA
 _LAST_REAL_STEP = 0xFFFFFFF0
 
 
+# Of a rank, from SIGTERM to SIGKILL, whoever sends them.
+GRACE_SECONDS = 10.0
+# Set by ortlaunch's own launchers for what they start on this host: process_space() and the launcher's process id.
+LAUNCHER_VARIABLE = "ORTLAUNCH_LAUNCHER"
+
+
 class Rank(NamedTuple):
     """A process's place: 0 <= rank < world_size, and 0 <= local_rank < local_world_size on its machine."""
 
@@ -53,6 +61,13 @@ class Rank(NamedTuple):
         """The rank that ``env`` describes; rank 0 of a world of one where no launcher left a variable."""
         found = detect(env)
         return found[0] if found else cls(0, 1, 0, 1)
+
+
+def process_space() -> str:
+    """Where a process id means one process: the host and, on Linux, the namespace of process ids."""
+    with contextlib.suppress(OSError):
+        return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
+    return os.uname().nodename
 
 
 class _Set(NamedTuple):

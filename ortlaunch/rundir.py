@@ -69,6 +69,14 @@ class RunDir:
         """What ended one rank, written by that rank."""
         return self.errors / f"rank_{rank:05d}.json"
 
+    def asked(self, rank: int) -> Path:
+        """There once a rank was asked to end by a signal: `NUMBER TIME`."""
+        return self.errors / f"asked_{rank:05d}"
+
+    def spare(self, rank: int) -> Path:
+        """Room on the disk for the account of a rank's end."""
+        return self.errors / f"spare_{rank:05d}"
+
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint after `step` optimizer steps."""
         return self.checkpoints / f"step_{step:08d}"

@@ -90,7 +90,7 @@ class Player:
         launcher = backend(self.variant.settled.plan.launcher)
         if launcher.state(self._job) is not JobState.RUNNING:
             job, self._job = self._job, None
-            end = explain_end(self.run, launcher.wait(job))
+            end = explain_end(self.run, launcher.wait(job), None, job.ended_by, job.oom_kills)
             raise Failed(end.text if end.status else "it ended before its time without an error")
 
     def leave(self) -> None:

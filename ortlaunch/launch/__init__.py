@@ -28,6 +28,7 @@ class Request(NamedTuple):
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
+    tells_ranks: bool = True  # SIGUSR1 and SIGUSR2 to the command reach the ranks
 
     def __str__(self) -> str:
         """What a person would type."""

@@ -1,4 +1,4 @@
-"""Start a command in its own process group, wait for it, and leave nothing behind.
+"""Start a command in its own process group, wait for it and for all that it started here, and leave nothing behind.
 
 The command dies with this process, and every rank with its parent (see worker/shepherd.py), so ending either ends the
 run, on this host and, through the launcher's own daemons, on the others.
@@ -16,28 +16,52 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ortlaunch import machine
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
+from ortlaunch.launch.orphans import Orphans, send
+from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
 from ortlaunch.rundir import write_text
 
-GRACE_SECONDS = 10.0
-_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
+_MORE_SECONDS = 2.0  # a rank's guardian ends it after the grace, and says so, before the guardian itself is ended
 # Becomes the command after asking the kernel for SIGTERM when the parent ends, as after `kill -9` of ortlaunch. Between
 # fork and exec (preexec_fn) only async-signal-safe code is allowed, so that this takes a process image of its own.
-_DIE_WITH_PARENT = """\
-import ctypes, os, sys
+# torchrun would die of a notice: what is ignored stays so in what it executes, until that handles it.
+_DIE_WITH_PARENT = f"""\
+import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+os.environ[{LAUNCHER_VARIABLE!r}] = f"{{sys.argv[2]}} {{os.getpid()}}"
 if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[3:])
+    os.execv(sys.argv[3], sys.argv[4:])
 """
 
 
 class Job:
-    """A started command; its process group has the id of the command. `signal` is the one that stopped it, if any."""
+    """A started command; its process group has the id of the command.
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
+    signal: the one that stopped it, if any, sent to this process by the user.
+    ended_by: the one that the command itself died of, if any.
+    oom_kills: how many processes of this control group the kernel ended for memory meanwhile; None where it is silent.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], orphans: Orphans, tells_ranks: bool) -> None:
+        self.process, self.orphans, self.tells_ranks = process, orphans, tells_ranks
         self.signal: int | None = None
+        self.signals = 0  # that asked for the end
+        self.ended_by: int | None = None
+        self.oom_kills: int | None = None
+        self._oom_kills_before = machine.oom_kills()
+
+    def has_ended(self, status: int) -> None:
+        """Keep what can be seen of the end."""
+        self.ended_by = -status if status < 0 else None
+        after = machine.oom_kills()
+        if after is not None and self._oom_kills_before is not None:
+            self.oom_kills = after - self._oom_kills_before
 
 
 def submit(request: Request, output: Path | None = None) -> Job:
@@ -49,10 +73,13 @@ def submit(request: Request, output: Path | None = None) -> Job:
         raise LaunchError(f"cannot start {request.argv[0]}: there is no such program")
     argv = request.argv
     if sys.platform == "linux":
-        argv = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), program, *argv)
+        argv = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), process_space(), program, *argv)
     environ = {**os.environ, **dict(request.env)}
+    orphans = Orphans()
     with open(output, "ab") if output else contextlib.nullcontext() as sink:
-        return Job(subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink))
+        process = subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink)
+    orphans.belong_to(process.pid)
+    return Job(process, orphans, request.tells_ranks)
 
 
 def state(job: Job) -> JobState:
@@ -64,30 +91,47 @@ def state(job: Job) -> JobState:
 
 
 def wait(job: Job) -> int:
-    """Wait for the end; signals to this process go to the job first. Returns an exit status as a shell would."""
+    """Wait for the end of the job and of all that it started here; signals to this process go to the job first.
+
+    Returns an exit status as a shell would.
+    """
     with _forwarding(job):
         status = job.process.wait()
-    _end_group(job)
+        job.has_ended(status)
+        _end_rest(job)
     if job.signal is not None:
         return 128 + job.signal
     return 128 - status if status < 0 else status
 
 
 def cancel(job: Job) -> None:
-    """End the job: SIGTERM, and after a grace SIGKILL, to its whole group."""
-    _end_group(job)
+    """End the job: SIGTERM, and after a grace SIGKILL, to all that it started."""
+    _end_rest(job)
     job.process.wait()
 
 
 @contextlib.contextmanager
 def _forwarding(job: Job) -> Iterator[None]:
-    def forward(number: int, frame: object) -> None:
-        # A second signal means now.
-        sent = signal.SIGTERM if job.signal is None else signal.SIGKILL
+    def end(number: int, frame: object) -> None:
+        job.signals += 1
         job.signal = job.signal or number
-        _signal_group(job, sent)
+        if job.signals == 1:
+            _signal_group(job, signal.SIGTERM)
+            _signal_group(job, signal.SIGCONT)  # what is stopped could not end
+        else:  # now
+            for pid in (job.process.pid, *job.orphans.left()):
+                send(pid, signal.SIGKILL)
 
-    previous = {number: signal.signal(number, forward) for number in _FORWARDED_SIGNALS}
+    def notify(number: int, frame: object) -> None:
+        said = (
+            f"ortlaunch: {signal.Signals(number).name} is passed on to the ranks, which go on unless they handle it\n"
+        )
+        os.write(2, said.encode())  # print is not reentrant
+        for pid in [job.process.pid] if job.tells_ranks else job.orphans.children_of(job.process.pid):
+            send(pid, number)
+
+    handlers = {**dict.fromkeys(_ENDING_SIGNALS, end), **dict.fromkeys(_NOTICES, notify)}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
@@ -95,19 +139,19 @@ def _forwarding(job: Job) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_group(job: Job) -> None:
-    if _signal_group(job, signal.SIGTERM):
-        deadline = time.monotonic() + GRACE_SECONDS
-        while _signal_group(job, 0) and time.monotonic() < deadline:
-            job.process.poll()
-            time.sleep(0.05)
-        _signal_group(job, signal.SIGKILL)
+def _end_rest(job: Job) -> None:
+    """End what is left of the job: SIGTERM to what nothing stands above, and after a grace SIGKILL to all."""
+    deadline, asked = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS, set[int]()
+    while left := job.orphans.left():
+        late = time.monotonic() > deadline or job.signals > 1
+        for pid in left if late else [pid for pid, is_root in left.items() if is_root and pid not in asked]:
+            send(pid, signal.SIGKILL if late else signal.SIGTERM)
+            send(pid, signal.SIGCONT)
+            asked.add(pid)
+        job.process.poll()
+        time.sleep(0.05)
+    job.orphans.done()
 
 
-def _signal_group(job: Job, number: int) -> bool:
-    """Send to the group; False when nobody is left in it."""
-    try:
-        os.killpg(job.process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+def _signal_group(job: Job, number: int) -> None:
+    send(-job.process.pid, number)

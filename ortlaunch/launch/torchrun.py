@@ -36,4 +36,4 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset; the worker divides the cores itself.
     env = {"OMP_NUM_THREADS": "1", **_NO_STORE, **dict(plan.env)}
     files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
-    return Request(argv, tuple(sorted(env.items())), files)
+    return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False)

@@ -1,7 +1,7 @@
 """One rank's guardian: a small process around the rank that sees how it ends. Standard library only.
 
-It forks before anything heavy is imported, copies the rank's output into its logs, passes signals on, and writes
-errors/rank_N.json with the true cause. The rank dies with its guardian, and the guardian with the launcher.
+It forks before anything heavy is imported, copies the rank's output into its logs, passes signals on, and sees to it
+that errors/rank_N.json has the true cause. The rank dies with its guardian, and the guardian with the launcher.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ import os
 import resource
 import selectors
 import signal
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
+from typing import NoReturn
 
-from ortlaunch.errors import OrtlaunchError
+from ortlaunch import machine
 from ortlaunch.rank import Rank
-from ortlaunch.rundir import RunDir, progress_width, read_json, write_json
+from ortlaunch.rundir import RunDir, progress_width, read_json
+from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
+from ortlaunch.worker.failure import Account
+from ortlaunch.worker.rank_log import RankLog
 from ortlaunch.worker.terminal import Screen, Stream, Taken
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# A rank that loses its peers fails too; these words tell that the cause is elsewhere.
-_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
-                 "Timed out waiting", "Socket closed", "DistBackendError", "DistNetworkError")  # fmt: skip
 _FINISHED = b"finished"
-_PR_SET_PDEATHSIG = 1
 _EXIT_SECONDS = 30
 _FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
 _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
@@ -37,24 +33,34 @@ _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: th
 
 def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
     """Run `live` as this rank in a child process; returns the exit status, or dies of the rank's own signal."""
-    _die_with_parent(signal.SIGTERM)
+    die_with_parent(signal.SIGTERM, os.getppid())
+    if launcher_is_gone(os.environ, read_json(run.plan)["launcher"]):
+        return 128 + signal.SIGTERM
+    account, oom_kills = Account(rank, run), machine.oom_kills()
+    account.open()
     streams = {name: os.pipe() for name in ("out", "err", "finished")}
-    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until there is a rank to pass them on to
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
-        _be_the_rank(rank, run, live, {name: ends[1] for name, ends in streams.items()})
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a rank to pass them on to
+    guardian, pid = os.getpid(), os.fork()
+    if pid == 0:
+        _be_the_rank(account, guardian, live, {name: ends[1] for name, ends in streams.items()})
     for _, write_end in streams.values():
         os.close(write_end)
-    passed_on = _pass_signals_to(child)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
+    child = Child(pid, run.asked(rank.rank))
+    for number in PASSED_ON:
+        signal.signal(number, child.pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     finished, status = _relay(child, rank, run, {name: ends[0] for name, ends in streams.items()})
-    return _conclude(rank, run, child, status, finished, passed_on)
+    code = _conclude(account, child, status, finished, oom_kills)
+    account.close()
+    return _end_alike(code)
 
 
-def _be_the_rank(rank: Rank, run: RunDir, live: Callable[[], None], ends: dict[str, int]) -> NoReturn:
+def _be_the_rank(account: Account, guardian: int, live: Callable[[], None], ends: dict[str, int]) -> NoReturn:
     """The child: live, say how it went, leave without finalizers that could hang or change the status."""
-    _die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL, guardian)
+    for number in NOTICES:  # until the user's own code handles them
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.dup2(ends["out"], 1)
     os.dup2(ends["err"], 2)
     status = 1
@@ -63,7 +69,7 @@ def _be_the_rank(rank: Rank, run: RunDir, live: Callable[[], None], ends: dict[s
         os.write(ends["finished"], _FINISHED)
         status = 0
     except BaseException as error:
-        status = _record_exception(rank, run, error)
+        status = account.of_exception(error)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -80,65 +86,31 @@ def _sign_off() -> None:
     ctypes.CDLL(None).exit(0)
 
 
-def _record_exception(rank: Rank, run: RunDir, error: BaseException) -> int:
-    """Write the rank's own account of its end; returns its exit status."""
-    now = time.time()
-    text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
-    status = _status_of(error)
-    secondary = isinstance(error, Exception) and any(word in text for word in _PEER_IS_GONE)
-    kind = type(error).__name__
-    record = {"type": kind, "message": str(error), "traceback": text, "secondary": secondary, "time": now}
-    _write(rank, run, os.getpid(), {"exit_status": status, "signal": None, **record})
-    print(text, file=sys.stderr)
-    return status
-
-
-def _status_of(error: BaseException) -> int:
-    if isinstance(error, OrtlaunchError):
-        return error.exit_status
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
-        return error.code & 0xFF or 1
-    return 1  # also sys.exit(0): a rank that leaves before the end has failed
-
-
-def _write(rank: Rank, run: RunDir, pid: int, record: dict[str, Any]) -> None:
-    host = socket.gethostname()
-    how = record["message"] if record["type"] in ("Signal", "Exit") else f"failed with {record['type']}"
-    place = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
-    summary = f"{place} {how}; exit status {record['exit_status']}; log: {run.log(rank.rank, 'err')}"
-    where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": host, "pid": pid, "summary": summary}
-    with contextlib.suppress(OSError):  # a full disk must not hide the exit status
-        write_json(run.error(rank.rank), {**where, **record})
-
-
-def _relay(child: int, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple[bool, int]:
+def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple[bool, int]:
     """Copy output until the child is gone; rank 0's is also shown. Returns (finished, wait status)."""
-    run.logs.mkdir(parents=True, exist_ok=True)
     said = b""
     with (
-        open(run.log(rank.rank, "out"), "ab", buffering=0) as out,
-        open(run.log(rank.rank, "err"), "ab", buffering=0) as err,
+        RankLog(run.log(rank.rank, "out")) as out,
+        RankLog(run.log(rank.rank, "err")) as err,
+        selectors.DefaultSelector() as selector,
     ):
-        os.utime(run.log(rank.rank, "err"))  # appending nothing would not tell that this rank began
         sinks = {"out": (Stream(), out), "err": (Stream(), err)}
         screen = Screen({"out": 1, "err": 2}, progress_width()) if rank.rank == 0 else None
-        with selectors.DefaultSelector() as selector:
-            for name, end in ends.items():
-                os.set_blocking(end, False)
-                selector.register(end, selectors.EVENT_READ, name)
-            status: int | None = None
-            while status is None:
-                ready = selector.select(timeout=0.1)
-                ended, found = os.waitpid(child, os.WNOHANG)
-                status = found if ended else None
-                for key, _ in ready if status is None else [(key, 0) for key in list(selector.get_map().values())]:
-                    data = _read(key.fd)
-                    if not data:
-                        selector.unregister(key.fd) if data == b"" else None
-                    elif key.data == "finished":
-                        said += data
-                    else:
-                        _copy(sinks[key.data][0].take(data), key.data, sinks[key.data][1], screen)
+        for name, end in ends.items():
+            os.set_blocking(end, False)
+            selector.register(end, selectors.EVENT_READ, name)
+        status: int | None = None
+        while status is None:
+            ready = selector.select(timeout=0.1)
+            status = child.poll()
+            for key, _ in ready if status is None else [(key, 0) for key in list(selector.get_map().values())]:
+                data = _read(key.fd)
+                if not data:
+                    selector.unregister(key.fd) if data == b"" else None
+                elif key.data == "finished":
+                    said += data
+                else:
+                    _copy(sinks[key.data][0].take(data), key.data, sinks[key.data][1], screen)
         for name, (stream, log) in sinks.items():
             _copy(Taken(stream.rest(), None), name, log, screen)
         screen.close() if screen else None
@@ -158,81 +130,76 @@ def _read(end: int) -> bytes | None:
         data += piece
 
 
-def _copy(taken: Taken, name: str, log: BinaryIO, screen: Screen | None) -> None:
+def _copy(taken: Taken, name: str, log: RankLog, screen: Screen | None) -> None:
     log.write(taken.lines)
     if screen is not None:
         screen.show(name, taken.lines)
         screen.draw(taken.live) if taken.live is not None else None
 
 
-def _pass_signals_to(child: int) -> list[int]:
-    received: list[int] = []
-
-    def pass_on(number: int, frame: object) -> None:
-        received.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, number)
-
-    for number in _PASSED_ON:
-        signal.signal(number, pass_on)
-    return received
-
-
-def _conclude(rank: Rank, run: RunDir, child: int, status: int, finished: bool, passed_on: list[int]) -> int:
-    """Account for what the rank could not tell itself, and end as it ended."""
-    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    code = 128 + number if number else os.WEXITSTATUS(status)
+def _conclude(account: Account, child: Child, status: int, finished: bool, oom_kills: int | None) -> int:
+    """Account for what the rank could not tell itself; returns its status, negative for the signal that it died of."""
     if finished:  # whatever became of it in exit handlers
+        child.forget_request()
         return 0
-    left, code = code, code or 1  # os._exit(0) in the middle of training
-    if not run.error(rank.rank).exists():
-        what = (
-            f"was ended by {signal.Signals(number).name}" if number else f"left with exit status {left} before the end"
-        )
-        record = {"type": "Signal" if number else "Exit", "message": what, "traceback": _last_words(run, rank)}
-        asked = number is not None and number in passed_on
-        _write(
-            rank, run, child, {"exit_status": code, "signal": number, **record, "secondary": asked, "time": time.time()}
-        )
-    _tell(rank, run, passed_on)
-    if number:
+    number, echo = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None
+    if number == signal.SIGKILL and not child.was_killed_late:
+        echo = False  # nobody here sent that
+    if number == signal.SIGKILL and echo and child.asked:
+        what, number = f"was ended by SIGKILL, for it outlived its grace after {_name(child.asked)}", child.asked
+    elif number:
+        what = f"was ended by {_name(number)}{_memory(number, oom_kills)}"
+    else:
+        what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
+    code = 128 + number if number else os.WEXITSTATUS(status) or 1  # os._exit(0) in the middle of training
+    if not account.is_written:
+        record = {"exit_status": code, "signal": number, "type": "Signal" if number else "Exit"}
+        account.of_end(child.pid, what, {**record, "secondary": echo})
+    elif echo and account.read()["time"] > child.asked_at:
+        account.is_an_echo()
+    _tell(account, child)
+    return -number if number else code
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _memory(number: int, before: int | None) -> str:
+    """What the kernel says of its out-of-memory killer."""
+    after = machine.oom_kills() if number == signal.SIGKILL else None
+    if after is None or before is None or after <= before:
+        return ""
+    return f": the kernel's out-of-memory killer ended {after - before} of its control group meanwhile"
+
+
+def _end_alike(code: int) -> int:
+    """Return a status, or die of a signal as the rank did."""
+    if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
-        os.kill(os.getpid(), number)
-    return code
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    return abs(code)
 
 
-def _tell(rank: Rank, run: RunDir, passed_on: list[int]) -> None:
+def _tell(account: Account, child: Child) -> None:
     """Say why this rank failed where nobody else will, under a launcher of the user's own; the cause speaks first."""
+    run = account.run
     with contextlib.suppress(OSError):
-        record = read_json(run.error(rank.rank))
-        if read_json(run.plan)["launcher"] != "inside" or (record["secondary"] and _cause_is_told(run, passed_on)):
+        record = account.read()
+        if read_json(run.plan)["launcher"] != "inside" or (record["secondary"] and _cause_is_told(run, child)):
             return
-        said = f"{record['traceback']}\n" if rank.rank else ""  # rank 0's output is on the terminal already
+        said = f"{record['traceback']}\n" if record["rank"] else ""  # rank 0's output is on the terminal already
         print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
         run.told.touch()
 
 
-def _cause_is_told(run: RunDir, passed_on: list[int]) -> bool:
+def _cause_is_told(run: RunDir, child: Child) -> bool:
     """Wait until another rank has told the cause, or a launcher that knows of it wants this one gone; else False."""
     deadline = time.monotonic() + _CAUSE_SECONDS
-    while not (passed_on or run.told.exists()):
+    while child.asked is None and not run.told.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
-
-
-def _last_words(run: RunDir, rank: Rank) -> str:
-    """The end of the rank's error log."""
-    with contextlib.suppress(OSError):
-        lines = run.log(rank.rank, "err").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-20:])
-    return ""
-
-
-def _die_with_parent(number: int) -> None:
-    """Ask the kernel to signal this process when its parent ends (Linux; elsewhere nothing is asked)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -23,9 +23,11 @@ class Net(torch.nn.Module):
 
     def forward(self, x, y):
         self.passes += 1
+        if self.how == "ignore SIGTERM":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.environ["RANK"] == "1" and self.passes == self.step:
             self.fail()
-        if self.how == "slow":
+        if self.how in ("slow", "ignore SIGTERM"):
             time.sleep(0.2)
         return ((self.layer(x) - y) ** 2).mean()
 
@@ -154,3 +156,86 @@ def test_a_killed_command_leaves_no_orphan(start, tmp_path: Path, launcher: str)
     wait_for_steps(tmp_path, 2)
     process.kill()
     assert gone_within(tmp_path, 20), processes_of(tmp_path)
+
+
+def parts(process: subprocess.Popen[str], folder: Path) -> dict[int, list[int]]:
+    """The guardians of a run by their launcher, as soon as one is there: {launcher: [guardian, ...]}."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        parents = {pid: parent_of(pid) for pid in processes_of(folder)}
+        for launcher in (pid for pid, parent in parents.items() if parent == process.pid):
+            guardians = [pid for pid, parent in parents.items() if parent == launcher]
+            if guardians:
+                return {launcher: guardians}
+    raise AssertionError("no rank began")
+
+
+def parent_of(pid: int) -> int:
+    """Its parent's process id, 0 when it has gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+NAMES = {"torchrun": "torchrun", "mpi": "mpirun"}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("how", "steps"), [("slow", 0), ("slow", 2), pytest.param("ignore SIGTERM", 2, marks=pytest.mark.slow)]
+)
+def test_a_killed_launcher_leaves_no_orphan(start, tmp_path: Path, launcher: str, how: str, steps: int):
+    """After `kill -9` of torchrun or mpirun, at any time, the command outlives all and says who was."""
+    process = start(launcher, how)
+    wait_for_steps(tmp_path, steps) if steps else None
+    (found,) = parts(process, tmp_path)
+    os.kill(found, signal.SIGKILL)
+    _, errors = process.communicate(timeout=40)
+    assert processes_of(tmp_path) == []
+    assert process.returncode == 137, errors
+    assert f"ortlaunch: {NAMES[launcher]} was ended by SIGKILL, and the ranks with it" in errors
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_stopped_rank_does_not_stay(start, tmp_path: Path, launcher: str):
+    """A rank in SIGSTOP cannot end by itself, and does not outlive its killed launcher."""
+    process = start(launcher, "slow")
+    wait_for_steps(tmp_path, 2)
+    ((found, guardians),) = parts(process, tmp_path).items()
+    rank = next(pid for pid in processes_of(tmp_path) if parent_of(pid) == guardians[0])
+    os.kill(rank, signal.SIGSTOP)
+    os.kill(found, signal.SIGKILL)
+    process.communicate(timeout=40)
+    assert processes_of(tmp_path) == []
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_terminated_launcher_is_no_failure_of_its_ranks(start, tmp_path: Path, launcher: str):
+    """SIGTERM to torchrun or mpirun from outside: status 143, and that nothing had failed."""
+    process = start(launcher, "slow")
+    wait_for_steps(tmp_path, 2)
+    (found,) = parts(process, tmp_path)
+    os.kill(found, signal.SIGTERM)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == 143, errors
+    assert "SIGTERM" in errors.splitlines()[-1]
+    assert "no rank had failed before" in errors.splitlines()[-1]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_notice_does_not_end_the_run(start, tmp_path: Path, launcher: str):
+    """SIGUSR1 and SIGUSR2, as Slurm sends before the time is over, are passed on, and training goes on."""
+    process = start(launcher, "slow")
+    wait_for_steps(tmp_path, 2)
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGUSR2)
+    wait_for_steps(tmp_path, 8)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == 143, errors
+    assert "ortlaunch: SIGUSR1 is passed on to the ranks" in errors

@@ -78,7 +78,7 @@ def test_torchrun() -> None:
         "runs/x",
     )
     env = (*ENV, ("OMP_NUM_THREADS", "1"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
-    assert request == Request(argv, env, (("runs/x/rendezvous", ""), ("runs/x/store", "")))
+    assert request == Request(argv, env, (("runs/x/rendezvous", ""), ("runs/x/store", "")), tells_ranks=False)
 
 
 def test_torchrun_keeps_the_recipes_threads() -> None:

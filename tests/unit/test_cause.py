@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -84,6 +85,57 @@ def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: Ru
     for rank in {0, 1, 2, 3} - set(silent):
         echo(run, rank, time=1.0)
     assert explain_end(run, 1) == End(137, LOST.format(names, run.logs))
+
+
+@pytest.mark.parametrize(
+    ("kills", "host", "hint"),
+    [
+        (None, "localhost", " (often the kernel's out-of-memory killer: see dmesg there)"),
+        (0, "localhost", ""),
+        (2, "localhost", "; the kernel's out-of-memory killer ended 2 of this control group's processes meanwhile"),
+        (0, "b", " (often the kernel's out-of-memory killer: see dmesg there)"),
+    ],
+)
+def test_memory_is_named_where_the_kernel_counts_it(kills: int | None, host: str, hint: str, run: RunDir) -> None:
+    """The control group's own count of out-of-memory kills is told, and speaks for this host only."""
+    write_text(run.plan, json.dumps({"launcher": "mpi", "world_size": 4, "nodes": [{"host": host, "first_rank": 0}]}))
+    for rank in range(3):
+        echo(run, rank, time=1.0)
+    lost = f"rank 3 on host {host} vanished without a word, as a process killed by SIGKILL does"
+    assert explain_end(run, 1, oom_kills=kills) == End(137, f"ortlaunch: {lost}{hint}\nlogs: {run.logs}")
+
+
+@pytest.mark.parametrize(("launcher", "program"), [("torchrun", "torchrun"), ("mpi", "mpirun")])
+def test_a_killed_launcher_is_named(launcher: str, program: str, run: RunDir) -> None:
+    """Where the launcher died first, its ranks did nothing wrong: neither echoes nor silence are the cause."""
+    write_text(run.plan, json.dumps({**json.loads(run.plan.read_text()), "launcher": launcher}))
+    echo(run, 0, time=1.0)
+    said = f"ortlaunch: {program} was ended by SIGKILL, and the ranks with it; none of them had failed before"
+    assert explain_end(run, 137, ended_by=signal.SIGKILL) == End(137, said)
+    memory = "; the kernel's out-of-memory killer ended 1 of this control group's processes meanwhile"
+    assert explain_end(run, 137, ended_by=signal.SIGKILL, oom_kills=1) == End(137, said + memory)
+    ended(run, 3, time=2.0, exit_status=7)
+    assert explain_end(run, 137, ended_by=signal.SIGKILL).status == 7
+
+
+def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
+    """SIGTERM to mpirun leaves a rank no time to tell its end; that it was asked, and first, is known."""
+    for rank, when in enumerate((5.0, 4.0, 6.0, 7.0)):
+        write_text(run.asked(rank), f"15 {when}")
+    said = "rank 1 on host a was ended by SIGTERM, sent to it or to mpirun from outside this run"
+    assert explain_end(run, 137) == End(143, f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}")
+    run.asked(3).write_text("")  # killed while it wrote
+    assert explain_end(run, 137).text.startswith("ortlaunch: rank 3 on host b vanished")
+
+
+def test_a_rank_that_never_began(run: RunDir) -> None:
+    """A guardian that is killed before it opens its logs is named, though others tell that they were asked to end."""
+    run.log(2, "err").unlink()
+    for rank in (0, 1, 3):
+        write_text(run.asked(rank), "15 1.0")
+        echo(run, rank, time=1.0)
+    said = f"rank 2 on host b ended before it began, and does not say why; see above, and {run.logs}"
+    assert explain_end(run, 1) == End(1, f"ortlaunch: {said}")
 
 
 def test_a_silent_rank_is_not_the_cause_beside_a_real_one(run: RunDir) -> None:

@@ -45,7 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "finished": ({"recipe", "rundir"}, set()),
     "shipped": ({"errors", "recipe"}, set()),
     "micro_size": ({"errors", "recipe", "plan", "rundir", "launch"}, set()),
-    "launch": ({"errors", "plan", "rundir", "launch", "start"}, set()),
+    "launch": ({"errors", "plan", "rank", "rundir", "machine", "launch", "start"}, set()),
     "machine": (set(), set()),
     "start": (set(), set()),
     "bench": ({"__init__", *SHARED, *CONTROL} - {"cli", "hosts"}, {"matplotlib"}),

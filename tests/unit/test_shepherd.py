@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
 from ortlaunch.rundir import RunDir, write_json
 
 GUARDED = """
 import ctypes, os, signal, sys, time
+import ortlaunch.worker.child
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir
@@ -28,6 +30,7 @@ def live():
         print("to stderr", file=sys.stderr, flush=True)
     exec(os.environ["LIFE"], globals())
 
+ortlaunch.worker.child.GRACE_SECONDS = 0.3
 rank = int(sys.argv[1])
 sys.exit(watch(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
 """
@@ -69,6 +72,8 @@ def test_a_good_life(rank: int, run: RunDir) -> None:
     assert run.log(rank, "err").read_text() == "to stderr\n"
 
 
+IGNORE = "signal.signal(15, signal.SIG_IGN)"
+EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
 ENDS = {  # life: (status of the guardian, and of the record: exit status, type, secondary, words of its summary)
     "raise ValueError('planted')": (1, 1, "ValueError", False, "failed with ValueError"),
     "raise RuntimeError('x: Connection closed by peer')": (1, 1, "RuntimeError", True, "failed with RuntimeError"),
@@ -84,7 +89,22 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
     "os.kill(os.getpid(), 9)": (-9, 137, "Signal", False, "was ended by SIGKILL; exit status 137"),
     "os.kill(os.getpid(), 11)": (-11, 139, "Signal", False, "was ended by SIGSEGV; exit status 139"),
     "os.kill(os.getppid(), 15); time.sleep(9)": (-15, 143, "Signal", True, "was ended by SIGTERM; exit status 143"),
-    "os.kill(os.getppid(), 10); time.sleep(9)": (-10, 138, "Signal", True, "was ended by SIGUSR1"),
+    f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(9)": (
+        -15,
+        143,
+        "Signal",
+        True,
+        "was ended by SIGKILL, for it outlived its grace after SIGTERM; exit status 143",
+    ),
+    "os.kill(os.getppid(), 15); os.kill(os.getpid(), 19); time.sleep(9)": (-15, 143, "Signal", True, "SIGTERM"),
+    f"{EXITS}; os.kill(os.getppid(), 15); time.sleep(9)": (3, 3, "SystemExit", True, "failed with SystemExit"),
+    "signal.signal(10, signal.SIG_DFL); os.kill(os.getppid(), 10); time.sleep(9)": (
+        -10,
+        138,
+        "Signal",
+        False,
+        "was ended by SIGUSR1; exit status 138",
+    ),
 }
 
 
@@ -101,6 +121,39 @@ def test_how_a_rank_ends(life: str, run: RunDir) -> None:
     assert ended.record["summary"].startswith(f"rank 1 on host {os.uname().nodename} (local rank 1) ")
     assert ended.record["summary"].endswith(f"; log: {run.log(1, 'err')}")
     assert words in ended.record["summary"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_notice_ends_nothing(number: int, run: RunDir) -> None:
+    """A scheduler's notice reaches the rank, which goes on unless its own code handles it."""
+    heard = "heard = []; signal.signal({0}, lambda *_: heard.append(1)); os.kill(os.getppid(), {0}); time.sleep(0.3)"
+    life = f"os.kill(os.getppid(), {number:d}); time.sleep(0.2); {heard.format(int(number))}; assert heard"
+    ended = guarded(run, life)
+    assert (ended.status, ended.record) == (0, None), ended
+
+
+def test_a_rank_that_was_asked_to_end_may_end_well(run: RunDir) -> None:
+    """A rank that takes SIGTERM as a wish and comes to its end has not failed, and nothing says that it was asked."""
+    ended = guarded(run, f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1)")
+    assert (ended.status, ended.record) == (0, None)
+    assert list(run.errors.iterdir()) == []
+
+
+def test_that_a_rank_was_asked_is_known_at_once(run: RunDir) -> None:
+    """mpirun kills 0.2 s after SIGTERM: what the guardian was asked is in the run folder before that."""
+    guarded(run, f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); os.kill(os.getppid(), 9); time.sleep(9)")
+    number, when = run.asked(1).read_text().split()
+    assert (int(number), float(when) > 0) == (signal.SIGTERM, True)
+
+
+def test_no_rank_without_its_launcher(run: RunDir, tmp_path: Path) -> None:
+    """A guardian whose launcher ended before it could ask the kernel to be told starts no rank."""
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    mark = tmp_path / "mark"
+    for pid, begins in ((int(gone.stdout), False), (os.getpid(), True)):
+        where = {LAUNCHER_VARIABLE: f"{process_space()} {pid}"}
+        ended = guarded(run, f"open({str(mark)!r}, 'w').close()", **where)
+        assert (ended.status, mark.exists()) == ((0, True) if begins else (143, False))
 
 
 def test_the_traceback_is_recorded_and_logged(run: RunDir) -> None:

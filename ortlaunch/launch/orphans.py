@@ -1,0 +1,94 @@
+"""What a job leaves on this host when its launcher ends: found, waited for and ended (Linux; elsewhere its group is).
+
+This process is made the reaper of its descendants: the kernel gives it every process whose parent has ended, whatever
+session or group torchrun or mpirun put it into, so that none can be missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process(NamedTuple):
+    """What the kernel says of one."""
+
+    parent: int
+    ended: bool  # and not yet waited for
+
+
+class Orphans:
+    """The processes of one job; made before the job is started."""
+
+    _launchers: set[int] = set()  # of all jobs that this process has now
+
+    def __init__(self) -> None:
+        self._launcher = 0
+        _be_the_reaper(True)
+        self._before = {pid for pid, one in _processes() if one.parent == os.getpid()}
+
+    def belong_to(self, launcher: int) -> None:
+        """Say which process the job began with."""
+        self._launcher = launcher
+        self._launchers.add(launcher)
+
+    def left(self) -> dict[int, bool]:
+        """pid -> whether nothing of the job stands above it, of all that are alive; those that ended are reaped."""
+        if sys.platform != "linux":
+            return {-self._launcher: True} if _group_lives(self._launcher) else {}
+        everything = dict(_processes())
+        roots = {
+            pid
+            for pid, one in everything.items()
+            if one.parent == os.getpid() and pid not in self._before | self._launchers - {self._launcher}
+        }
+        for pid in [pid for pid in roots if everything[pid].ended and pid != self._launcher]:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        found = dict.fromkeys(roots, True)
+        while more := {pid for pid, one in everything.items() if one.parent in found} - set(found):
+            found.update(dict.fromkeys(more, False))
+        return {pid: is_root for pid, is_root in found.items() if not everything[pid].ended}
+
+    def children_of(self, parent: int) -> list[int]:
+        """Living processes that this one started."""
+        return [pid for pid, one in _processes() if one.parent == parent and not one.ended]
+
+    def done(self) -> None:
+        """Nothing is left of the job."""
+        self._launchers.discard(self._launcher)
+        if not self._launchers:
+            _be_the_reaper(False)
+
+
+def _processes() -> Iterator[tuple[int, Process]]:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            yield int(path.parent.name), Process(int(parent), state in "ZX")
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _be_the_reaper(wanted: bool) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, or with a negative number to a group, that may have ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

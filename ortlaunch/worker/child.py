@@ -1,0 +1,99 @@
+"""The rank's process as its guardian holds it: signals that are passed on to it, a grace, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
+PASSED_ON = (*ENDING, *NOTICES)
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A process that was forked here. `asked` is the signal that first asked it to end, if any did, at `asked_at`."""
+
+    def __init__(self, pid: int, mark: Path) -> None:
+        self.pid, self._mark, self._parent = pid, mark, os.getppid()
+        self.asked: int | None = None
+        self.asked_at = 0.0
+        self._deadline = float("inf")
+        self._status: int | None = None
+
+    def pass_on(self, number: int, frame: object = None) -> None:
+        """Handle a signal to this process."""
+        if number in NOTICES:
+            self._send(number)
+            return
+        if self.asked is None and not self._has_ended():
+            self.asked, self.asked_at = number, time.time()
+            self._deadline = time.monotonic() + GRACE_SECONDS
+            with contextlib.suppress(OSError):  # mpirun may leave no time for more
+                self._mark.parent.mkdir(parents=True, exist_ok=True)
+                self._mark.write_text(f"{number} {self.asked_at}")
+        self._send(number)
+        self._send(signal.SIGCONT)  # what is stopped could not end
+
+    def poll(self) -> int | None:
+        """Its wait status once it has ended; it has to end with the launcher, and is killed when the grace is over."""
+        if self._status is None:
+            if os.getppid() != self._parent and self.asked is None:
+                self.pass_on(signal.SIGTERM)
+            if time.monotonic() > self._deadline:
+                self._send(signal.SIGKILL)
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = status if ended else None
+        return self._status
+
+    @property
+    def was_killed_late(self) -> bool:
+        """Whether the grace was over when it ended."""
+        return time.monotonic() > self._deadline
+
+    def forget_request(self) -> None:
+        """It has ended well all the same."""
+        with contextlib.suppress(OSError):
+            self._mark.unlink(missing_ok=True)
+
+    def _has_ended(self) -> bool:
+        """Whether it had ended already: the others' launcher asks all ranks once one has failed."""
+        with contextlib.suppress(AttributeError, ChildProcessError):  # not on macOS; or waited for just now
+            look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return self._status is not None or os.waitid(os.P_PID, self.pid, look) is not None
+        return hasattr(os, "waitid")
+
+    def _send(self, number: int) -> None:
+        if self._status is None:  # else the number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def die_with_parent(number: int, parent: int) -> None:
+    """Ask the kernel to signal this process when its parent ends (Linux; elsewhere nothing is asked).
+
+    Raises:
+        SystemExit: the parent ended before that, for the kernel does not look back.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + number)
+
+
+def launcher_is_gone(environ: Mapping[str, str], launcher: str) -> bool:
+    """Whether ortlaunch's own launcher ended before this process could ask to be told."""
+    space, _, pid = environ.get(LAUNCHER_VARIABLE, "").rpartition(" ")
+    if launcher == "inside" or space != process_space():  # of another host, which started this one's launcher
+        return launcher == "mpi" and os.getppid() == 1
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

@@ -1,0 +1,131 @@
+"""The account of a rank's end in errors/rank_N.json: what it holds, and room for it where the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.errors import OrtlaunchError
+from ortlaunch.rank import Rank
+from ortlaunch.rundir import RunDir, read_json, write_json
+
+# A rank that loses its peers fails too; these words tell that the cause is elsewhere.
+_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
+                 "Timed out waiting", "Socket closed", "DistBackendError", "DistNetworkError")  # fmt: skip
+_SPARE_BYTES = 1 << 15
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_FULL_BYTES = 1 << 20
+
+
+class Account:
+    """What one rank's process and its guardian write of its end."""
+
+    def __init__(self, rank: Rank, run: RunDir) -> None:
+        self.rank, self.run = rank, run
+        self._path, self._spare = run.error(rank.rank), run.spare(rank.rank)
+
+    def open(self) -> None:
+        """Take room on the disk now, for a full disk must not hide why a rank failed."""
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no such call
+            self.run.errors.mkdir(parents=True, exist_ok=True)
+            with open(self._spare, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES)
+
+    def close(self) -> None:
+        """There is nothing more to tell."""
+        with contextlib.suppress(OSError):
+            self._spare.unlink()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the rank has told its end itself."""
+        return self._path.exists()
+
+    def read(self) -> dict[str, Any]:
+        """The account."""
+        record: dict[str, Any] = read_json(self._path)
+        return record
+
+    def of_exception(self, error: BaseException) -> int:
+        """Write the rank's own account of its end; returns its exit status."""
+        now = time.time()
+        text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
+        status = _status_of(error)
+        secondary = isinstance(error, Exception) and any(word in text for word in _PEER_IS_GONE)
+        kind = type(error).__name__
+        what = f"failed with {kind}{self._no_space(error)}"
+        record = {"type": kind, "message": str(error), "traceback": text, "secondary": secondary, "time": now}
+        self.write(os.getpid(), what, {"exit_status": status, "signal": None, **record})
+        print(text, file=sys.stderr)
+        return status
+
+    def of_end(self, pid: int, what: str, record: dict[str, Any]) -> None:
+        """Write what the guardian saw of a rank that told nothing itself."""
+        record = {"message": what, "traceback": self._last_words(), **record}
+        self.write(pid, what + (self._no_space() if record["signal"] is None else ""), record)
+
+    def write(self, pid: int, what: str, record: dict[str, Any]) -> None:
+        """Add who and where, and write it whole."""
+        host, rank = socket.gethostname(), self.rank
+        place = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
+        summary = f"{place} {what}; exit status {record['exit_status']}; log: {self.run.log(rank.rank, 'err')}"
+        where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": host, "pid": pid, "summary": summary}
+        self._store({**where, "time": time.time(), **record})
+
+    def is_an_echo(self) -> None:
+        """The rank failed after it was asked to end, so that the cause is elsewhere."""
+        with contextlib.suppress(OSError):
+            self._store({**self.read(), "secondary": True})
+
+    def _store(self, record: dict[str, Any]) -> None:
+        try:
+            write_json(self._path, record)
+        except OSError:
+            with contextlib.suppress(OSError):
+                _fill(self._spare, record)
+                os.replace(self._spare, self._path)
+
+    def _no_space(self, error: BaseException | None = None) -> str:
+        """What to add where the disk of the run is full: PyTorch's errors of writing do not say it."""
+        while error is not None:
+            if isinstance(error, OSError) and error.errno in _NO_SPACE:
+                return f": no space left on device ({error.filename or self.run})"
+            error = error.__cause__ or error.__context__
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self.run.path)
+            if (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize < _FULL_BYTES:
+                return f": no space left on device ({self.run})"
+        return ""
+
+    def _last_words(self) -> str:
+        """The end of the rank's error log."""
+        with contextlib.suppress(OSError):
+            lines = self.run.log(self.rank.rank, "err").read_text(errors="replace").splitlines()
+            return "\n".join(lines[-20:])
+        return ""
+
+
+def _fill(spare: Path, record: dict[str, Any]) -> None:
+    """Write into room that is taken already; of a long traceback the end, which tells."""
+    much = len(json.dumps(record)) - _SPARE_BYTES
+    if much > 0:
+        record = {**record, "message": record["message"][:1000], "traceback": record["traceback"][much + 1000 :]}
+    with open(spare, "r+b") as file:
+        file.write(json.dumps(record).encode())
+        file.truncate()
+
+
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, OrtlaunchError):
+        return error.exit_status
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
+        return error.code & 0xFF or 1
+    return 1  # also sys.exit(0): a rank that leaves before the end has failed

@@ -1,0 +1,43 @@
+"""One stream of a rank's output in its log file. A log that cannot be written ends nothing, and that is said once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+
+class RankLog:
+    """Appends to the file from entering to leaving."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._said = False
+
+    def __enter__(self) -> RankLog:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "ab", buffering=0)
+            os.utime(self._path)  # appending nothing would not tell that this rank began
+        except OSError as error:
+            self._say(error)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()
+
+    def write(self, data: bytes) -> None:
+        """Append; what the disk does not take is lost."""
+        try:
+            while self._file and data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._say(error)
+
+    def _say(self, error: OSError) -> None:
+        if not self._said:
+            self._said = True
+            print(f"ortlaunch: {self._path} is not complete: {error.strerror}", file=sys.stderr, flush=True)

@@ -1,0 +1,103 @@
+"""A launcher's processes: what it leaves on this host is waited for and ended; without torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.launch import Request, processes
+
+# Begins as a launcher may: a child in a session of its own, which may ignore SIGTERM, and ends before it.
+LEAVES = """
+import os, pathlib, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if sys.argv[2] == "ignores":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0 and sys.argv[2] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+    time.sleep(60)
+while len(os.listdir(sys.argv[1])) < (1 if sys.argv[2] == "stopped" else 2):
+    time.sleep(0.01)
+os.kill(os.getpid(), int(sys.argv[3]))
+"""
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and reapers are Linux's")
+
+
+@pytest.fixture(autouse=True)
+def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "_MORE_SECONDS", 0.0)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("how", ["plain", "ignores", "stopped"])
+def test_what_a_launcher_leaves_is_ended(how: str, tmp_path: Path) -> None:
+    """The wait does not end before every descendant has, whatever session it is in and whatever it ignores."""
+    job = processes.submit(Request((sys.executable, "-c", LEAVES, str(tmp_path), how, "9")))
+    assert processes.wait(job) == 137
+    assert (job.ended_by, job.signal) == (signal.SIGKILL, None)
+    assert [pid for pid in os.listdir(tmp_path) if Path("/proc", pid).exists()] == []
+
+
+def test_others_of_this_process_live_on(tmp_path: Path) -> None:
+    """What this process started for another reason, before the job or as another job, is not the job's."""
+    mine = subprocess.Popen(["sleep", "60"])
+    other = processes.submit(Request(("sleep", "60")))
+    try:
+        job = processes.submit(Request((sys.executable, "-c", LEAVES, str(tmp_path), "plain", "9")))
+        assert processes.wait(job) == 137
+        assert (mine.poll(), other.process.poll()) == (None, None)
+    finally:
+        mine.kill()
+        mine.wait()
+        processes.cancel(other)
+    assert other.process.poll() == -signal.SIGTERM
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_notice_goes_to_the_ranks(tells: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """SIGUSR1 to the command ends neither it nor the launcher; where that passes nothing on its children get it."""
+    command = (
+        "import os, pathlib, signal, sys, time\n"
+        "pid = os.fork()\n"
+        "signal.signal(10, lambda *_: pathlib.Path(sys.argv[1], 'child' if not pid else 'launcher').touch())\n"
+        "time.sleep(0.5)\n"
+        "os.kill(int(sys.argv[2]), 10) if pid else None\n"
+        "time.sleep(0.5)\n"
+        "os.waitpid(pid, 0) if pid else None\n"
+    )
+    words = (sys.executable, "-c", command, str(tmp_path), str(os.getpid()))
+    assert processes.wait(processes.submit(Request(words, tells_ranks=tells))) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["launcher" if tells else "child"]
+    assert "ortlaunch: SIGUSR1 is passed on to the ranks" in capfd.readouterr().err
+
+
+def test_a_launcher_ignores_notices_that_it_does_not_handle() -> None:
+    """torchrun has no handler for them and would die."""
+    job = processes.submit(Request(("sh", "-c", "kill -USR1 $$; kill -USR2 $$; exit 5")))
+    assert processes.wait(job) == 5
+
+
+@pytest.mark.timeout(20)
+def test_a_second_signal_means_now(tmp_path: Path) -> None:
+    """Two SIGTERMs to the command end what ignores them without waiting for the grace."""
+    code = (
+        "import os, signal, sys, time\n"
+        "signal.signal(15, signal.SIG_IGN)\n"
+        "for _ in range(2): os.kill(int(sys.argv[1]), 15); time.sleep(0.3)\n"
+        "time.sleep(60)\n"
+    )
+    begun = time.monotonic()
+    job = processes.submit(Request((sys.executable, "-c", code, str(os.getpid()))))
+    assert processes.wait(job) == 143
+    assert time.monotonic() - begun < 5
