@@ -28,6 +28,7 @@ from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
 from ortlaunch.worker.parity import dropouts
+from ortlaunch.worker.pretrained import loading_notes
 from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 
 _PACKAGES = (
@@ -121,7 +122,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
     another = functools.partial(_wrapped, _at_highest(recipe), model, group) if used == "ort" else lambda: module
     own_precision = used == "ort" and group.device.type == "cuda" and not exact
-    notes = (*chosen.notes, *(_ort_notes() if witness else ()))
+    notes = (*loading_notes(model.loaded), *chosen.notes, *(_ort_notes() if witness else ()))
     return Engine(
         stepper, module, report, group.device, dtype, flops, witness, None, notes, model, another, own_precision
     )
@@ -231,6 +232,7 @@ def _report(
         else "none",
         "optimizer": {"asked": asked, "used": chosen.used, "why": chosen.why or None},
         "attention": _attention(model),
+        "pretrained": model.loaded,
         "onnxruntime": _onnxruntime() if recipe.engine.name == "ort" else {},
         "versions": {**extensions.versions(_PACKAGES), "torch": torch.__version__},  # torch's own: with its build
     }

@@ -14,6 +14,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.models import Lora
 from ortlaunch.worker.data import Data, LabelledTexts, call
+from ortlaunch.worker.pretrained import Loaded, load_pretrained
 
 _AUTO_CLASSES = {
     "pretraining": "AutoModelForPreTraining",
@@ -27,10 +28,11 @@ _SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id"
 class LossModule(nn.Module):
     """`forward(**batch)` -> the loss, a scalar: nothing else has to leave the engine's graph."""
 
-    def __init__(self, model: nn.Module, generates_with_cache: bool | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.generates_with_cache = generates_with_cache  # the model's own `use_cache`; None: it has none
+        self.generates_with_cache: bool | None = None  # the model's own `use_cache`; None: it has none
+        self.loaded: Loaded | None = None
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
         return _loss_of(self.model(**batch))
@@ -56,17 +58,19 @@ def _loss_of(output: Any) -> torch.Tensor:
 def build_model(recipe: Recipe, data: Data) -> LossModule:
     """The model in float32 on the CPU; the same seed gives the same weights on every rank and engine."""
     torch.manual_seed(recipe.seed)
-    generates_with_cache = None
+    generates_with_cache, loaded = None, None
     if recipe.model.task == "custom":
         model = call("model.factory", str(recipe.model.factory), recipe.model.arguments)
         if not isinstance(model, nn.Module):
             raise InputError(f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module")
     else:
-        model = _transformers_model(recipe, data)
+        model, loaded = _transformers_model(recipe, data)
         generates_with_cache = _train_without_cache(model)
     if recipe.model.lora:
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
-    return LossModule(model.train(), generates_with_cache)
+    whole = LossModule(model.train())
+    whole.generates_with_cache, whole.loaded = generates_with_cache, loaded
+    return whole
 
 
 def _train_without_cache(model: nn.Module) -> bool | None:
@@ -84,7 +88,7 @@ def set_use_cache(configs: Iterable[Any], value: bool) -> None:
             config.use_cache = value
 
 
-def _transformers_model(recipe: Recipe, data: Data) -> nn.Module:
+def _transformers_model(recipe: Recipe, data: Data) -> tuple[nn.Module, Loaded | None]:
     import transformers
 
     config = _config(recipe, data)
@@ -92,16 +96,14 @@ def _transformers_model(recipe: Recipe, data: Data) -> nn.Module:
     auto = getattr(transformers, _AUTO_CLASSES[recipe.model.task])
     try:
         if recipe.model.pretrained is None:
-            model: nn.Module = auto.from_config(config, attn_implementation=attention)
-        else:
-            model = auto.from_pretrained(
-                recipe.model.pretrained, config=config, attn_implementation=attention, torch_dtype=torch.float32
-            )
+            return auto.from_config(config, attn_implementation=attention), None
+        return load_pretrained(
+            auto, recipe.model.pretrained, config=config, attn_implementation=attention, torch_dtype=torch.float32
+        )
     except (OSError, ValueError) as error:
         raise InputError(f"model: {str(error).splitlines()[0]}") from error
     except (TypeError, KeyError, AttributeError) as error:  # a value that the config's class let through
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
-    return model
 
 
 def _config(recipe: Recipe, data: Data) -> Any:

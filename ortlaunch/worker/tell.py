@@ -25,7 +25,7 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
     if fp16["applied"]:
         why = f" ({fp16['why']})" if fp16["why"] else ""
         lines.append(f"FP16_Optimizer: {fp16['by']}'s, overflow check and gradient norm in one pass{why}")
-    elif engine["used"] == "ort" or truth["sharding"].startswith("DeepSpeed"):
+    elif truth["sharding"].startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16['why']}")
     return lines
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.model import LossModule, attention_of, build_model
+from ortlaunch.worker.pretrained import loading_notes
 from tests import makers
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -195,6 +198,51 @@ def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     assert {p.dtype for p in again.parameters()} == {torch.float32}
     assert (again.config.hidden_dropout_prob, again.config.use_cache) == (0.3, False)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What transformers says of what it loads."""
+    found: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger("transformers.modeling_utils"), Listening()
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def test_what_was_not_loaded_is_told_in_our_words(
+    saved: tuple[str, Any], tmp_path: Path, said: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A head that starts at random and weights that are left out are named; transformers' report and bars are not."""
+    folder, _ = saved
+    data = {"train": labels(tmp_path, 2), "tokenizer": folder}
+    chosen = recipe("sequence-classification", {"pretrained": folder}, data)
+    model = build_model(chosen, Data(chosen))
+    assert model.loaded is not None
+    assert {"classifier.bias", "classifier.weight"} <= set(model.loaded["missing"])
+    assert all(name.startswith("cls.predictions.") for name in model.loaded["unexpected"])
+    missing, unexpected = loading_notes(model.loaded)
+    assert re.fullmatch(
+        r"model.pretrained: \d of the model's weights are not in it and start at random: .*classifier.bias.*", missing
+    )
+    assert re.fullmatch(r"model.pretrained: \d of its weights are not used: cls.predictions.*", unexpected)
+    assert loading_notes(None) == loading_notes({"missing": [], "unexpected": []}) == ()
+    assert (said, *capfd.readouterr()) == ([], "", "")
+
+
+def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> None:
+    """Weights that do not fit are an error that names them."""
+    chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"intermediate_size": 48}}, {"tokenizer": saved[0]})
+    with pytest.raises(
+        InputError, match=r"model.pretrained: .*intermediate.dense.weight is \[32, 16\], the model's \[48, 16\]"
+    ):
+        build_model(chosen, Data(chosen))
+    assert said == []
 
 
 @pytest.mark.parametrize(

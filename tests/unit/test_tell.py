@@ -59,6 +59,14 @@ def test_lower_precision_of_products_is_told(found: dict[str, Any], aten: dict[s
     assert lines[1].startswith(f"matmul_precision medium: {said}")
 
 
+@pytest.mark.parametrize(("sharding", "told"), [("none", False), ("DeepSpeed ZeRO 0", True)])
+def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(sharding: str, told: bool) -> None:
+    """FP16_Optimizer is for DeepSpeed's ZeRO: without that its absence is no news."""
+    absent = {"applied": False, "by": None, "why": "stage 0"}
+    lines = plan_lines({**truth(), "sharding": sharding, "fp16_optimizer": absent})
+    assert ("FP16_Optimizer: not applied: stage 0" in lines) is told
+
+
 def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     """A copy that was switched off by the recipe is one of the settings."""
     copy = {"used": False, "parameter_bytes": 4000, "free_bytes": 5000}
