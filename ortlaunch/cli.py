@@ -25,7 +25,9 @@ app = typer.Typer(
 recipes_app = typer.Typer(help="The shipped recipes: list, show, copy.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
 
-RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", show_default=False)]
+RecipePath = Annotated[
+    Path, typer.Argument(help="The recipe: a YAML file, or a name of `ortlaunch recipes list`.", show_default=False)
+]
 Overrides = Annotated[
     Optional[list[str]],
     typer.Argument(
@@ -89,11 +91,18 @@ def _asked(
 @app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Check a recipe; all errors at once, each with its place."""
+    from ortlaunch import inputs
     from ortlaunch.recipe import load
+    from ortlaunch.shipped import resolve
 
+    recipe = resolve(recipe)
     loaded = load(recipe, overrides or ())
+    functions = [loaded.explain(problem) for problem in inputs.broken_factories(loaded.recipe, recipe.parent)]
+    if functions and loaded.recipe.launch.nodes in (None, 1):
+        raise RecipeError(functions)
+    files = [loaded.explain(problem) for problem in inputs.missing_files(loaded.recipe)]
     auto = "; engine auto: measured when training starts" if loaded.recipe.engine.name == "auto" else ""
-    typer.echo(f"{recipe}: valid ({loaded.recipe.name}{auto})")
+    typer.echo("\n".join([f"{recipe}: valid ({loaded.recipe.name}{auto})", *files, *functions]))
 
 
 @app.command()
@@ -109,6 +118,7 @@ def plan(
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.control import dry_run, foreseen, settle_run
+    from ortlaunch.memory import why_unknown
     from ortlaunch.micro_size import note
     from ortlaunch.plan import describe
     from ortlaunch.rundir import RunDir
@@ -120,6 +130,8 @@ def plan(
         return
     command = dry_run(settled, RunDir(f"runs/{settled.plan.name}-TIME")).splitlines()[-1]
     notes = note(settled.file.recipe, settled.plan)
+    if settled.plan.memory is None:
+        notes.append(f"memory: not known here: {why_unknown(settled.file.recipe)}")
     shown = describe(settled.plan, settled.file.recipe)
     typer.echo("\n".join([*settled.world.notes, shown, *notes, f"command: {command}"]))
 

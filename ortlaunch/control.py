@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch import __version__, doctor, machine, micro_size, recipe, start
+from ortlaunch import __version__, doctor, inputs, machine, micro_size, recipe, shipped, start
 from ortlaunch.capacity import crowded
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.finished import further, nothing_left
@@ -27,7 +27,7 @@ from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.ort_variables import contradictions, seen
 from ortlaunch.recipe.rules import device_rules
 from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir, write_json, write_text
-from ortlaunch.world import Asked, World, settle
+from ortlaunch.world import Asked, World, is_this_host, settle
 
 _JOIN_SECONDS = 120
 
@@ -50,13 +50,15 @@ class Settled(NamedTuple):
 
 def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> Settled:
     """Recipe -> world -> plan; pure but for reading files and looking at this machine."""
+    given, path = path, shipped.resolve(path)
     loaded = recipe.load(path, overrides)
     world = settle(loaded.recipe, asked, environ)
     named = f"those of {asked.hostfile}" if asked.hostfile else "the run's hosts"
     broken = [loaded.explain(problem) for problem in device_rules(loaded.recipe, world.device, named)]
     if broken:
         raise RecipeError(broken)
-    world = world._replace(notes=(*world.notes, *_engine_notes(loaded.recipe, world.device, environ)))
+    notes = (*((f"recipe: {path}",) if path != given else ()), *world.notes, *_absent(loaded, path, world, asked))
+    world = world._replace(notes=(*notes, *_engine_notes(loaded.recipe, world.device, environ)))
     plan = make_plan(
         loaded.recipe,
         world.hosts,
@@ -69,6 +71,20 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
     if world.inside is None:
         world = world._replace(notes=(*world.notes, *crowded(plan, asked.planned_only)))
     return Settled(loaded, world, plan, path, tuple(overrides), asked)
+
+
+def _absent(loaded: RecipeFile, path: Path, world: World, asked: Asked) -> list[str]:
+    """Notes on what the recipe reads and is not here: it may lie on the other hosts, or come before the run.
+
+    Raises:
+        RecipeError: all hosts are this one, and functions are missing, or files for a run that would start now.
+    """
+    here = all(is_this_host(host.name) for host in world.hosts)
+    files = [loaded.explain(problem) for problem in inputs.missing_files(loaded.recipe)]
+    functions = [loaded.explain(problem) for problem in inputs.broken_factories(loaded.recipe, path.parent)]
+    if here and (functions or (files and not asked.planned_only)):
+        raise RecipeError([*files, *functions])
+    return [*files, *functions]
 
 
 def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> Iterator[str]:

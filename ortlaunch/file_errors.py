@@ -35,11 +35,11 @@ _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.EN
 
 def explained(error: OSError) -> FileError | None:
     """The error in a line; None where it names no file and has no known cause, and so needs its traceback."""
+    if error.errno == errno.ENOENT and not _current_folder_exists():
+        return FileError("the current folder no longer exists; cd to one that does", 2)
     cause = _CAUSES.get(error.errno or 0)
     if error.filename is None and cause is None:
         return None
-    if not _current_folder_exists():
-        return FileError("the current folder no longer exists; cd to one that does", 2)
     path = None if error.filename is None else os.fsdecode(error.filename)
     said = [": ".join(filter(None, (path, error.strerror or type(error).__name__))), cause, path and _elsewhere(path)]
     return FileError("; ".join(filter(None, said)), 1 if error.errno in _OF_THE_MACHINE else 2)

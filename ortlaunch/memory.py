@@ -1,4 +1,5 @@
-"""Parameters, bytes per rank and FLOPs of a recipe, from its numbers alone. Pure.
+"""Parameters, bytes per rank and FLOPs of a recipe, from its numbers alone, and from a
+pretrained model's config.json where that lies here.
 
 Weights, gradients and optimizer state are exact counts, held against the live tensors of two ranks in
 tests/distributed/test_memory_use.py; activations are an estimate after Korthikanti et al., "Reducing Activation
@@ -11,8 +12,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.families import complete
+from ortlaunch.recipe.families import FAMILIES, complete
 from ortlaunch.recipe.models import Lora, TokenizerTraining
+from ortlaunch.recipe.pretrained import config_of
 
 _STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
 # DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
@@ -55,8 +57,11 @@ def padded_vocabulary(size: int) -> int:
 
 def full_config(recipe: Recipe) -> dict[str, Any] | None:
     """The model's config with every default, or None where it cannot be known without transformers."""
+    if recipe.model.pretrained:
+        known = config_of(recipe.model.pretrained)
+        return None if known is None else complete({**known, **(recipe.model.config or {})})
     config = complete(recipe.model.config)
-    if config is None or recipe.model.pretrained:
+    if config is None:
         return None
     tokenizer = recipe.data.tokenizer
     if isinstance(tokenizer, TokenizerTraining) and "vocab_size" not in (recipe.model.config or {}):
@@ -122,6 +127,23 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable))
+
+
+def why_unknown(recipe: Recipe) -> str:
+    """Why `estimate` gives nothing, and what to do about it."""
+    model = recipe.model
+    if model.task == "custom":
+        return "your factory builds the model; train counts it (memory.json in the run folder)"
+    known = config_of(model.pretrained) if model.pretrained else {}
+    if known is None:
+        return (
+            f"the config of {model.pretrained} is not on this host, and a plan does not ask the hub; give the folder "
+            f"of a copy, or fetch it once: hf download {model.pretrained} config.json"
+        )
+    kind = {**known, **(model.config or {})}.get("model_type")
+    if kind not in FAMILIES:
+        return f"models of type {kind} are not counted before the run, only {' and '.join(FAMILIES)}; train counts them"
+    return "adapters on these target_modules are not counted before the run; train counts them (memory.json)"
 
 
 def _state_bytes(recipe: Recipe) -> int:

@@ -6,12 +6,13 @@ standard library only, so that `ortlaunch constraints` runs before its dependenc
 
 from __future__ import annotations
 
+import os
 import re
 import site
 import sys
 from pathlib import Path
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, RecipeError
 
 
 def folder(kind: str = "recipes") -> Path:
@@ -64,6 +65,42 @@ def _named(what: str, name: str, files: dict[str, Path]) -> Path:
     raise InputError(f"no shipped {what} {name!r}; {advice}")
 
 
+def resolve(given: Path) -> Path:
+    """The recipe file that is meant: a file of that name, else the shipped recipe that `recipes list` calls so.
+
+    Raises:
+        RecipeError: it is a folder, or neither.
+    """
+    if os.path.isdir(given):
+        raise RecipeError([f"{given}: {_of_folder(given)}"])
+    if os.path.lexists(given):
+        return given
+    bare = str(given).removesuffix(".yaml")
+    known = names()
+    if bare in known:
+        return find(bare)
+    from ortlaunch.recipe.dialects import closest
+
+    guess = closest(bare, known) if given.parent.name else None
+    if guess:
+        raise RecipeError(
+            [f"{given}: there is no such file, and no shipped recipe of that name; did you mean {guess}?"]
+        )
+    return given
+
+
+def _of_folder(folder: Path) -> str:
+    """What to type in place of a folder."""
+    if (folder / "plan.json").exists() and (folder / "recipe.yaml").exists():
+        return (
+            f"is the folder of a run; to continue it: ortlaunch train {folder / 'recipe.yaml'} --run-dir {folder} "
+            "(with more steps: train.max_steps=NUMBER)"
+        )
+    inside = sorted(path.name for path in folder.glob("*.yaml"))
+    of_it = f"give one of its recipes: {', '.join(inside[:8])}" if inside else "give a recipe, a YAML file"
+    return f"is a folder; {of_it}, or a name that `ortlaunch recipes list` prints"
+
+
 def copy(name: str, target: Path) -> list[Path]:
     """Copy a recipe and what it extends to `target`, a .yaml file or a folder; returns the new files.
 
@@ -77,7 +114,7 @@ def copy(name: str, target: Path) -> list[Path]:
     if there:
         raise InputError(f"{', '.join(there)} exists already; give another name")
     try:
-        first.parent.mkdir(parents=True, exist_ok=True)
+        first.parent.mkdir(exist_ok=True)  # one new folder, as cp -r makes; a path with more is a slip
         for old, new in pairs:
             text = old.read_text(encoding="utf-8")  # an editor finds the schema from anywhere
             new.write_text(text.replace("$schema=../", f"$schema={folder().resolve()}/"), encoding="utf-8")

@@ -20,6 +20,7 @@ CUSTOM: dict[str, Any] = {
     "engine": {"name": "eager"},
     "train": {"max_steps": 3},
 }
+OWN_MODULE = "def model(**arguments): ...\n\n\ndef data(**arguments): ...\n"  # mine.py, for plans that never run it
 WORDS = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
 
 

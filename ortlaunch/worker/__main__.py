@@ -36,7 +36,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     progress.doing("loading libraries")
     from ortlaunch.plan import Plan  # here, so that guardian and logs are there before pydantic is loaded
     from ortlaunch.recipe import parse_resolved
-    from ortlaunch.worker.user_modules import make_importable
+    from ortlaunch.user_modules import make_importable
 
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])

@@ -14,6 +14,7 @@ from ortlaunch.control import Settled
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.rundir import RunDir, read_json, write_json, write_text
+from tests.makers import OWN_MODULE
 from tests.unit.benches import player, rows, settled
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -162,9 +163,9 @@ def test_what_decides_speed_is_in_the_key(change: dict[str, Any]) -> None:
 
 def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another torch, another processor, or another text of the user's module: measured anew."""
-    Path("mine.py").write_text("one")
+    Path("mine.py").write_text(f"{OWN_MODULE}one = 1")
     before = auto.digest(settled())
-    Path("mine.py").write_text("two")
+    Path("mine.py").write_text(f"{OWN_MODULE}two = 2")
     changed = {before, auto.digest(settled())}
     monkeypatch.setattr(machine, "hardware", lambda: {"processor": "another"})
     changed.add(auto.digest(settled()))

@@ -13,7 +13,7 @@ import yaml
 
 from ortlaunch.errors import FileError
 from ortlaunch.file_errors import explained, of_ours
-from tests.makers import CUSTOM
+from tests.makers import CUSTOM, OWN_MODULE
 
 COMMAND = str(Path(sys.executable).with_name("ortlaunch"))
 GONE = "mkdir gone; cd gone; rmdir ../gone; "
@@ -45,6 +45,7 @@ def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
     """The exit status and one line that names the place; never a traceback."""
     typed, status, said = CASES[case]
     Path(tmp_path, "good.yaml").write_text(yaml.safe_dump(CUSTOM))
+    Path(tmp_path, "mine.py").write_text(OWN_MODULE)
     env = {**os.environ, "HERE": str(tmp_path), "PATH": f"{Path(COMMAND).parent}:{os.environ['PATH']}"}
     ended = subprocess.run(
         ["bash", "-c", typed], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False

@@ -19,7 +19,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.reference import markdown
 from ortlaunch.recipe.schema import json_schema
-from tests.makers import BERT, CUSTOM, WORDS
+from tests.makers import BERT, CUSTOM, OWN_MODULE, WORDS
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
@@ -54,6 +54,7 @@ Run = Callable[..., Ended]
 def ortlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command in a folder with a good recipe and a bad one."""
     monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN_MODULE)
     Path("good.yaml").write_text(yaml.safe_dump(CUSTOM))
     Path("bert.yaml").write_text(
         yaml.safe_dump({**CUSTOM, "name": "bert", "model": {"task": "masked-lm", "config": BERT}, "data": WORDS})
@@ -203,6 +204,37 @@ def test_a_big_recipe_on_a_login_node(name: str, ortlaunch: Run, monkeypatch: py
     Path("hosts").write_text("a slots=8\nb slots=8\n")
     assert "launch.device=cuda if those of hosts have GPUs" in ortlaunch("plan", path, "--hostfile", "hosts").err
     assert ortlaunch("plan", path, "--hostfile", "hosts", "launch.device=cuda").status == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["good.yaml"], "memory: not known here: your factory builds the model; train counts it"),
+        (["llama2-7b/finetune", "launch.device=cuda"], "memory: not known here: the config of meta-llama/Llama-2-7b-hf "
+         "is not on this host, and a plan does not ask the hub; give the folder of a copy, or fetch it once: hf"),
+        (["bert.yaml", "model.config={model_type: gpt2}"], "memory: not known here: models of type gpt2 are not"),
+        (["llama2-7b/finetune", "launch.device=cuda", "model.pretrained=here"], "memory: 6,738,415,616 parameters"),
+    ],
+)  # fmt: skip
+def test_plan_says_why_there_is_no_memory_table(
+    arguments: list[str], said: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose model it is, or which config is missing; a copy of the config is enough, also in the hub's cache."""
+    monkeypatch.setenv("HF_HOME", str(Path("hub").resolve()))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    Path("here").mkdir()
+    config = {"model_type": "llama", "torch_dtype": "float16", "vocab_size": 32000, "hidden_size": 4096}
+    Path("here/config.json").write_text(json.dumps(config))
+    ended = ortlaunch("plan", *arguments)
+    assert ended.status == 0, ended.err
+    assert said in ended.out
+    model = Path("hub/hub/models--meta-llama--Llama-2-7b-hf")
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text("abc123")
+    (model / "snapshots").mkdir()
+    Path("here").rename(model / "snapshots/abc123")
+    if "pretrained" not in arguments[-1] and "finetune" in arguments[0]:
+        assert "memory: 6,738,415,616 parameters" in ortlaunch("plan", *arguments).out
 
 
 def test_plan_tells_how_a_host_file_was_read(ortlaunch: Run) -> None:

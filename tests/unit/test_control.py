@@ -17,7 +17,7 @@ from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeEr
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir, write_text
 from ortlaunch.world import Asked
-from tests.makers import CUSTOM, host
+from tests.makers import CUSTOM, OWN_MODULE, host
 from tests.makers import plan as made_plan
 from tests.makers import recipe as made_recipe
 
@@ -32,6 +32,7 @@ MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORL
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test works in a folder of its own."""
     monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN_MODULE)
 
 
 def settled(asked: Asked | None = None, environ: dict[str, str] | None = None, **sections: Any) -> Settled:
@@ -196,7 +197,7 @@ def test_missing_means_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_installed", lambda package: False)
     with pytest.raises(MissingDependency):
         control.train(settled(zero={"stage": 1}), None)
-    assert [path.name for path in Path().iterdir()] == ["recipe.yaml"]
+    assert {path.name for path in Path().iterdir()} == {"mine.py", "recipe.yaml"}
 
 
 ABSENT = {

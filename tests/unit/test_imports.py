@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.makers import CUSTOM
+from tests.makers import CUSTOM, OWN_MODULE
 
 ROOT = Path(__file__).parents[2] / "ortlaunch"
 HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft",
          "matplotlib"}  # fmt: skip
 ANY = None
 
-SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine", "file_errors"}
-CONTROL = {"cli", "control", "finished", "start", "micro_size", "world", "capacity", "hosts", "doctor", "shipped",
-           "launch", "bench", "output"}  # fmt: skip
+SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine", "file_errors",
+          "user_modules"}  # fmt: skip
+CONTROL = {"cli", "control", "finished", "start", "micro_size", "world", "capacity", "hosts", "doctor", "inputs",
+           "shipped", "launch", "bench", "output"}  # fmt: skip
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -43,6 +44,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
     "capacity": ({"errors", "plan", "memory", "machine", "world"}, set()),
     "finished": ({"recipe", "rundir"}, set()),
+    "user_modules": ({"errors", "recipe"}, set()),
+    "inputs": ({"errors", "recipe", "user_modules"}, set()),
     "shipped": ({"errors", "recipe"}, set()),
     "micro_size": ({"errors", "recipe", "plan", "rundir", "launch"}, set()),
     "launch": ({"errors", "plan", "rank", "rundir", "machine", "launch", "start"}, set()),
@@ -183,6 +186,7 @@ VERB = (
 def test_verbs_that_answer_are_light(arguments: list[str], tmp_path: Path) -> None:
     """A verb that only answers imports no heavy package."""
     (tmp_path / "recipe.json").write_text(json.dumps(CUSTOM))
+    (tmp_path / "mine.py").write_text(OWN_MODULE)
     assert loaded_by(VERB, tmp_path, *arguments) & HEAVY == set()
 
 

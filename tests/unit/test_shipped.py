@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch import recipe, shipped
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, RecipeError
 
 ROOT = Path(__file__).parents[2] / "recipes"
 FILES = ("bert/base", "bert/tiny", "llama/tiny")
@@ -63,8 +63,8 @@ def test_there_is_no_such_recipe(name: str, message: str, library: Path) -> None
     [
         ("llama/tiny", ".", ["tiny.yaml"]),
         ("llama/tiny", "mine.yaml", ["mine.yaml"]),
-        ("llama/tiny", "new/folder/mine.yml", ["new/folder/mine.yml"]),
-        ("llama/tiny", "new/folder", ["new/folder/tiny.yaml"]),
+        ("llama/tiny", "new/mine.yml", ["new/mine.yml"]),
+        ("llama/tiny", "new", ["new/tiny.yaml"]),
         ("bert/tiny", ".", ["tiny.yaml", "base.yaml"]),
         ("bert/tiny", "new/mine.yaml", ["new/mine.yaml", "new/base.yaml"]),
     ],
@@ -85,6 +85,48 @@ def test_copy_never_overwrites(there: str, library: Path) -> None:
         shipped.copy("bert/tiny", Path())
     assert [path.name for path in Path().glob("*.yaml")] == [there]
     assert Path(there).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("bert/tiny", "library/bert/tiny.yaml"), ("llama/tiny.yaml", "library/llama/tiny.yaml"),
+     ("mine.yaml", "mine.yaml"), ("bert/base", "bert/base"), ("absent.yaml", "absent.yaml")],
+)  # fmt: skip
+def test_a_recipe_is_a_file_or_a_shipped_name(given: str, found: str, library: Path) -> None:
+    """A file of that name wins; what is neither goes on to the error of a missing file."""
+    Path("mine.yaml").touch()
+    Path("bert").mkdir()
+    Path("bert/base").touch()
+    assert shipped.resolve(Path(given)) in (Path(found), library.parent / found)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("bert/tinny", "bert/tinny: there is no such file, and no shipped recipe of that name; did you mean "
+                       "bert/tiny?"),
+        ("runs/net", "runs/net: is the folder of a run; to continue it: ortlaunch train runs/net/recipe.yaml --run-dir "
+                     "runs/net (with more steps: train.max_steps=NUMBER)"),
+        ("library/llama", "library/llama: is a folder; give one of its recipes: tiny.yaml, or a name that `ortlaunch "
+                          "recipes list` prints"),
+        ("runs", "runs: is a folder; give a recipe, a YAML file, or a name that `ortlaunch recipes list` prints"),
+    ],
+)  # fmt: skip
+def test_what_is_no_recipe_says_what_to_type(given: str, said: str, library: Path) -> None:
+    """A near name, the folder of a run, a folder of recipes, any other folder."""
+    Path("runs/net").mkdir(parents=True)
+    for name in ("plan.json", "recipe.yaml"):
+        Path("runs/net", name).touch()
+    with pytest.raises(RecipeError) as caught:
+        shipped.resolve(Path(given))
+    assert str(caught.value) == said
+
+
+def test_copy_makes_one_folder_at_most(library: Path) -> None:
+    """A path with more that is not there is a slip."""
+    with pytest.raises(InputError, match=r"^new/folder: cannot be written: No such file or directory$"):
+        shipped.copy("llama/tiny", Path("new/folder/mine.yaml"))
+    assert not Path("new").exists()
 
 
 def test_copy_to_an_impossible_place(library: Path) -> None:

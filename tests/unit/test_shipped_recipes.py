@@ -82,7 +82,7 @@ def test_the_reference_is_up_to_date() -> None:
         "| `betas` | [number ≥ 0 < 1, number ≥ 0 < 1] | `[0.9, 0.999]` | Decay",
         '| `target_modules` | text or list of text | `["q_proj", "v_proj"]` | Names',
         "| `env` | mapping of text | `{}` | Environment",
-        "| `micro_size` | integer ≥ 1 or `auto` or null | `null` | Samples",
+        "| `micro_size` | integer ≥ 1 ≤ 1,000,000,000 or `auto` or null | `null` | Samples",
     ],
 )
 def test_the_reference_says_kind_bounds_default_and_manual(row: str) -> None:

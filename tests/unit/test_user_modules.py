@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.errors import InputError
-from ortlaunch.worker.user_modules import make_importable
+from ortlaunch.user_modules import make_importable
 from tests.makers import bert, recipe
 
 MINE = {"task": "custom", "factory": "pkg_of_mine.models:net"}

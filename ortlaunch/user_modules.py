@@ -23,7 +23,18 @@ def make_importable(recipe: Recipe, beside: Path) -> None:
     Raises:
         InputError: an installed module has the name of one of the user's, and would be taken for it.
     """
-    for key, factory in _factories(recipe):
+    for folder in folders(recipe, beside):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def folders(recipe: Recipe, beside: Path) -> Iterator[str]:
+    """The folders of the user's that hold the recipe's factories.
+
+    Raises:
+        InputError: as `make_importable`.
+    """
+    for key, factory in factories(recipe):
         name = factory.partition(":")[0].partition(".")[0]
         folder, mine = _users_own(name, (beside, Path.cwd()))
         installed = _file(importlib.util.find_spec(name))
@@ -33,11 +44,10 @@ def make_importable(recipe: Recipe, beside: Path) -> None:
             raise InputError(
                 f"{key}: {factory!r} is {installed}, which comes before your {mine}; give your module another name"
             )
-        if folder not in sys.path:
-            sys.path.append(folder)
+        yield folder
 
 
-def _factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Key and `module:function` of every factory."""
     if recipe.model.factory:
         yield "model.factory", recipe.model.factory
@@ -46,9 +56,9 @@ def _factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"{key}.factory", source.factory
 
 
-def _users_own(name: str, folders: tuple[Path, ...]) -> tuple[str, str | None]:
+def _users_own(name: str, places: tuple[Path, ...]) -> tuple[str, str | None]:
     """The first of the folders that holds the module, and the module's file, or folder where it has no __init__.py."""
-    for folder in map(os.path.abspath, folders):
+    for folder in map(os.path.abspath, places):
         spec = PathFinder.find_spec(name, [folder])
         if spec:
             return folder, _file(spec) or next(iter(spec.submodule_search_locations or ()))

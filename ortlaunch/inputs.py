@@ -1,0 +1,110 @@
+"""What a recipe reads, looked for on this host before anything starts: data files, folders of models, own functions.
+
+The user's code is read, never run: a module is found without being imported, and a function by its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import glob
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.dialects import closest
+from ortlaunch.recipe.models import Corpus
+from ortlaunch.recipe.place import Problem
+from ortlaunch.user_modules import factories, folders
+
+# With one of these a module may have names that its source does not show.
+_HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", "locals(")
+
+
+def missing_files(recipe: Recipe) -> Iterator[Problem]:
+    """Data files, and local folders of models and tokenizers, that are not here; they may come, or lie elsewhere."""
+    for name in ("train", "evaluation"):
+        corpus = getattr(recipe.data, name)
+        for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
+            if not any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
+                yield (f"data.{name}.path",), f"got {pattern}, which matches no file here (seen from {_here()})"
+    for key, value in (("model.pretrained", recipe.model.pretrained), ("data.tokenizer", recipe.data.tokenizer)):
+        if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not os.path.exists(value):
+            yield (key,), f"got {value}, and there is no such folder here"
+
+
+def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
+    """Functions of the user's that no rank would find here.
+
+    Raises:
+        InputError: an installed module would be taken for one of the user's.
+    """
+    places = list(folders(recipe, beside))
+    for key, factory in factories(recipe):
+        module, _, function = factory.partition(":")
+        spec = _find(module, places)
+        if spec is None:
+            yield (key,), f"got {factory}; there is no module {module} beside the recipe, in {_here()} or installed"
+        elif spec.origin and spec.origin.endswith(".py"):
+            wrong = _without(function, Path(spec.origin))
+            if wrong:
+                yield (key,), f"got {factory}; {wrong}"
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a current folder that is gone"
+
+
+def _find(module: str, places: Sequence[str]) -> ModuleSpec | None:
+    """Where a rank would find a module; parents are not imported, as `importlib.util.find_spec` would."""
+    first, *rest = module.split(".")
+    with contextlib.suppress(ValueError, ImportError):
+        spec = importlib.util.find_spec(first) or PathFinder.find_spec(first, places)
+        name = first
+        for part in rest:
+            if spec is None or spec.submodule_search_locations is None:  # os.path: only the import itself can tell
+                return spec and ModuleSpec(module, None)
+            name = f"{name}.{part}"
+            spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        return spec
+    return None
+
+
+def _without(function: str, path: Path) -> str | None:
+    """What keeps the module's file from giving the function, as far as its source shows."""
+    try:
+        source = path.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's code, and for when it runs
+            tree = ast.parse(source)
+    except SyntaxError as error:
+        return f"{path}:{error.lineno}: {error.msg}"
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return f"{path} cannot be read: {error}"
+    names = set(_names(tree.body))
+    if function in names or any(word.encode() in source for word in _HIDDEN):
+        return None
+    guess = closest(function, names)
+    return f"{path} has no {function}" + (f"; did you mean {guess}?" if guess else "")
+
+
+def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that the statements of a module bind, also inside `if`, `try`, `with` and loops."""
+    for statement in body:
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield statement.name
+            continue
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.alias):
+                yield (node.asname or node.name).partition(".")[0]
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield node.name
