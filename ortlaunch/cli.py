@@ -9,12 +9,14 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from ortlaunch.cli_hints import Verb, Verbs
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.file_errors import explained
 from ortlaunch.output import go_on_unread, guarded
 
 app = typer.Typer(
     name="ortlaunch",
+    cls=Verbs,
     help="Train PyTorch models on ONNX Runtime from one recipe, from a laptop to a cluster.",
     no_args_is_help=True,
     add_completion=False,
@@ -31,7 +33,9 @@ RecipePath = Annotated[
 Overrides = Annotated[
     Optional[list[str]],
     typer.Argument(
-        metavar="[KEY.PATH=VALUE]...", help="Set keys of the recipe, as train.max_steps=100.", show_default=False
+        metavar="[KEY.PATH=VALUE]...",
+        help="Set keys of the recipe, as train.max_steps=100; `ortlaunch schema` lists them.",
+        show_default=False,
     ),
 ]
 Launcher = Annotated[
@@ -88,7 +92,7 @@ def _asked(
     return Asked(launcher, nproc, hostfile, include, exclude, planned_only)
 
 
-@app.command()
+@app.command(cls=Verb)
 def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Check a recipe; all errors at once, each with its place."""
     from ortlaunch import inputs
@@ -105,7 +109,7 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     typer.echo("\n".join([f"{recipe}: valid ({loaded.recipe.name}{auto})", *files, *functions]))
 
 
-@app.command()
+@app.command(cls=Verb)
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -136,7 +140,7 @@ def plan(
     typer.echo("\n".join([*settled.world.notes, shown, *notes, f"command: {command}"]))
 
 
-@app.command()
+@app.command(cls=Verb)
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -162,7 +166,7 @@ def train(
     raise typer.Exit(control.train(settled, run_dir))
 
 
-@app.command()
+@app.command(cls=Verb)
 def parity(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -180,7 +184,7 @@ def parity(
     train(recipe, only, launcher, nproc_per_node, hostfile, include, exclude, run_dir, dry_run)
 
 
-@app.command()
+@app.command(cls=Verb)
 def bench(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -220,7 +224,7 @@ def bench(
     raise typer.Exit(benches.bench(settled, chosen, vary or (), length, out, picture))
 
 
-@app.command()
+@app.command(cls=Verb)
 def setup() -> None:
     """Build the torch extensions that engine ort needs, once for each torch."""
     from ortlaunch.doctor import set_up
@@ -228,7 +232,7 @@ def setup() -> None:
     raise typer.Exit(set_up())
 
 
-@app.command()
+@app.command(cls=Verb)
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="The same as a page to read: docs/recipe.md.")] = False,
 ) -> None:
@@ -240,7 +244,7 @@ def schema(
     typer.echo(text(), nl=False)
 
 
-@app.command()
+@app.command(cls=Verb)
 def constraints(
     name: Annotated[
         str, typer.Argument(help="torch-2.13, torch-2.6, or floors: the lowest that was run.")
@@ -252,7 +256,7 @@ def constraints(
     typer.echo(text("constraints", name), nl=False)
 
 
-@app.command()
+@app.command(cls=Verb)
 def hostfile(
     name: Annotated[str, typer.Argument(help="deepspeed, mpich or openmpi.")] = "openmpi",
 ) -> None:

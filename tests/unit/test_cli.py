@@ -163,6 +163,60 @@ def test_what_the_user_got_wrong(arguments: list[str], said: str, ortlaunch: Run
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--num-gpus 4", "--num-gpus; it is --nproc-per-node 4 here"),
+        ("--num_gpus=4", "--num_gpus; it is --nproc-per-node 4 here"),
+        ("--nproc_per_node 4", "--nproc_per_node; it is written --nproc-per-node"),
+        (
+            "--resume",
+            "--resume; PyTorch says resume; here it is the command line option --run-dir with the folder of the",
+        ),
+        ("--max_steps=5", "--max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--max-steps 5", "--max-steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--train.max_steps=5", "--train.max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--learning-rate 0.1", "a key of the recipe is given without dashes: optimizer.learning_rate=0.1"),
+        ("--lr name=x", "a key of the recipe is given without dashes: optimizer.learning_rate=VALUE"),
+        ("--seed 4", "a key of the recipe is given without dashes: seed=4"),
+        ("--bf16", "--bf16; Hugging Face says bf16; here it is precision: bf16"),
+        ("--config x.yaml", "the recipe is given without an option, as in `ortlaunch train RECIPE`"),
+        ("--partition gpu", "Slurm's partition is not needed here: give it to sbatch, salloc or srun"),
+    ],
+)
+def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
+    """One line with what to type, by the tables that recipe keys have; nothing is started."""
+    ended = ortlaunch("train", "good.yaml", *typed.split())
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("ortlaunch: there is no option --")
+    assert hint in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("typed", ["--nproc-per-nod", "--zork", "-n"])
+def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None:
+    """Where only a letter is wrong, or nothing is like it."""
+    assert f"No such option: {typed}" in ortlaunch("plan", "good.yaml", typed).err
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("eval good.yaml", "there is no verb eval; what comes nearest is ortlaunch train: a recipe's data.evaluation"),
+        ("evaluate", "there is no verb evaluate; what comes nearest is ortlaunch train: a recipe's data.evaluation"),
+        ("resume runs/x", "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
+        ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
+        ("trian good.yaml", "No such command 'trian'. Did you mean 'train'?"),
+        ("recipes lst", "No such command 'lst'. Did you mean 'list'?"),
+    ],
+)
+def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
+    """What the other tool's verb does, in our words; a recipe without a verb; a mistyped one."""
+    ended = ortlaunch(*typed.split())
+    assert (ended.status, ended.out) == (2, "")
+    assert hint in ended.err
+
+
 def test_plan(ortlaunch: Run) -> None:
     """The page for a person ends with the command that `train` would run."""
     ended = ortlaunch("plan", "bert.yaml", "--nproc-per-node", "2")

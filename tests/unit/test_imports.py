@@ -22,8 +22,8 @@ ANY = None
 
 SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine", "file_errors",
           "user_modules"}  # fmt: skip
-CONTROL = {"cli", "control", "finished", "start", "micro_size", "world", "capacity", "hosts", "doctor", "inputs",
-           "shipped", "launch", "bench", "output"}  # fmt: skip
+CONTROL = {"cli", "cli_hints", "control", "finished", "start", "micro_size", "world", "capacity", "hosts", "doctor",
+           "inputs", "shipped", "launch", "bench", "output"}  # fmt: skip
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -53,6 +53,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "start": (set(), set()),
     "bench": ({"__init__", *SHARED, *CONTROL} - {"cli", "hosts"}, {"matplotlib"}),
     "control": ({"__init__", *SHARED, *CONTROL} - {"cli", "control"}, set()),
+    "cli_hints": ({"errors", "recipe"}, {"typer"}),
     "cli": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"typer"}),
     "worker": ({*SHARED, "worker"}, ANY),
 }

@@ -1,0 +1,108 @@
+"""What was meant by an option or a verb that is none of ours: a key of the recipe, another option, another tool's word.
+
+Loads the recipe's tables only where there is something to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from ortlaunch.errors import InputError
+
+# Verbs of other tools.
+_TRAIN = "train RECIPE"
+_EVALUATION = "train: a recipe's data.evaluation is evaluated at the end, and each train.evaluate_every_steps"
+_RESULT = "train: every training leaves its model in export/ of the run folder, as transformers loads it"
+_VERBS = {
+    **dict.fromkeys(("run", "launch", "start", "fit", "finetune", "pretrain", "sft"), _TRAIN),
+    **dict.fromkeys(("eval", "evaluate", "test"), _EVALUATION),
+    **dict.fromkeys(("export", "save", "generate", "predict", "infer", "serve"), _RESULT),
+    **dict.fromkeys(("resume", "continue"), "train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
+    **dict.fromkeys(("check", "lint"), "validate RECIPE"),
+    **dict.fromkeys(("dry-run", "dryrun", "estimate", "estimate-memory"), "plan RECIPE"),
+    **dict.fromkeys(("benchmark", "profile"), "bench RECIPE"),
+    **dict.fromkeys(("install", "build"), "setup"),
+    **dict.fromkeys(("list", "ls", "show", "cp", "copy", "init", "new"), "recipes list, recipes show, recipes copy"),
+    "help": "--help",
+    "version": "--version",
+}
+# Where an option does what a key of the recipe does.
+_OPTIONS = {"launch.processes_per_node": "--nproc-per-node", "launch.launcher": "--launcher"}
+_RECIPE = "the recipe is given without an option, as in `ortlaunch train RECIPE`"
+_WORDS = {"config": _RECIPE, "config_file": _RECIPE, "recipe": _RECIPE, "config_path": _RECIPE}
+
+
+class Verb(TyperCommand):
+    """A verb that says more of an unknown option than that it is none."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ours = {name for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
+        for number, word in _unknown(args, ours):
+            hint = _hint(word, args[number + 1 : number + 2], ours)
+            if hint:
+                raise InputError(f"there is no option {word.partition('=')[0]}; {hint}")
+        return super().parse_args(ctx, args)
+
+
+class Verbs(TyperGroup):
+    """The verbs, with hints for those of other tools."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name not in self.commands and ctx.parent is None:
+            if name in _VERBS:
+                raise InputError(f"there is no verb {name}; what comes nearest is ortlaunch {_VERBS[name]}")
+            if name.endswith((".yaml", ".yml")):
+                raise InputError(f"{name} is no verb; to train it: ortlaunch train {' '.join(args)}")
+        return super().resolve_command(ctx, args)
+
+
+def _unknown(args: Sequence[str], ours: set[str]) -> Iterator[tuple[int, str]]:
+    """Place and text of every long option that the verb has not, up to `--`."""
+    for number, word in enumerate(args):
+        if word == "--":
+            return
+        if word.startswith("--") and word.partition("=")[0] not in ours:
+            yield number, word
+
+
+def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
+    """What to write in place of an option; None where its name alone is wrong and Typer knows a near one."""
+    from ortlaunch.recipe.advice import advise
+    from ortlaunch.recipe.dialects import FOREIGN, likeness, normal
+    from ortlaunch.recipe.fields import names_in, section_at
+    from ortlaunch.recipe.place import dotted, keys
+
+    name, equals, value = word.lstrip("-").partition("=")
+    name = normal(name)
+    value = value if equals else next(filter(_is_value, after), "VALUE")
+    same = next((option for option in ours if normal(option.lstrip("-")) == name), None)
+    if same:
+        return f"it is written {same}"
+    if name in _WORDS:
+        return _WORDS[name]
+    *section, last = keys(name)
+    if section_at(tuple(section)) and last in names_in(tuple(section)):
+        return _as_key(name, value, ours)
+    if name not in FOREIGN and max(likeness(option.lstrip("-"), name) for option in ours) > 0.8:
+        return None
+    advice = advise(str(last), tuple(section))
+    target = dotted(advice.target) if advice.target else ""
+    if target and (advice.sure or target in _OPTIONS or advice.text.endswith(f"here it is {target}")):
+        return _as_key(target, value, ours)
+    known = name in FOREIGN or advice.target
+    return advice.text if known else None
+
+
+def _is_value(text: str) -> bool:
+    return not text.startswith("-") and "=" not in text and not text.endswith((".yaml", ".yml"))
+
+
+def _as_key(key: str, value: str, ours: set[str]) -> str:
+    option = _OPTIONS.get(key)
+    if option in ours:
+        return f"it is {option} {value} here"
+    return f"a key of the recipe is given without dashes: {key}={value}"
