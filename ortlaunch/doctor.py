@@ -46,8 +46,8 @@ def _missing_for_ort() -> Iterator[str]:
         yield f"engine ort: {error}"
         return
     if absent:
-        names = ", ".join(absent)
-        yield f"engine ort: its torch extensions are not built for this torch ({names}): run `ortlaunch setup` once"
+        why = "; ".join([", ".join(absent), *extensions.damage()])
+        yield f"engine ort: its torch extensions are not built for this torch ({why}): run `ortlaunch setup` once"
 
 
 def _installed(package: str) -> bool:

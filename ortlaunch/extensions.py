@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ortlaunch import extension_sources
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import MissingDependency, OrtlaunchError
 
 ORT_VERSION = "1.19.2"
@@ -95,8 +95,21 @@ def interop_refusal() -> str:
 
 
 def _unbuilt() -> list[str]:
+    return [name for name in wanted() if _damage(name)]
+
+
+def damage() -> list[str]:
+    """What is wrong with extensions that were built and are no longer what the compiler made."""
+    return [why for name in wanted() if (cache_dir() / f"{name}.so").exists() and (why := _damage(name))]
+
+
+def _damage(name: str) -> str:
+    """What keeps an extension from being loaded; a library that was cut would end the process by SIGBUS."""
     folder = cache_dir()
-    return [name for name in wanted() if not (folder / f"{name}.so").is_file()]
+    if folder.is_dir():
+        for path in (cache_root(), folder.parent, folder):
+            require_own(path)
+    return changed(folder / f"{name}.seal")
 
 
 def is_built() -> bool:
@@ -116,10 +129,13 @@ def build() -> list[str]:
     _require_tools()
     folder = cache_dir()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        cache_folder("extensions", folder.name)
         with filelock.FileLock(folder / ".lock"):
             names = _unbuilt()
             _compile(names, folder)
+            for library in (folder / f"{name}.so" for name in names):
+                if library.exists():
+                    seal(library.with_suffix(".seal"), [library])
     except OSError as error:
         raise MissingDependency(
             f"cannot write the cache folder {folder}: {error}. Set ORTLAUNCH_CACHE to a folder you can write"
@@ -142,6 +158,8 @@ def _say_and_build() -> None:
     if not names:
         print(f"{', '.join(wanted())}: already built in {folder}")
         return
+    for why in damage():
+        print(f"{why}; built anew")
     print(f"building {', '.join(names)} for torch {_torch_version()} and {ort_package()} {ORT_VERSION} ...", flush=True)
     build()
     print(f"built in {time.monotonic() - start:.0f} s: {folder}")

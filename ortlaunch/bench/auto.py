@@ -19,7 +19,7 @@ from ortlaunch import __version__, extensions, machine
 from ortlaunch.bench import Length, measure, new_folder, prepared, times
 from ortlaunch.bench.report import MEASURED, fastest, passes, table, telling
 from ortlaunch.bench.variants import ENGINES, engine_overrides
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.control import Settled, differences
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.plan import Plan
@@ -90,6 +90,12 @@ def remembered(settled: Settled) -> dict[str, Any] | None:
     path = _path(settled)
     if not path.exists():
         return None
+    require_own(path.parent)
+    why = changed(path.with_suffix(".seal"))
+    if why:
+        _say(f"{why}; forgotten")
+        path.unlink()
+        return None
     found: dict[str, Any] = read_json(path)["choice"]
     return found
 
@@ -112,8 +118,14 @@ def remember(settled: Settled, report: dict[str, Any], folder: Path) -> None:
 
 def _remember(settled: Settled, report: dict[str, Any], folder: Path) -> dict[str, Any]:
     choice = {**decide(report["variants"]), "bench": str(folder.resolve()), "key": digest(settled)}
-    write_json(_path(settled), {"key": key(settled), "choice": choice})
+    _keep(settled, choice)
     return choice
+
+
+def _keep(settled: Settled, choice: dict[str, Any]) -> None:
+    cache_folder("engines")
+    write_json(_path(settled), {"key": key(settled), "choice": choice})
+    seal(_path(settled).with_suffix(".seal"), [_path(settled)])
 
 
 def decide(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

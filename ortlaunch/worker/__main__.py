@@ -49,7 +49,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         prepare(recipe.engine)  # imports ORTModule: before transformers, which keeps the functions that it replaces
 
     from ortlaunch.worker import distributed
-    from ortlaunch.worker.data import Batches, Data
+    from ortlaunch.worker.data import Batches, load_data
     from ortlaunch.worker.engine import build_engine
     from ortlaunch.worker.finish import finish
     from ortlaunch.worker.length import length_line, with_steps
@@ -62,7 +62,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
         distributed.agree_on_files(group, run, texts)
         progress.doing("reading data")
-        data = Data(recipe)
+        data = load_data(recipe, group)
         progress.doing("building the model")
         model = build_model(recipe, data)
         memory = MemoryUse(group.device, model)

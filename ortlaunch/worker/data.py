@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import cache_folder, renew, take_notes
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.models import Corpus, MaskedLm
 from ortlaunch.worker.corpus import DataError, documents, fingerprint, rows
+from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.tokenizer import load_tokenizer
 
 IGNORED = -100  # the label that cross entropy leaves out
@@ -43,6 +44,13 @@ class Data:
         self.train = make_samples(recipe, recipe.data.train, self.tokenizer)
         evaluation = recipe.data.evaluation
         self.evaluation = None if evaluation is None else make_samples(recipe, evaluation, self.tokenizer)
+
+
+def load_data(recipe: Recipe, group: Group) -> Data:
+    """The data of a recipe (collective); rank 0 says what any rank found changed in the cache."""
+    data = Data(recipe)
+    group.print_all(take_notes())
+    return data
 
 
 def make_samples(recipe: Recipe, source: str | Corpus, tokenizer: Any) -> Samples:
@@ -247,17 +255,17 @@ def _tokenized(
     )
     marks = f"{[*begin]} {end}" if begin else f"{end}"  # tokens cached before there were begin marks stay good
     key = hashlib.sha256(f"{fingerprint(source)} {marks} {vocabulary}".encode()).hexdigest()[:16]
-    path = cache_root() / "tokens" / f"{key}.u32"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = cache_folder("tokens") / f"{key}.u32"
     # A lock, not a barrier: tokenizing may outlast any collective's timeout.
     with FileLock(f"{path}.lock"):
-        if not path.exists():
-            _write_tokens(path, source, tokenizer, (begin, end))
+        renew(path.with_suffix(".seal"), lambda: _write_tokens(path, source, tokenizer, (begin, end)))
     return np.memmap(path, dtype=np.uint32, mode="r") if path.stat().st_size else np.zeros(0, np.uint32)
 
 
-def _write_tokens(path: Path, source: str | Corpus, tokenizer: Any, marks: tuple[Sequence[int], Sequence[int]]) -> None:
-    """Every document between its begin and end marks."""
+def _write_tokens(
+    path: Path, source: str | Corpus, tokenizer: Any, marks: tuple[Sequence[int], Sequence[int]]
+) -> list[Path]:
+    """Every document between its begin and end marks; the file."""
     begin, end = marks
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
@@ -267,6 +275,7 @@ def _write_tokens(path: Path, source: str | Corpus, tokenizer: Any, marks: tuple
             ]:
                 np.asarray([*begin, *ids, *end], dtype=np.uint32).tofile(file)
     partial.replace(path)
+    return [path]
 
 
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -61,6 +61,13 @@ class Group:
         dist.all_gather_object(texts, value)
         return texts
 
+    def print_all(self, lines: list[str]) -> None:
+        """Rank 0 prints what any rank has to say, each line once (collective)."""
+        texts = self.gather("\n".join(lines))
+        if self.rank == 0:
+            for line in dict.fromkeys(line for text in texts for line in text.splitlines()):
+                print(line, flush=True)
+
 
 @contextlib.contextmanager
 def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Group]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from ortlaunch.cache import cache_root
+from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.models import Data, TokenizerTraining
 from ortlaunch.worker.corpus import documents, fingerprint
@@ -48,14 +49,19 @@ def load_tokenizer(data: Data) -> Any:
 def _trained(data: Data, training: TokenizerTraining) -> Path:
     """Folder of the tokenizer trained on the corpus; trained by whoever comes first on this machine."""
     key = hashlib.sha256(f"{fingerprint(data.train)} {training.train} {training.vocab_size}".encode()).hexdigest()[:16]
-    folder = cache_root() / "tokenizers" / key
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = cache_folder("tokenizers") / key
     with FileLock(f"{folder}.lock"):
-        if not (folder / "COMPLETE").exists():
-            make = _wordpiece if training.train == "wordpiece" else _bpe
-            make(data, training.vocab_size).save_pretrained(folder)
-            (folder / "COMPLETE").touch()
+        renew(folder.with_suffix(".seal"), lambda: _train_into(folder, data, training))
     return folder
+
+
+def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[Path]:
+    """Train and write a tokenizer; its files."""
+    make = _wordpiece if training.train == "wordpiece" else _bpe
+    trained = make(data, training.vocab_size)
+    shutil.rmtree(folder, ignore_errors=True)
+    trained.save_pretrained(folder)
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _wordpiece(data: Data, vocab_size: int) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlaunch import extensions
+from ortlaunch import cache, extensions
 from ortlaunch.errors import MissingDependency
 from ortlaunch.worker.ort import compat
 from tests.distributed.modules import python
@@ -59,13 +59,36 @@ def test_python_312_has_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
         extensions.missing()
 
 
+def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A library that was cut short would end the process by SIGBUS: it is missing, and setup builds it again."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
+    monkeypatch.setattr(extensions, "_require_tools", lambda: None)
+    monkeypatch.setattr(extensions, "_compile", write_all)
+    extensions.build()
+    assert extensions.missing() == []
+    library = extensions.cache_dir() / "aten_op_executor.so"
+    library.write_text("")
+    assert extensions.missing() == ["aten_op_executor"]
+    assert extensions.damage() == [f"{library}: has 0 bytes, and had {len('aten_op_executor')}"]
+    assert extensions.build() == ["aten_op_executor"]
+    assert extensions.missing() == []
+
+
+def write_all(names: list[str], folder: Path) -> None:
+    """In place of a compiler."""
+    for name in names:
+        (folder / f"{name}.so").write_text(name)
+
+
 @needs_ort
 def test_an_extension_that_does_not_load_says_how_to_build_it_again(built: None, tmp_path: Path) -> None:
-    """A damaged file in the cache is not a traceback from inside ORT."""
+    """A library that does not load is not a traceback from inside ORT."""
     damage = (
-        "from ortlaunch import extensions as e; from ortlaunch.worker.ort import compat; "
-        "e.cache_dir().mkdir(parents=True); [(e.cache_dir() / f'{n}.so').write_text('') for n in e.wanted()]; "
-        "compat.import_ortmodule()"
+        "from ortlaunch import cache, extensions as e; from ortlaunch.worker.ort import compat; "
+        "folder = e.cache_dir(); folder.mkdir(parents=True); "
+        "[(folder / f'{n}.so').write_text('') for n in e.wanted()]; "
+        "[cache.seal(folder / f'{n}.seal', [folder / f'{n}.so']) for n in e.wanted()]; compat.import_ortmodule()"
     )
     done = python(damage, timeout=60, ORTLAUNCH_CACHE=str(tmp_path))
     assert "MissingDependency: the built extension does not load" in done.stderr
@@ -86,7 +109,8 @@ def test_a_refused_extension_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp
     assert extensions.missing() == ["aten_op_executor", extensions.INTEROP]
     folder = extensions.cache_dir()
     folder.mkdir(parents=True)
-    (folder / "aten_op_executor.so").write_text("")
+    write_all(["aten_op_executor"], folder)
+    cache.seal(folder / "aten_op_executor.seal", [folder / "aten_op_executor.so"])
     (folder / f"{extensions.INTEROP}.refused").write_text("no such symbol")
     assert extensions.is_built()
     assert extensions.interop_refusal() == "no such symbol"

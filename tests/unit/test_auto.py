@@ -59,7 +59,7 @@ def test_auto_without_any_engine() -> None:
 def remembered_choice(base: Settled, chosen: str = "inductor") -> None:
     """As a bench leaves it."""
     choice = {"asked": "auto", "chosen": chosen, "why": "measured 2 x eager", "measured": {}, "key": auto.digest(base)}
-    write_json(auto._path(base), {"key": auto.key(base), "choice": choice})
+    auto._keep(base, choice)
 
 
 def never() -> None:
@@ -77,6 +77,17 @@ def test_a_remembered_choice_is_taken() -> None:
     control.write_run(found, RunDir("run"))
     assert read_json(RunDir("run").choice)["chosen"] == "inductor"
     assert auto.foreseen(base).file.recipe.engine.name == "inductor"
+
+
+def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    """What another hand has written is not taken for a measurement."""
+    base = settled()
+    remembered_choice(base)
+    path = auto._path(base)
+    before = path.stat().st_size
+    path.write_text(path.read_text().replace("inductor", "eager"))
+    assert auto.remembered(base) is None
+    assert capsys.readouterr().out == f"{path}: has {before - 3} bytes, and had {before}; forgotten\n"
 
 
 def test_a_run_keeps_its_engine() -> None:

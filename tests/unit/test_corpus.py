@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ortlaunch.cache import take_notes
 from ortlaunch.recipe.models import Corpus
 from ortlaunch.worker import data as data_module
 from ortlaunch.worker.corpus import DataError, documents, files, fingerprint, rows
@@ -190,7 +191,7 @@ def test_tokens_are_kept_until_the_corpus_changes(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     written = []
     original = data_module._write_tokens
-    monkeypatch.setattr(data_module, "_write_tokens", lambda *args: (written.append(args[0]), original(*args)))
+    monkeypatch.setattr(data_module, "_write_tokens", lambda *args: (written.append(args[0]), original(*args))[1])
     path = write(tmp_path, "text", ["ab", "c"])
     source = Corpus(format="text", path=(path,))
 
@@ -219,6 +220,19 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
     assert data_module._tokenized(source, Letters(), False).tolist() == [97, 98, 99]
 
 
+def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are no longer those that were written would be another training: made again, and told."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "cd"]),))
+    before = data_module._tokenized(source, Letters(), False).tolist()
+    (path,) = (tmp_path / "cache" / "tokens").glob("*.u32")
+    path.write_bytes(path.read_bytes()[:8])
+    assert data_module._tokenized(source, Letters(), False).tolist() == before
+    assert take_notes() == [f"{path}: has 8 bytes, and had 16; made anew"]
+    assert data_module._tokenized(source, Letters(), False).tolist() == before
+    assert take_notes() == []
+
+
 def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are tokenized in portions, none lost between them."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
@@ -240,7 +254,7 @@ def slowly(*args):
     with open(sys.argv[1] + ".builds", "a") as file:
         file.write("built\\n")
     time.sleep(0.5)
-    original(*args)
+    return original(*args)
 data._write_tokens = slowly
 print("ready", flush=True)
 sys.stdin.readline()

@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
     "errors": (set(), set()),
     "rank": ({"errors"}, set()),
-    "cache": (set(), set()),
+    "cache": ({"errors", "rundir"}, set()),
     "file_errors": ({"errors", "cache"}, set()),
     "output": ({"errors"}, set()),
     "rundir": (set(), set()),

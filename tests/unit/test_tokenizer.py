@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.cache import take_notes
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.models import Data
 from ortlaunch.worker import tokenizer as tokenizer_module
@@ -117,9 +118,20 @@ def test_a_training_that_died_is_done_again(corpus: Path, monkeypatch: pytest.Mo
     chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
     first = load_tokenizer(chosen)
     folder = Path(first.name_or_path)
-    (folder / "COMPLETE").unlink()
+    folder.with_suffix(".seal").unlink()
     (folder / "tokenizer.json").write_text("{")
     assert load_tokenizer(chosen).get_vocab() == first.get_vocab()
+
+
+def test_a_changed_tokenizer_is_trained_again(corpus: Path) -> None:
+    """Other words in the cache than those that were trained would be another training: trained again, and told."""
+    chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
+    first = load_tokenizer(chosen)
+    changed = Path(first.name_or_path) / "tokenizer.json"
+    text = changed.read_text()
+    changed.write_text(text.replace('"a"', '"A"', 1))
+    assert load_tokenizer(chosen).get_vocab() == first.get_vocab()
+    assert take_notes() == [f"{changed}: is not what was written; made anew"]
 
 
 def test_from_a_folder(corpus: Path, tmp_path: Path) -> None:

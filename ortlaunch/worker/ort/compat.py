@@ -310,10 +310,8 @@ def _load(name: str) -> None:
 def _require_extensions() -> None:
     missing = extensions.missing()
     if missing:
-        raise MissingDependency(
-            f"ORT's torch extensions are not built for this stack ({', '.join(missing)} not in "
-            f"{extensions.cache_dir()}). Type: ortlaunch setup"
-        )
+        why = "; ".join([f"{', '.join(missing)} not in {extensions.cache_dir()}", *extensions.damage()])
+        raise MissingDependency(f"ORT's torch extensions are not built for this stack ({why}). Type: ortlaunch setup")
 
 
 def _nvtx_works() -> bool:
