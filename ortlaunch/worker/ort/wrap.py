@@ -34,23 +34,34 @@ def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1
     ranks_here: ranks that share this host's memory.
     allow_fallback: let ORT run what it cannot as plain PyTorch; otherwise that raises in the first forward.
     """
-    ortmodule = import_ortmodule()
-    _set_sessions_and_exports()
-    apply_repairs()
+    ortmodule = import_repaired()
     deepcopy = options.settle_deepcopy(module, engine, ranks_here)
     # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
     with environment(**options.variables(engine, deepcopy, allow_fallback)), kept_modes(module):
         wrapped = ortmodule.ORTModule(module, options.debug_options(engine))
     options.set_attributes(wrapped, engine)
+    settle(wrapped, engine, threads)
+    # This logger of ORT's is under no option; it says what it guessed about shapes.
+    logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
+    return wrapped
+
+
+def settle(wrapped: Any, engine: Engine, threads: int) -> None:
+    """Give an ORTModule, for training and for evaluation, the settings that are ours and not ORT's."""
     for training in (True, False):
         manager = wrapped._torch_module._execution_manager(training)
         setattr(manager, _THREADS, threads)
         setattr(manager, _TF32, engine.matmul_precision != "highest")
         setattr(manager, PRODUCTS, torch_products(engine))
         setattr(manager._graph_transition_manager, ALLOWED, engine.allow_traced_values)
-    # This logger of ORT's is under no option; it says what it guessed about shapes.
-    logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
-    return wrapped
+
+
+def import_repaired() -> Any:
+    """The module onnxruntime.training.ortmodule, with every repair."""
+    ortmodule = import_ortmodule()
+    _set_sessions_and_exports()
+    apply_repairs()
+    return ortmodule
 
 
 @functools.cache

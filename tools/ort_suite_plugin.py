@@ -1,0 +1,83 @@
+"""pytest plugin of tools/ort_suite.py: ORTModule in ONNX Runtime's own tests gets what ortlaunch's `wrap` gives it.
+
+Variables and DebugOptions that a test sets stay the test's; the rest is a default `engine` section.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.worker.ort import options, wrap
+from ortlaunch.worker.ort.buffers import kept_modes
+from ortlaunch.worker.ort.patching import environment
+
+_ENGINE = Engine(name="ort", allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ)
+_TESTS_OWN = ("ORTMODULE_LOG_LEVEL", "ORTMODULE_SAVE_ONNX_PATH")
+_LARGEST = 160_000  # numbers in a transposed tensor: others have up to 1 GB, for ORT's CUDA kernels
+
+
+def pytest_configure() -> None:
+    """Before the tests' files import ORTModule."""
+    options.prepare(_ENGINE, {})
+    ortmodule = wrap.import_repaired()
+    ortmodule.ORTModule.__init__ = _as_wrapped(ortmodule.ORTModule.__init__)
+    _without_hub()
+
+
+def _as_wrapped(init: Any) -> Any:
+    @functools.wraps(init)
+    def made(self: Any, module: Any, debug_options: Any = None) -> None:
+        if not isinstance(module, torch.nn.Module):  # which ORT refuses
+            init(self, module, debug_options)
+            return
+        ours = options.variables(_ENGINE, True, True).items()
+        ours = {name: value for name, value in ours if name not in (*_TESTS_OWN, *os.environ)}
+        with environment(**ours), kept_modes(module):
+            init(self, module, debug_options)
+        if hasattr(vars(self).get("_torch_module"), "_execution_manager"):
+            wrap.settle(self, _ENGINE, threads=2)
+
+    return made
+
+
+def _without_hub() -> None:
+    """bert-base-uncased is its architecture with random weights."""
+    asked = transformers.AutoConfig.from_pretrained
+
+    def config(name: str, *args: Any, cache_dir: Any = None, **kwargs: Any) -> Any:
+        return transformers.BertConfig(**kwargs) if name == "bert-base-uncased" else asked(name, *args, **kwargs)
+
+    transformers.AutoConfig.from_pretrained = staticmethod(config)
+    for kind in (transformers.BertForSequenceClassification, transformers.BertModel):
+        kind.from_pretrained = classmethod(lambda cls, name, config=None, **_: cls(config or transformers.BertConfig()))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Leave out transposes of large tensors."""
+    large = [item for item in items if "correctness_transpose" in item.name and math.prod(_shape(item)) > _LARGEST]
+    config.hook.pytest_deselected(items=large)
+    items[:] = [item for item in items if item not in large]
+
+
+def _shape(item: Any) -> tuple[int, ...]:
+    shape: tuple[int, ...] = item.callspec.params["shape"]
+    return shape
+
+
+@pytest.fixture(autouse=True)
+def _variables_as_before() -> Iterator[None]:
+    """A test that fails before it removes its variables must not fail the next ones."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("ORTMODULE")}
+    yield
+    for name in [name for name in os.environ if name.startswith("ORTMODULE")]:
+        del os.environ[name]
+    os.environ.update(before)
