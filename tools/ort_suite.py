@@ -101,9 +101,10 @@ def adapt(originals: Path, work: Path) -> None:
 def run(work: Path, name: str, timeout: int) -> list[str]:
     """Run one file, print its row, and return a line for each failure."""
     report = work / f"{name}.xml"
-    command = [sys.executable, "-m", "pytest", name, "-p", "ort_suite_plugin", "-p", "no:cacheprovider", "-q"]
+    command = [sys.executable, "-m", "pytest", name, "-p", "ort_suite_plugin", "-p", "no:cacheprovider", "-v"]
     command += ["--rootdir", ".", "-c", os.devnull, "--timeout", str(timeout), "--junitxml", report.name]
-    environ = {**os.environ, "PYTHONPATH": f"{TOOLS}{os.pathsep}{TOOLS.parent}", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environ["PYTHONPATH"] = f"{TOOLS}{os.pathsep}{TOOLS.parent}"
     with (work / f"{name}.log").open("w") as log:
         subprocess.run(command, cwd=work, env=environ, stdout=log, stderr=log, check=False)
     counts: Counter[str] = Counter()
