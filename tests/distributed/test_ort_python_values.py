@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,28 @@ def test_it_is_allowed_where_the_recipe_says_so() -> None:
     """And told."""
     wrapped(Called(a_branch), allow_traced_values=True)(torch.ones(3, 4)).backward()
     assert any("they stay those of the first batch" in note for note in tally.notes)
+
+
+class Masked(nn.Module):
+    """An encoder with a mask from outside, told or not whether it is causal."""
+
+    def __init__(self, told: dict[str, bool]) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers, self.told = nn.TransformerEncoder(layer, 1), told
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.layers(x, mask, **self.told).square().mean()
+
+
+def test_a_refused_mask_names_what_makes_it_known() -> None:
+    """torch compares a mask with a causal one unless it is told; with `is_causal=` the same model trains as eager's."""
+    given = torch.randn(2, 3, 8), nn.Transformer.generate_square_subsequent_mask(3)
+    with pytest.raises(Exception, match=rf"is_causal=True or False .* at {re.escape(__file__)}:\d+") as refused:
+        wrapped(Masked({}))(*given)
+    assert "torch.where" not in str(refused.value)
+    model = Masked({"is_causal": False})
+    assert wrapped(model)(*given).item() == pytest.approx(model(*given).item(), rel=1e-5)
 
 
 def checked(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

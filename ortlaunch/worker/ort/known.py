@@ -17,6 +17,7 @@ PACKAGE = "onnxruntime.training.ortmodule"
 TRANSITION = "_graph_transition_manager:GraphTransitionManager"
 PROCESSED = "_graph_transition_manager:PostExportProcessedModelInfo"
 TRAINING = "_training_manager:TrainingManager"
+MANAGER = "_graph_execution_manager:GraphExecutionManager"
 EVALUATION = "_inference_manager:InferenceManager"
 
 # The first 16 digits of the sha256 of the source, from its `def` to its last line, in ONNX Runtime Training 1.19.2.
@@ -31,6 +32,7 @@ KNOWN = {
     f"{TRAINING}._build_graph": "f83f91604f964faf",
     f"{TRAINING}._create_execution_agent": "d25d6cd3c6333ed3",
     f"{EVALUATION}.forward": "1f8e3538efd4c23d",
+    f"{MANAGER}.__getstate__": "8c59e5cbc2348a1c",
     "_io:parse_outputs_for_onnx_export_and_extract_schema": "c83275c7f572b599",
     "__init__:_override_gradient_checkpoint": "cec15e65a7037fcf",
     "_mem_efficient_grad_mgmt:post_processing_enable_mem_efficient_training": "3244fee3a0d1c060",

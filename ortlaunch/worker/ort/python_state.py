@@ -126,6 +126,8 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
     """
     if isinstance(value, _WHOLE) or not deep:
         return value
+    if isinstance(value, nn.Parameter) and value.requires_grad:
+        return value  # an input of the graph, which a step changes; a trace takes none for a constant
     if isinstance(value, torch.Tensor):
         return value, None if value.is_inference() else value._version
     if isinstance(value, numpy.ndarray):

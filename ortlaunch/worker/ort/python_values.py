@@ -26,7 +26,7 @@ from ortlaunch.worker.ort.patching import wrap_method
 from ortlaunch.worker.ort.tally import tally, traced
 
 ALLOWED = "_ortlaunch_allow_traced_values"
-"""Attribute of ORT's transition manager: whether decisions by values are as the recipe wants them."""
+"""Attribute of ORT's options of one module: whether decisions by values are as the recipe wants them."""
 _T = torch.Tensor
 _SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, _T.shape.__get__, _T.__len__}
 _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
@@ -34,6 +34,7 @@ _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _
           _T.allclose}  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
 _BETWEEN = (grad_mode.__file__, aliases.__file__)  # a call and the look at it
+_LOOKS_AT_MASK = "_detect_is_causal_mask"
 # Own looks at a batch, and torch's checks of a distribution's parameters.
 _QUIET = (str(Path(__file__).parent), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
 
@@ -69,6 +70,8 @@ class _Places:
         self.ones: set[str] = set()
         """Where a size is compared with 0 or 1 only, as attention of one token."""
         self.buffers: set[str] = set()
+        self.masks: set[str] = set()
+        """Where torch's transformer layers look whether a mask is causal."""
 
 
 _CONSTANT, _BUFFER, _ONE, _SIZE, _VALUE = range(5)
@@ -131,12 +134,19 @@ class _Watch(TorchFunctionMode):
             frame = frame.f_back
         if any(part in frame.f_code.co_filename for part in _QUIET):
             return
+        asked, sizes = frame.f_code.co_filename, places is self.places.sizes or places is self.places.ones
+        if sizes and asked.startswith(_TORCH) and _only_checks(asked, frame.f_lineno):
+            return  # as nn.GRU's, of the sizes that it is given
+        masked = False
         while frame.f_back and frame.f_code.co_filename.startswith(_TORCH):
+            masked = masked or frame.f_code.co_name == _LOOKS_AT_MASK
             frame = frame.f_back
         file, line = frame.f_code.co_filename, frame.f_lineno
         if places is self.places.decisions and _only_checks(file, line):
             places = self.places.checks
         places.add(f"{file}:{line}")
+        if masked:
+            self.places.masks.add(f"{file}:{line}")
 
 
 def _zero_or_one(*values: Any) -> bool:
@@ -163,10 +173,16 @@ def _judging(original: Callable[..., Any], **kwargs: Any) -> Any:
         tally.note(f"checked in the first batch only, because {_listed(seen['checks'])} takes values into Python")
     if "decisions" in seen:
         what = f"the model takes values of tensors into Python at {_listed(seen['decisions'])}"
-        if not getattr(transition, ALLOWED, False):
+        if not getattr(transition._runtime_options, ALLOWED, False):
+            mend = "Use torch.where or another function of torch's in their place"
+            if "masks" in seen:
+                where = _listed(seen["masks"])
+                mend = (
+                    f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {where}, or torch looks at the mask"
+                )
             raise RuntimeError(
-                f"{what}: ONNX Runtime's graph would hold those of the first batch. Use torch.where or another "
-                "function of torch's in their place, or engine.allow_traced_values=true where they never change"
+                f"{what}: ONNX Runtime's graph would hold those of the first batch. {mend}, or "
+                "engine.allow_traced_values=true where they never change"
             )
         tally.note(f"{what}: they stay those of the first batch (engine.allow_traced_values)")
     return exported

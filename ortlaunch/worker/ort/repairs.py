@@ -18,10 +18,12 @@ from ortlaunch.extensions import ORT_VERSION
 from ortlaunch.worker.ort import patching
 from ortlaunch.worker.ort.buffers import keep_buffers_exact
 from ortlaunch.worker.ort.convolutions import convolve_in_two_dimensions
+from ortlaunch.worker.ort.copies import copy_built_modules
 from ortlaunch.worker.ort.cross_entropy import export_every_cross_entropy, leave_out_ignored_labels
 from ortlaunch.worker.ort.exports import export_every_time
-from ortlaunch.worker.ort.known import EVALUATION, KNOWN, PROCESSED, TRAINING, TRANSITION, digest, owner
+from ortlaunch.worker.ort.known import EVALUATION, KNOWN, MANAGER, PROCESSED, TRAINING, TRANSITION, digest, owner
 from ortlaunch.worker.ort.model_state import follow_model_state, forget_graph
+from ortlaunch.worker.ort.outputs import return_the_models_types
 from ortlaunch.worker.ort.python_values import fixed_buffers, fixed_sizes, tell_again, watch_python_values
 from ortlaunch.worker.ort.tally import tally, traced
 from ortlaunch.worker.ort.torch_kernels import call_torch_kernels
@@ -303,6 +305,8 @@ REPAIRS = (
             "_io:parse_outputs_for_onnx_export_and_extract_schema",
         ),
     ),
+    Repair(return_the_models_types, (f"{PROCESSED}.restore_outputs",)),
+    Repair(copy_built_modules, (f"{MANAGER}.__getstate__",)),
     Repair(
         follow_model_state,
         (*_EXPORT, f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),

@@ -53,7 +53,7 @@ def settle(wrapped: Any, engine: Engine, threads: int) -> None:
         setattr(manager, _THREADS, threads)
         setattr(manager, _TF32, engine.matmul_precision != "highest")
         setattr(manager, PRODUCTS, torch_products(engine))
-        setattr(manager._graph_transition_manager, ALLOWED, engine.allow_traced_values)
+        setattr(manager._runtime_options, ALLOWED, engine.allow_traced_values)
 
 
 def import_repaired() -> Any:
