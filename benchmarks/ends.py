@@ -135,7 +135,7 @@ class Run:
     def said(self) -> str:
         """The last line of the command's own."""
         text = (self.folder / "output").read_text(errors="replace")
-        return re.findall("ortlaunch: .*|$", text)[-2:][0]
+        return (re.findall("ortlaunch: .*", text) or ["(nothing)"])[-1]
 
 
 def wait(until: Callable[[], object], seconds: float, every: float = 0.005) -> bool:

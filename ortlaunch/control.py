@@ -26,6 +26,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.ort_variables import contradictions, seen
 from ortlaunch.recipe.rules import device_rules
+from ortlaunch.run_lock import RunLock
 from ortlaunch.rundir import PROGRESS_VARIABLE, RunDir, write_json, write_text
 from ortlaunch.world import Asked, World, is_this_host, settle
 
@@ -151,14 +152,22 @@ def _request(plan: Plan, run: RunDir) -> Request:
 
 def train(settled: Settled, chosen: Path | None) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
+    with RunLock() as lock:
+        return _train(settled, chosen, lock)
+
+
+def _train(settled: Settled, chosen: Path | None, lock: RunLock) -> int:
     started, run = time.monotonic(), run_folder(chosen, settled, os.environ)
+    if run.recipe.exists() and settled.world.inside is None:
+        lock.take(run)  # before anything is measured
     settled = _with_engine(_with_known_size(settled, run), run)
     if _says_that_nothing_is_left(settled, run):
         return 0
     if settled.world.inside is not None:
-        return _be_a_rank(settled, run, settled.world.inside)
+        return _be_a_rank(settled, run, settled.world.inside, lock)
     _check_means(settled, run)
     run = _claimed(run) if chosen is None else run
+    lock.take(run)
     if micro_size.is_asked(settled.file.recipe):
         settled = _with_size(settled, micro_size.find(settled.file.recipe, settled.plan, run))
     request = _prepare(settled, run)
@@ -221,12 +230,13 @@ def foreseen(settled: Settled) -> Settled:
     return auto.foreseen(settled)
 
 
-def _be_a_rank(settled: Settled, run: RunDir, rank: Rank) -> int:
+def _be_a_rank(settled: Settled, run: RunDir, rank: Rank, lock: RunLock) -> int:
     """This process is a rank already: rank 0 prepares the folder, then each becomes the worker."""
     mark = run.ready / (_launch_id(rank, os.environ) or "launch")
     if rank.rank == 0:
         mark.unlink(missing_ok=True)
         _check_means(settled, run)
+        lock.take(run, keep=True)
         _prepare(settled, run)
         for path, text in _request(settled.plan, run).files:
             write_text(Path(path), text)
@@ -293,7 +303,7 @@ def _check_folder(run: RunDir, current: Recipe) -> None:
     if (
         run.path.exists()
         and not run.recipe.exists()
-        and any(path not in (run.ready, run.trials) for path in run.path.iterdir())
+        and any(path not in (run.ready, run.trials, run.lock) for path in run.path.iterdir())
     ):
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if not run.recipe.exists():

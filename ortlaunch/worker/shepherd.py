@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from ortlaunch import machine
+from ortlaunch import machine, run_lock
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir, progress_width, read_json
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
@@ -36,6 +36,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
     die_with_parent(signal.SIGTERM, os.getppid())
     if launcher_is_gone(os.environ, read_json(run.plan)["launcher"]):
         return 128 + signal.SIGTERM
+    run_lock.share(run)
     account, oom_kills = Account(rank, run), machine.oom_kills()
     account.open()
     streams = {name: os.pipe() for name in ("out", "err", "finished")}

@@ -239,3 +239,17 @@ def test_a_notice_does_not_end_the_run(start, tmp_path: Path, launcher: str):
     _, errors = process.communicate(timeout=40)
     assert process.returncode == 143, errors
     assert "ortlaunch: SIGUSR1 is passed on to the ranks" in errors
+
+
+@pytest.mark.timeout(90)
+def test_a_second_run_in_the_folder_is_refused(start, tmp_path: Path):
+    """While a run lives, another start in its folder ends with status 2 and one line, and the first trains on."""
+    process = start("torchrun", "slow")
+    wait_for_steps(tmp_path, 2)
+    second = start("torchrun", "slow")
+    _, errors = second.communicate(timeout=40)
+    assert second.returncode == 2, errors
+    (line,) = errors.splitlines()
+    assert line.startswith(f"ortlaunch: --run-dir {tmp_path / 'run'}: process {process.pid} on host ")
+    steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    wait_for_steps(tmp_path, steps + 3)

@@ -20,8 +20,8 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
          "matplotlib"}  # fmt: skip
 ANY = None
 
-SHARED = {"errors", "rank", "cache", "rundir", "recipe", "plan", "memory", "extensions", "machine", "file_errors",
-          "user_modules"}  # fmt: skip
+SHARED = {"errors", "rank", "cache", "rundir", "run_lock", "recipe", "plan", "memory", "extensions", "machine",
+          "file_errors", "user_modules"}  # fmt: skip
 CONTROL = {"cli", "cli_hints", "control", "finished", "start", "micro_size", "world", "capacity", "hosts", "doctor",
            "inputs", "shipped", "launch", "bench", "output"}  # fmt: skip
 # What a module may import of ortlaunch, and of packages outside the standard library.
@@ -33,6 +33,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "file_errors": ({"errors", "cache"}, set()),
     "output": ({"errors"}, set()),
     "rundir": (set(), set()),
+    "run_lock": ({"errors", "rank", "rundir"}, set()),
     "hosts": ({"errors"}, set()),
     "extensions": ({"errors", "cache", "extension_sources"}, {"filelock"}),
     "extension_sources": (set(), set()),

@@ -25,6 +25,8 @@ PATHS = {
     "errors": "errors",
     "told": "errors/told",
     "ready": "ready",
+    "lock": "lock",
+    "summary": "summary.json",
     "metrics": "metrics.jsonl",
     "parity": "parity.jsonl",
     "engine": "engine.json",
