@@ -217,6 +217,13 @@ class Train(Section):
     0.5 is half a pass."""
     max_grad_norm: Optional[Annotated[float, Field(gt=0)]] = None
     """Clip the global gradient norm to this; null: no clipping."""
+    loss_weight: Optional[Text] = None
+    """What a micro batch counts in the loss of a step and of an evaluation, for custom data: `samples`, `labels` (those
+    that are not -100, without the first of each sample where the model predicts the next word), or a key of the batch,
+    whose numbers are summed (a number a sample, or a mask). Loss and gradients are then the mean over all that counts
+    in the global batch, over passes and ranks: the model itself must return the mean over what counts in its micro
+    batch. The key goes to the model only where its forward names it. null: labels for transformers' tasks, samples
+    for task custom."""
     evaluate_every_steps: Optional[Positive] = None
     """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
 

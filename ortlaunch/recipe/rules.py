@@ -298,6 +298,11 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
     if steps is not None and epochs is not None:
         paths = ("train.epochs", "train.max_steps")
         yield paths, f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the other"
+    if recipe.train.loss_weight is not None and not _is_custom(recipe.data.train):
+        yield (
+            ("train.loss_weight", "data.train", "data.train.format"),
+            "is for custom data (format: custom); in these data each sample counts the same; leave it out",
+        )
     if recipe.train.evaluate_every_steps and recipe.data.evaluation is None:
         yield (
             ("train.evaluate_every_steps", "data.evaluation"),

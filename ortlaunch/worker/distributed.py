@@ -53,6 +53,15 @@ class Group:
         dist.all_reduce(tensor)
         return float(tensor)
 
+    def gather_numbers(self, values: list[float]) -> list[list[float]]:
+        """Every rank's numbers, as many of each, in rank order and in float64."""
+        if self.size == 1:
+            return [values]
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine)
+        return [tensor.tolist() for tensor in found]
+
     def gather(self, value: str) -> list[str]:
         """Every rank's text, in rank order."""
         if self.size == 1:

@@ -22,6 +22,7 @@ from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.loss_weight import LossWeight
 from ortlaunch.worker.matmul_precision import describe, keep_positions_exact
 from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.metrics import flops_per_token
@@ -56,6 +57,7 @@ class Engine:
     report: dict[str, Any]
     device: torch.device
     input_dtype: torch.dtype | None
+    loss_weight: LossWeight
     flops_per_token: float | None
     witness: Any = None
     memory: MemoryUse | None = None
@@ -67,7 +69,7 @@ class Engine:
 
     def take(self, batch: Batch) -> Batch:
         """A batch as this engine's model takes it: on its device, numbers with a point in the weights' precision."""
-        return _placed(batch, self.device, self.input_dtype)
+        return _placed(self.loss_weight.prepared(batch), self.device, self.input_dtype)
 
     def to_compare(self) -> Any:
         """A module without dropout, with products as exact as torch's: the run's own where it is one."""
@@ -110,9 +112,11 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     if recipe.precision == "fp16" and recipe.engine.name == "ort" and plan.deepspeed:
         model.half()  # DeepSpeed would do it later, under an exported graph
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if plan.deepspeed else None
+    weight = LossWeight(recipe, model)
     used, module, witness, fallback = recipe.engine.name, model, None, ""
     if used == "ort":
-        module, witness, fallback = _ort(recipe, model, group, _placed(sample, group.device, dtype))
+        sample = _placed(weight.prepared(sample), group.device, dtype)
+        module, witness, fallback = _ort(recipe, model, group, sample)
         used = "eager" if fallback else "ort"
     if used == "inductor":
         model.compile(dynamic=False)
@@ -124,7 +128,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sa
     own_precision = used == "ort" and group.device.type == "cuda" and not exact
     notes = (*loading_notes(model.loaded), *chosen.notes, *(_ort_notes() if witness else ()))
     return Engine(
-        stepper, module, report, group.device, dtype, flops, witness, None, notes, model, another, own_precision
+        stepper, module, report, group.device, dtype, weight, flops, witness, None, notes, model, another, own_precision
     )
 
 

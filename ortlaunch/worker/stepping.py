@@ -45,8 +45,8 @@ class Stepper(Protocol):
     def unused(self) -> tuple[str, ...]:
         """Trained parameters that the loss leaves out on some rank, as far as anybody looked."""
 
-    def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
-        """Forward and backward of one micro batch; returns the loss, detached. `last` of the accumulation."""
+    def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
+        """Forward and backward of one micro batch; returns its loss times `factor`, detached. `last` of a step."""
 
     def apply(self, learning_rate: float) -> Stepped:
         """Clip, step, clear gradients; no step where a gradient is not finite."""
@@ -97,9 +97,9 @@ class TorchStepper:
         with averaging, torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None):
             yield
 
-    def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
+    def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         with self._pass(last):
-            loss: torch.Tensor = self.module(**batch)
+            loss = _weighed(self.module(**batch), factor)
             # Inside, because DistributedDataParallel decides in the backward pass whether to average.
             self.scaler.scale(loss / self.accumulation).backward()
         return loss.detach()
@@ -172,9 +172,9 @@ class DeepSpeedStepper:
         self.scales = bool(config.get("fp16", {}).get("enabled"))
         self.partly_frozen = not all(p.requires_grad for p in model.parameters())
 
-    def micro_step(self, batch: Batch, last: bool) -> torch.Tensor:
+    def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
-        loss: torch.Tensor = self.engine(**batch)
+        loss = _weighed(self.engine(**batch), factor)
         self.engine.backward(loss)
         if not last:
             self.engine.step()  # counts the micro step; weights change at the boundary
@@ -233,6 +233,11 @@ class DeepSpeedStepper:
             list(self.model.parameters()), enabled=self.engine.zero_optimization_stage() == 3
         )
         return sharded
+
+
+def _weighed(loss: torch.Tensor, factor: float) -> torch.Tensor:
+    """Loss x factor, in float32 at least; the loss itself where that is 1, so that no bit changes."""
+    return loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 
 
 def gradient_norm(model: nn.Module) -> float:

@@ -16,6 +16,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.rundir import RunDir, write_json
 from ortlaunch.worker import checkpoint
+from ortlaunch.worker.corpus import DataError
 from ortlaunch.worker.data import Batches, Samples, collate
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
@@ -136,31 +137,32 @@ def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
 def _passes(
     recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, step: int
 ) -> list[torch.Tensor]:
-    """Forward and backward of each micro batch of this rank; their losses."""
+    """Forward and backward of each micro batch of this rank; their losses, weighed."""
     torch.manual_seed(step_seed(recipe.seed, step, group.rank))
-    passes = plan.batch.accumulation_steps
-    losses = []
-    for accumulation in range(passes):
-        batch = engine.take(batches.micro_batch(step, accumulation, group.rank))
-        losses.append(engine.stepper.micro_step(batch, last=accumulation == passes - 1))
-    return losses
+    last = plan.batch.accumulation_steps - 1
+    return [
+        engine.stepper.micro_step(engine.take(batch), accumulation == last, weight)
+        for accumulation, (batch, weight) in enumerate(engine.loss_weight.passes(batches, step, group))
+    ]
 
 
 @torch.no_grad()
 def evaluate(recipe: Recipe, plan: Plan, group: Group, engine: Engine, samples: Samples) -> float:
-    """Mean loss over the evaluation corpus; ranks take turns, micro batch by micro batch."""
+    """Mean loss over the evaluation corpus, weighed as in training; ranks take turns, micro batch by micro batch."""
     micro = plan.batch.micro_samples
-    module, total, seen = engine.eval_module, 0.0, 0
+    module, total, seen = engine.eval_module, 0.0, 0.0
     module.eval()
     for turn in range(0, len(samples), group.size * micro):
         first = turn + group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
         # A rank without samples left still runs: with ZeRO 3 a forward pass is a collective.
-        chosen = [samples.sample(i, epoch=0) for i in counted or range(1)]
-        loss = module(**engine.take(collate(chosen)))
-        total, seen = total + float(loss) * len(counted), seen + len(counted)
+        batch = collate([samples.sample(i, epoch=0) for i in counted or range(1)])
+        weight = engine.loss_weight.of(batch, counted) if counted else 0.0
+        total, seen = total + float(module(**engine.take(batch))) * weight, seen + weight
     module.train()
-    return group.sum(total) / group.sum(seen)
+    if not (of_all := group.sum(seen)):
+        raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
+    return group.sum(total) / of_all
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -1,0 +1,116 @@
+"""What a micro batch counts in a step's loss: its samples, its counted labels, or a number that the data carry.
+
+A model returns the mean over its own micro batch. Where micro batches count unequally, the mean of such means is not
+the mean over the global batch; the factors made here turn loss and gradients into that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.models import Corpus
+from ortlaunch.worker.corpus import DataError
+from ortlaunch.worker.data import IGNORED, Batches
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.model import LossModule
+
+Batch = dict[str, torch.Tensor]
+# transformers' models that compare each score with the label after it.
+_SHIFTING = ("ForCausalLM", "LMHeadModel")
+
+
+class LossWeight:
+    """`train.loss_weight` of a recipe, or what stands for it where the recipe does not say."""
+
+    def __init__(self, recipe: Recipe, model: LossModule) -> None:
+        task, train = recipe.model.task, recipe.data.train
+        self.declared = recipe.train.loss_weight is not None
+        self.by = recipe.train.loss_weight or ("samples" if task == "custom" else "labels")
+        self.shifted = any(type(module).__name__.endswith(_SHIFTING) for module in model.modules())
+        self.two_means = task == "pretraining" and not self.declared
+        own = isinstance(train, Corpus) and train.format == "custom"
+        # Corpora that ortlaunch reads have as many counted labels in each sample.
+        self.varies = own and self.by != "samples"
+        self.key = None if self.by in ("samples", "labels") else self.by
+        self.taken_out = self.key and self.key not in inspect.signature(model.model.forward).parameters
+
+    def passes(self, batches: Batches, step: int, group: Group) -> Iterator[tuple[Batch, float]]:
+        """This rank's micro batches of a step (from 0), each with the factor on its loss.
+
+        Where all count the same the factor is exactly 1. Collective, and all micro batches are read first, where
+        weights may differ.
+
+        Raises:
+            DataError: a weight is negative or not finite, or nothing counts in the whole step.
+        """
+        numbers = range(batches.batch.accumulation_steps)
+        if not self.varies:
+            yield from ((batches.micro_batch(step, number, group.rank), 1.0) for number in numbers)
+            return
+        taken = [batches.micro_batch(step, number, group.rank) for number in numbers]
+        mine = [self.of(batch, batches.indices(step, i, group.rank)) for i, batch in enumerate(taken)]
+        weights = [weight for of_rank in group.gather_numbers(mine) for weight in of_rank]
+        total = math.fsum(weights)
+        if not total:
+            raise DataError(
+                f"step {step + 1}: nothing counts in the whole step: the sum of {self._named} is 0; samples "
+                f"{', '.join(str(i) for number in numbers for i in batches.indices(step, number, group.rank))} of rank "
+                f"{group.rank}, and the other ranks' too"
+            )
+        if self.two_means and len(set(weights)) > 1:
+            raise DataError(
+                "the loss of task pretraining is a mean over masked words and one over sentence pairs, and the samples "
+                "of data.train differ in how many words are masked: mask as many in each, or say what both means are "
+                "weighted by, train.loss_weight=labels or train.loss_weight=samples"
+            )
+        yield from ((batch, weight * len(weights) / total) for batch, weight in zip(taken, mine))
+
+    def of(self, batch: Batch, samples: Sequence[int]) -> float:
+        """What a micro batch counts; `samples` are its indices, for the error."""
+        if self.by == "labels" and ("labels" in batch or self.declared):
+            return float(self._labels(self._value(batch, "labels")))
+        if self.key is None:
+            return float(len(samples))
+        each = self._value(batch, self.key).double().reshape(len(samples), -1).sum(1)
+        bad = next((i for i, weight in enumerate(each.tolist()) if not 0 <= weight < math.inf), None)
+        if bad is not None:
+            raise DataError(
+                f"train.loss_weight: {self.key!r} of sample {samples[bad]} is {float(each[bad]):g}; a weight is 0 or "
+                "more"
+            )
+        return math.fsum(each.tolist())
+
+    def prepared(self, batch: Batch) -> Batch:
+        """A batch as the model takes it: without the key that is for us alone, and with a label at least.
+
+        The mean over no label is nan, and so would be 0 times that: the added one counts nothing.
+        """
+        if self.taken_out:
+            batch = {name: value for name, value in batch.items() if name != self.key}
+        labels = batch.get("labels")
+        if not self.varies or self.by != "labels" or labels is None or self._labels(labels):
+            return batch
+        labels = labels.clone()
+        labels.view(len(labels), -1)[0, -1] = 0
+        return {**batch, "labels": labels}
+
+    def _labels(self, labels: torch.Tensor) -> int:
+        """How many are counted."""
+        if labels.is_floating_point():  # a regression's: none is left out
+            return int(labels.numel())
+        counted = labels[..., 1 if self.shifted and labels.dim() > 1 else 0 :] != IGNORED
+        return int(torch.count_nonzero(counted))
+
+    def _value(self, batch: Batch, key: str) -> torch.Tensor:
+        if key not in batch:
+            raise DataError(f"train.loss_weight: got {self.by}, and a batch has no {key!r}; it has {', '.join(batch)}")
+        return batch[key]
+
+    @property
+    def _named(self) -> str:
+        return "counted labels" if self.key is None else repr(self.key)
