@@ -315,7 +315,10 @@ def _check_folder(run: RunDir, current: Recipe) -> None:
             f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
         )
     other = [
-        line for line in changed if line.split(".")[0].split(":")[0] in ("model", "data", "seed", "batch", "optimizer")
+        line
+        for line in changed
+        if line.split(".")[0].split(":")[0] in ("model", "data", "seed", "batch", "optimizer")
+        and not line.startswith("model.gradient_checkpointing:")  # the same numbers in less memory
     ]
     if other and run.complete_checkpoints():
         raise PlanError(

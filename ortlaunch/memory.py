@@ -225,7 +225,8 @@ def _activations(recipe: Recipe, c: dict[str, Any], micro: int) -> int:
     fused = recipe.model.attention == "sdpa" and (recipe.engine.name != "ort" or recipe.engine.aten_sdpa)
     scores = 0.0 if fused else 5.0 * c["num_attention_heads"] * s / h
     a_layer = s * micro * h * (34 + scores) * width
-    kept = layers * a_layer if not recipe.engine.memory_optimization else layers * 2 * s * micro * h * width + a_layer
+    recomputed = recipe.model.gradient_checkpointing or recipe.engine.memory_optimization
+    kept = layers * 2 * s * micro * h * width + a_layer if recomputed else layers * a_layer
     # Logits, their log-softmax and the gradients of both, in float32: seen on CPU with BERT and Llama, fp32 and bf16.
     logits = 0 if recipe.model.task == "sequence-classification" else micro * s * c["vocab_size"] * 16
     return int(kept + logits)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.ort_variables import contradictions
 from ortlaunch.recipe.place import Problem
@@ -57,7 +56,7 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             path = ("engine.torch_matmul", "launch.device")
             yield path, f"does nothing on {device}: it is for ONNX Runtime's CPU kernels; leave it out"
         return
-    own = _ort_multiplies(recipe.engine)
+    own = _ort_multiplies(recipe)
     if recipe.engine.matmul_precision != "highest" and own:
         path = ("engine.matmul_precision", "launch.device")
         yield path, f"does nothing with {own}: the products are ONNX Runtime's own, which are float32; leave one out"
@@ -66,10 +65,13 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             yield (f"engine.{name}", "launch.device"), f"does nothing on CPU: {why}; leave it out"
 
 
-def _ort_multiplies(engine: Engine) -> str:
+def _ort_multiplies(recipe: Recipe) -> str:
     """What keeps torch's products out of ONNX Runtime's graph on a CPU; "" for nothing."""
+    engine = recipe.engine
     if engine.torch_matmul is False:
         return "torch_matmul: false"
+    if recipe.model.gradient_checkpointing:
+        return "model.gradient_checkpointing, which becomes memory_optimization"
     fields = ("memory_optimization", "memory_optimization_config", "memory_efficient_grad_management")
     return next((name for name in fields if getattr(engine, name)), "")
 
@@ -98,9 +100,15 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
             f"does nothing at memory_optimization {engine.memory_optimization}, which chooses the subgraphs itself; "
             "set memory_optimization: 0",
         )
-    if engine.torch_matmul and (engine.memory_optimization or engine.memory_optimization_config):
+    checkpointing = recipe.model.gradient_checkpointing
+    if engine.memory_optimization_config and checkpointing:
         yield (
-            ("engine.torch_matmul", "engine.memory_optimization"),
+            ("model.gradient_checkpointing", "engine.memory_optimization_config"),
+            "does nothing beside memory_optimization_config, which names what is recomputed; leave one out",
+        )
+    if engine.torch_matmul and (checkpointing or engine.memory_optimization or engine.memory_optimization_config):
+        yield (
+            ("engine.torch_matmul", "engine.memory_optimization", "model.gradient_checkpointing"),
             "does nothing with memory optimization, which recomputes ONNX Runtime's own matrix products; leave it out",
         )
     if engine.torch_matmul and engine.memory_efficient_grad_management:

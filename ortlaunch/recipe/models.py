@@ -67,6 +67,11 @@ class Model(Section):
     attention: Literal["auto", "eager", "sdpa"] = "auto"
     """Attention implementation in transformers. `auto`: sdpa for the models that have it, but eager with
     `engine.efficient_attention` or `engine.flash_attention`, which replace attention that is written out."""
+    gradient_checkpointing: bool = False
+    """Keep each layer's input alone and compute the layer again in the backward pass, on every engine: transformers'
+    own, not reentrant, on eager and inductor; ONNX Runtime's recomputation (`engine.memory_optimization: 1`) on ort.
+    Saves most of the activations, costs about a forward pass, a quarter to a third of a step; for what does not fit
+    otherwise. A custom model must have a method `gradient_checkpointing_enable`, which is called."""
     lora: Optional[Lora] = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
 

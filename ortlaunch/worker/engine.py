@@ -237,6 +237,7 @@ def _report(
         "optimizer": {"asked": asked, "used": chosen.used, "why": chosen.why or None},
         "attention": _attention(model),
         "pretrained": model.loaded,
+        "gradient_checkpointing": _recomputed(recipe, used),
         "onnxruntime": _onnxruntime() if recipe.engine.name == "ort" else {},
         "versions": {**extensions.versions(_PACKAGES), "torch": torch.__version__},  # torch's own: with its build
     }
@@ -257,6 +258,14 @@ def _compiling_uncounted() -> Iterator[None]:
     yield
     counters.clear()
     counters.update(before)
+
+
+def _recomputed(recipe: Recipe, used: str) -> str | None:
+    """Who computes layers again in the backward pass for `model.gradient_checkpointing`."""
+    if not recipe.model.gradient_checkpointing:
+        return None
+    level = recipe.engine.memory_optimization or 1
+    return f"ONNX Runtime, memory_optimization: {level}" if used == "ort" else "torch.utils.checkpoint"
 
 
 def _attention(model: LossModule) -> str | None:

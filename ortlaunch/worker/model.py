@@ -68,6 +68,8 @@ def build_model(recipe: Recipe, data: Data) -> LossModule:
         generates_with_cache = _train_without_cache(model)
     if recipe.model.lora:
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
+    if recipe.model.gradient_checkpointing:  # after the adapters, for which peft would change the embeddings' output
+        _checkpoint_gradients(model)
     whole = LossModule(model.train())
     whole.generates_with_cache, whole.loaded = generates_with_cache, loaded
     return whole
@@ -86,6 +88,21 @@ def set_use_cache(configs: Iterable[Any], value: bool) -> None:
     for config in configs:
         if hasattr(config, "use_cache"):
             config.use_cache = value
+
+
+def _checkpoint_gradients(model: nn.Module) -> None:
+    """Let the model recompute its layers. Not reentrant, so that gradients need no input that has one (LoRA)."""
+    try:
+        if hasattr(model, "supports_gradient_checkpointing"):  # transformers' own
+            name = "activation_checkpointing_enable"  # from 5.23 on
+            enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+        elif hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable()
+        else:
+            raise ValueError(f"{type(model).__name__} has no method gradient_checkpointing_enable; leave it out")
+    except ValueError as error:
+        raise InputError(f"model.gradient_checkpointing: {error}") from None
 
 
 def _transformers_model(recipe: Recipe, data: Data) -> tuple[nn.Module, Loaded | None]:

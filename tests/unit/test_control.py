@@ -154,6 +154,11 @@ def test_checkpoints_of_another_training() -> None:
         (2, {}, ["continuing mine"]),
         (2, {"train": {"max_steps": 9}}, ["continuing mine", "  changed: train.max_steps: 3 -> 9"]),
         (
+            2,
+            {"model": {**CUSTOM["model"], "gradient_checkpointing": True}},  # the same numbers in less memory
+            ["continuing mine", "  changed: model.gradient_checkpointing: False -> True"],
+        ),
+        (
             None,
             CHANGED,
             [
