@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch import __version__, doctor, inputs, machine, micro_size, recipe, shipped, start
+from ortlaunch import __version__, doctor, inputs, machine, micro_size, provenance, recipe, shipped, start
 from ortlaunch.capacity import crowded
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.finished import further, nothing_left
@@ -271,6 +271,7 @@ def _claimed(run: RunDir) -> RunDir:
 def _prepare(settled: Settled, run: RunDir) -> Request:
     """Write the run folder, say what will run."""
     request = write_run(settled, run)
+    provenance.record(run, settled.path)
     for note in settled.world.notes:
         print(note, flush=True)
     print(f"{describe(settled.plan, settled.file.recipe)}\nrun folder: {run}", flush=True)

@@ -2,6 +2,7 @@
 
 runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
+  commands.jsonl modules/                                              each start's command and commit; the user's code
   store rendezvous                                                     how ranks of one host meet, without a port
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
@@ -35,6 +36,8 @@ class RunDir:
         self.deepspeed = self.path / "deepspeed.json"
         self.environment = self.path / "environment.json"
         self.request = self.path / "request.sh"
+        self.commands = self.path / "commands.jsonl"
+        self.modules = self.path / "modules"
         self.hostfile = self.path / "hostfile"
         self.store = self.path / "store"
         self.rendezvous = self.path / "rendezvous"

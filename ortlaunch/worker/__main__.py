@@ -52,11 +52,11 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     from ortlaunch.worker.data import Batches, load_data
     from ortlaunch.worker.engine import build_engine
     from ortlaunch.worker.finish import finish
-    from ortlaunch.worker.length import length_line, with_steps
+    from ortlaunch.worker.length import with_steps
     from ortlaunch.worker.matmul_precision import matmul_precision
     from ortlaunch.worker.memory_use import MemoryUse
     from ortlaunch.worker.model import build_model
-    from ortlaunch.worker.tell import plan_lines
+    from ortlaunch.worker.tell import announce
     from ortlaunch.worker.train import train
 
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
@@ -83,9 +83,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
             return
         if run.choice.exists():
             engine.report["engine"].update(read_json(run.choice))
-        if group.rank == 0:
-            length = length_line(recipe, plan.batch, len(data.train))
-            print(*plan_lines(engine.truth()), *engine.notes, length, sep="\n", flush=True)
+        announce(recipe, plan, run, group, engine, len(data.train))
         train(recipe, plan, run, group, engine, batches, data.evaluation)
         finish(recipe, plan, run, group, engine, model, data)
 

@@ -14,6 +14,7 @@ from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
 from ortlaunch.worker.metrics import records
 from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.module_copies import copy_modules
 from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.tell import late_notes, outcome_lines
 
@@ -35,6 +36,7 @@ def finish(
             write_json(run.summary, summary)
             lines += [*summary_lines(summary), f"export: {run.export}; load it: {_loaded_by(recipe, run, model.model)}"]
     if group.rank == 0:
+        lines += copy_modules(run, again=True)
         print(*lines, sep="\n", flush=True)
 
 

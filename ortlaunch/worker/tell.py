@@ -6,6 +6,21 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.rundir import RunDir
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.engine import Engine
+from ortlaunch.worker.length import length_line
+from ortlaunch.worker.module_copies import copy_modules
+
+
+def announce(recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, samples: int) -> None:
+    """Before step 1, by rank 0: what will run, for how long, and what is kept of the user's code."""
+    if group.rank == 0:
+        lines = [*plan_lines(engine.truth()), *engine.notes, length_line(recipe, plan.batch, samples)]
+        print(*lines, *copy_modules(run), sep="\n", flush=True)
+
 
 def plan_lines(truth: dict[str, Any]) -> list[str]:
     """What will run, with everything that stands in for something else."""

@@ -24,6 +24,7 @@ from tests.e2e.runs import (
     FULL,
     ROOT,
     TOY,
+    TOYS,
     TWO_RANKS,
     Run,
     Train,
@@ -48,7 +49,7 @@ def test_the_run_folder(full: Run) -> None:
     assert len(board) == 1
     assert full.files() - board == {
         "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
-        "summary.json",
+        "summary.json", "commands.jsonl", "modules/toys.py",
         "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
         *(f"checkpoints/step_00000010/{name}" for name in ("state.pt", "manifest.json", "COMPLETE")),
     }  # fmt: skip
@@ -56,6 +57,14 @@ def test_the_run_folder(full: Run) -> None:
     shown = [line for line in full.out.splitlines() if line.startswith("step ")]
     assert shown == [line for line in (full.folder / "logs/rank_00000.out").read_text().splitlines() if line in shown]
     assert len(shown) == 13
+
+
+def test_where_the_run_came_from(full: Run, home: Path) -> None:
+    """The folder has the command, where it was typed, and the user's module as it was; outside git no commit."""
+    (line,) = [json.loads(text) for text in (full.folder / "commands.jsonl").read_text().splitlines()]
+    assert line["argv"][1:] == ["train", "full.yaml", "--run-dir=full"]
+    assert (line["cwd"], line["recipe"], line["git"]) == (str(home), str(home / "full.yaml"), None)
+    assert (full.folder / "modules/toys.py").read_text() == TOYS
 
 
 def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:

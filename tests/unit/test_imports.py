@@ -22,8 +22,8 @@ ANY = None
 
 SHARED = {"errors", "rank", "cache", "rundir", "run_lock", "recipe", "plan", "memory", "extensions", "machine",
           "file_errors", "user_modules"}  # fmt: skip
-CONTROL = {"cli", "cli_hints", "control", "finished", "start", "micro_size", "world", "capacity", "hosts", "doctor",
-           "inputs", "shipped", "launch", "bench", "output"}  # fmt: skip
+CONTROL = {"cli", "cli_hints", "control", "finished", "provenance", "start", "micro_size", "world", "capacity", "hosts",
+           "doctor", "inputs", "shipped", "launch", "bench", "output"}  # fmt: skip
 # What a module may import of ortlaunch, and of packages outside the standard library.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -44,6 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "world": ({"errors", "recipe", "hosts", "rank", "plan"}, set()),
     "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
     "capacity": ({"errors", "plan", "memory", "machine", "world"}, set()),
+    "provenance": ({"rundir"}, set()),
     "finished": ({"recipe", "rundir"}, set()),
     "user_modules": ({"errors", "recipe"}, set()),
     "inputs": ({"errors", "recipe", "user_modules"}, set()),

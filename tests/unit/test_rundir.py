@@ -25,6 +25,8 @@ PATHS = {
     "errors": "errors",
     "told": "errors/told",
     "ready": "ready",
+    "commands": "commands.jsonl",
+    "modules": "modules",
     "lock": "lock",
     "summary": "summary.json",
     "metrics": "metrics.jsonl",

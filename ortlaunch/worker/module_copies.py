@@ -1,0 +1,59 @@
+"""A copy of the user's own modules in the run folder: what a recipe's factories were when they ran."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from ortlaunch.cache import cache_root
+from ortlaunch.plan import human
+from ortlaunch.rundir import RunDir
+
+_LARGEST, _MOST = 1 << 20, 8 << 20  # bytes of a file, and of all: source, not data
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def copy_modules(run: RunDir, again: bool = False) -> list[str]:
+    """Copy what is imported now from outside installed packages; `again` in a run: only what has come since.
+
+    Returns notes: what differs from an earlier start in this folder, and what was too large.
+    """
+    notes, room = [], _MOST
+    for module in own_modules():
+        source, target = Path(str(module.__file__)), run.modules / _place(module)
+        text = source.read_bytes() if source.stat().st_size <= min(_LARGEST, room) else None
+        if text is None:
+            notes.append(f"{source} ({human(source.stat().st_size)}) is not copied into {run.modules}: too large")
+        elif not target.exists() or not again:
+            if target.exists() and target.read_bytes() != text:
+                notes.append(f"{source} differs from what an earlier start of this run imported")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(text)
+        room -= len(text or b"")
+    return notes
+
+
+def own_modules() -> Iterator[ModuleType]:
+    """Modules that are neither Python's nor ortlaunch's, nor installed, nor made by a compiler; by name."""
+    foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1])]
+    foreign += [str(cache_root()), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")]
+    below = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in foreign if folder)
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or name == "__main__" or not os.path.isfile(file):
+            continue
+        path = os.path.realpath(file)
+        parts = Path(path).parts
+        installed = any(part in _INSTALLED or part.startswith("torchinductor_") for part in parts)
+        if not installed and not path.startswith(below) and all(part.isidentifier() for part in name.split(".")):
+            yield module
+
+
+def _place(module: ModuleType) -> Path:
+    """Where a module lies below the folder that is on Python's path."""
+    path = Path(*module.__name__.split("."))
+    return path / "__init__.py" if hasattr(module, "__path__") else path.with_suffix(".py")
