@@ -52,6 +52,7 @@ def settle(recipe: Recipe, asked: Asked, environ: Mapping[str, str]) -> World:
     hosts, notes = _hosts(recipe, asked, gpus if device == "cuda" else 0, found[0] if found else None)
     launcher = _launcher(recipe, asked, hosts, found)
     _check_nodes(recipe, hosts, asked)
+    _check_job(recipe, hosts, asked, environ)
     if launcher != "inside":
         notes += tuple(_check_this_host(hosts, device, gpus, asked))
         if (recipe.launch.device, device) == ("auto", "cpu") and not all(is_this_host(host.name) for host in hosts):
@@ -173,6 +174,28 @@ def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], asked: Asked) -> None:
         raise PlanError(
             f"launch.processes_per_node is {per_node}, and hosts have other numbers of slots: {', '.join(uneven[:8])}"
         )
+
+
+def _check_job(recipe: Recipe, hosts: tuple[Host, ...], asked: Asked, environ: Mapping[str, str]) -> None:
+    """A Slurm job's script runs once, on its first node; its tasks are srun's to start."""
+    job = environ.get("SLURM_JOB_ID")
+    if job is None or detect(environ) or asked.hostfile or recipe.launch.nodes is not None:
+        return
+    nodes = _count(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    tasks = _count(environ, "SLURM_NTASKS", "SLURM_NPROCS") or nodes
+    ranks = sum(host.slots for host in hosts)
+    chosen = asked.processes_per_node or recipe.launch.processes_per_node
+    if nodes > 1 or (tasks > ranks and not chosen):
+        raise PlanError(
+            f"Slurm job {job} has {tasks} tasks on {nodes} nodes, and this is its script or shell, not one of its "
+            f"tasks: {ranks} on this node alone would train; start all with `srun ortlaunch train ...`, or override "
+            "launch.nodes=1 to train on this node alone"
+        )
+
+
+def _count(environ: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is a number, or 0."""
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 0)
 
 
 def is_this_host(name: str) -> bool:

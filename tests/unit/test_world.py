@@ -99,7 +99,8 @@ def test_inside_a_launcher(tell: Any, rank: Rank, hosts: tuple[Host, ...]) -> No
         (slurm(0, 2, 0, "2"), Rank(0, 2, 0, 2), (host("localhost", 2),)),
         (slurm(3, 4, 1, "2(x2)", 1), Rank(3, 4, 1, 2), (host("node0", 2), host("node1", 2))),
         (slurm(0, 1, 0, "1"), None, HERE),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, HERE),
+        ({**slurm(0, 1, 0, "1"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}, None, HERE),
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, None, HERE),
     ],
 )
 def test_inside_slurm(environ: dict[str, str], inside: Rank | None, hosts: tuple[Host, ...]) -> None:
@@ -107,6 +108,50 @@ def test_inside_slurm(environ: dict[str, str], inside: Rank | None, hosts: tuple
     found = settled(None, Asked(), **environ)
     assert (found.inside, found.hosts) == (inside, hosts)
     assert found.launcher == ("inside" if inside else "local")
+
+
+def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
+    """What a batch script sees."""
+    first = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    return {**first, "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NTASKS": str(tasks), **more}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch", "said"),
+    [
+        (
+            job(4, 4),
+            {},
+            "Slurm job 7 has 4 tasks on 4 nodes, and this is its script or shell, not one",
+        ),
+        (job(1, 4), {}, "Slurm job 7 has 4 tasks on 1 nodes, "),
+        (job(4, 32), {"processes_per_node": 8}, "Slurm job 7 has 32 tasks on 4 nodes, "),
+        (job(4, 32, GPUS="8"), {}, "this is its script or shell, not one of its tasks: 8 on this node alone"),
+        (job(2, 2, SLURM_STEP_ID="4294967290"), {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
+    ],
+)
+def test_a_slurm_script_without_srun(environ: dict[str, str], launch: dict[str, Any], said: str) -> None:
+    """The body of a job runs once: a job of several nodes or tasks would train on the first of them alone."""
+    with pytest.raises(PlanError) as caught:
+        settled(launch, **environ)
+    assert said in str(caught.value)
+    assert "start all with `srun ortlaunch train ...`, or override launch.nodes=1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch", "ranks"),
+    [
+        (job(4, 4), {"nodes": 1}, 1),
+        (job(1, 4, GPUS="4"), {}, 4),
+        (job(1, 4), {"processes_per_node": 2}, 2),
+        (job(1, 1), {}, 1),
+    ],
+)
+def test_a_slurm_script_on_one_node(environ: dict[str, str], launch: dict[str, Any], ranks: int) -> None:
+    """Where all of a job is used, or the recipe says how much, its script trains as any shell does."""
+    found = settled(launch, **environ)
+    assert (sum(host.slots for host in found.hosts), found.inside) == (ranks, None)
 
 
 def test_inside_a_launcher_with_gpus() -> None:
