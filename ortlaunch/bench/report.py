@@ -139,7 +139,7 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         if row["parity"].get("why") and not passes(row)
     ]
     for row in measured:
-        if row["parity"].get("loss_from_highest") is not None:
+        if "loss_from_highest" in row["parity"]:
             moved = f"moves the loss by {row['parity']['loss_from_highest']:.1e}; parity is compared at highest"
             notes.append(f"{row['name']}: matmul_precision {row['matmul_precision']} {moved}")
     if measured:

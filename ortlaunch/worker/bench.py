@@ -49,7 +49,7 @@ def bench(recipe: Recipe, plan: Plan, run: RunDir, group: Group, model: LossModu
     for order in _orders(run):
         waited = {"seconds": time.perf_counter() - slept[0], "processor_seconds": time.process_time() - slept[1]}
         if order["do"] == "compare":
-            found: dict[str, Any] = {"parity": {**parity(life), "loss_from_highest": loss_from_highest(life)}}
+            found: dict[str, Any] = {"parity": {**parity(life), **loss_from_highest(life)}}
         else:
             found = life.turn(order["steps"])
         # Gathered, so that rank 0 tells of no order that another rank has not carried out.
@@ -148,11 +148,11 @@ def parity(life: Life) -> dict[str, Any]:
     return max(verdicts, key=_badness)
 
 
-def loss_from_highest(life: Life) -> float | None:
+def loss_from_highest(life: Life) -> dict[str, float]:
     """How far matmul_precision moves the loss of a batch without dropout, relative; the worst rank's (collective)."""
     engine = life.engine
     if life.recipe.engine.matmul_precision == "highest":
-        return None
+        return {}
     batch = engine.take(life.batches.micro_batch(0, 0, life.group.rank))
     module = engine.eval_module.eval()
     with engine.uncounted(compiled=True), torch.no_grad():
@@ -160,7 +160,8 @@ def loss_from_highest(life: Life) -> float | None:
         with matmul_precision("highest"):
             exact = float((engine.plain if engine.own_precision else module)(**batch))
     module.train()
-    return max(map(float, life.group.gather(str(abs(ours - exact) / max(abs(exact), LEAST_LOSS)))))
+    mine = abs(ours - exact) / max(abs(exact), LEAST_LOSS)
+    return {"loss_from_highest": max(map(float, life.group.gather(str(mine))))}
 
 
 def _badness(verdict: dict[str, Any]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch import machine
 from ortlaunch.recipe.rules import broken, device_rules
+from ortlaunch.worker.bench import loss_from_highest
 from ortlaunch.worker.matmul_precision import describe, keep_positions_exact, mantissa_bits, matmul_precision
 from ortlaunch.worker.parity import compare
 from tests.makers import recipe
@@ -117,6 +120,28 @@ def test_parity_is_compared_at_highest() -> None:
         compare(reference, module, {"x": torch.ones(3)})
         assert torch.get_float32_matmul_precision() == "medium"
     assert reference.words == module.words == {"highest"}
+
+
+@pytest.mark.parametrize(("word", "found"), [("highest", {}), ("medium", {"loss_from_highest": 0.5})])
+def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, float]) -> None:
+    """On the engine's own module, in evaluation; the worst rank's counts, and training goes on."""
+
+    class Moved(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert not self.training
+            return x.sum() * (1.0 if torch.get_float32_matmul_precision() == "highest" else 1.25)
+
+    module = Moved()
+    engine = SimpleNamespace(
+        eval_module=module, plain=None, own_precision=False, take=dict, uncounted=lambda compiled: nullcontext()
+    )
+    group = SimpleNamespace(rank=0, gather=lambda text: [text, "0.5"])
+    made = recipe(engine={"name": "eager", "matmul_precision": word})
+    batches = SimpleNamespace(micro_batch=lambda step, accumulation, rank: {"x": torch.ones(2)})
+    life: Any = SimpleNamespace(engine=engine, group=group, recipe=made, batches=batches)
+    with matmul_precision(word):
+        assert loss_from_highest(life) == found
+    assert module.training
 
 
 def test_rotary_positions_are_multiplied_by_elements() -> None:
