@@ -16,6 +16,7 @@ runs/<name>-<timestamp>/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the command's output is one
+
+
+_FULL_BYTES = 1 << 20
 
 
 class RunDir:
@@ -104,6 +108,14 @@ def progress_width() -> int | None:
     return int(text) if text.isdigit() and int(text) else None
 
 
+def is_full(path: Path) -> bool:
+    """Whether the disk of an existing folder has hardly a file's room left for this user."""
+    with contextlib.suppress(OSError):
+        disk = os.statvfs(path)
+        return (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize < _FULL_BYTES
+    return False
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; readers never see half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,8 +127,10 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         name.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk is met in a write, which has no name
+            error.filename = str(path)
         raise
 
 

@@ -6,7 +6,7 @@ import signal
 from typing import Any, NamedTuple
 
 from ortlaunch.plan import LOCAL_NAMES
-from ortlaunch.rundir import RunDir, read_json
+from ortlaunch.rundir import RunDir, is_full, read_json
 
 _PROGRAMS = {"torchrun": "torchrun", "mpi": "mpirun"}
 _OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
@@ -54,12 +54,16 @@ def _without_cause(
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
     began = _began(run)
     lost = sorted(began - {record["rank"] for record in records} - set(asked))
+    if status and not records and is_full(run.path):
+        return End(status, f"ortlaunch: no space left on device ({run}), where no rank could write how it ended")
     if lost and status:
         return End(137, _lost_text(run, plan["nodes"], lost, oom_kills))
     absent = sorted(set(range(plan["world_size"])) - began)
-    if began and absent and status:
-        what = f"{_names(plan['nodes'], absent)} ended before it began, and does not say why"
-        return End(status, f"ortlaunch: {what}; see above, and {run.logs}{_memory(oom_kills)}")
+    if absent and status:
+        names = _names(plan["nodes"], absent)
+        what = f"{names} ended before it began" if began else f"no rank began ({names})"
+        said = f"{what}, and the launcher ended with status {status}; see above, and {run.logs}"
+        return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
         what = f"{_names(plan['nodes'], [rank])} was ended by {signal.Signals(asked[rank][0]).name}"

@@ -15,14 +15,13 @@ from typing import Any
 
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.rundir import RunDir, is_full, read_json, write_json
 
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
                  "Timed out waiting", "Socket closed", "DistBackendError", "DistNetworkError")  # fmt: skip
 _SPARE_BYTES = 1 << 15
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_FULL_BYTES = 1 << 20
 
 
 class Account:
@@ -99,11 +98,7 @@ class Account:
             if isinstance(error, OSError) and error.errno in _NO_SPACE:
                 return f": no space left on device ({error.filename or self.run})"
             error = error.__cause__ or error.__context__
-        with contextlib.suppress(OSError):
-            disk = os.statvfs(self.run.path)
-            if (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize < _FULL_BYTES:
-                return f": no space left on device ({self.run})"
-        return ""
+        return f": no space left on device ({self.run})" if is_full(self.run.path) else ""
 
     def _last_words(self) -> str:
         """The end of the rank's error log."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.launch import cause
 from ortlaunch.launch.cause import End, explain_end
 from ortlaunch.rundir import RunDir, write_json, write_text
 from tests.makers import host, plan, recipe
@@ -134,8 +135,17 @@ def test_a_rank_that_never_began(run: RunDir) -> None:
     for rank in (0, 1, 3):
         write_text(run.asked(rank), "15 1.0")
         echo(run, rank, time=1.0)
-    said = f"rank 2 on host b ended before it began, and does not say why; see above, and {run.logs}"
+    said = f"rank 2 on host b ended before it began, and the launcher ended with status 1; see above, and {run.logs}"
     assert explain_end(run, 1) == End(1, f"ortlaunch: {said}")
+
+
+def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that could not write how they ended did not vanish, and memory has nothing to do with it."""
+    monkeypatch.setattr(cause, "is_full", lambda path: path == run.path)
+    said = f"ortlaunch: no space left on device ({run}), where no rank could write how it ended"
+    assert explain_end(run, 1) == End(1, said)
+    ended(run, 3, time=2.0, exit_status=7)
+    assert explain_end(run, 1).status == 7
 
 
 def test_a_silent_rank_is_not_the_cause_beside_a_real_one(run: RunDir) -> None:
@@ -148,8 +158,9 @@ def test_no_rank_began(run: RunDir) -> None:
     """A launcher that fails by itself keeps its status, and the place to look is named."""
     for log in run.logs.iterdir():
         log.unlink()
-    message = f"ortlaunch: the launcher ended with status 213, and no rank says why; see above, and {run.logs}"
-    assert explain_end(run, 213) == End(213, message)
+    ranks = "rank 0 on host a, rank 1 on host a, rank 2 on host b, rank 3 on host b"
+    said = f"no rank began ({ranks}), and the launcher ended with status 213; see above, and {run.logs}"
+    assert explain_end(run, 213) == End(213, f"ortlaunch: {said}")
 
 
 def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:

@@ -18,7 +18,7 @@ from ortlaunch.rundir import RunDir, write_json
 
 GUARDED = """
 import ctypes, os, signal, sys, time
-import ortlaunch.worker.child
+import ortlaunch.worker.child, ortlaunch.worker.failure
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir
@@ -31,6 +31,10 @@ def live():
     exec(os.environ["LIFE"], globals())
 
 ortlaunch.worker.child.GRACE_SECONDS = 0.3
+if "FULL" in os.environ:  # as a disk is: what has its room already can still be written
+    def write_json(path, value):
+        raise OSError(28, "No space left on device")
+    ortlaunch.worker.failure.write_json = write_json
 rank = int(sys.argv[1])
 sys.exit(watch(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
 """
@@ -154,6 +158,36 @@ def test_no_rank_without_its_launcher(run: RunDir, tmp_path: Path) -> None:
         where = {LAUNCHER_VARIABLE: f"{process_space()} {pid}"}
         ended = guarded(run, f"open({str(mark)!r}, 'w').close()", **where)
         assert (ended.status, mark.exists()) == ((0, True) if begins else (143, False))
+
+
+def test_a_log_on_a_full_disk_ends_nothing(run: RunDir) -> None:
+    """The rank lives on, and its guardian says once what is missing."""
+    run.logs.mkdir(parents=True)
+    run.log(1, "out").symlink_to("/dev/full")
+    ended = guarded(run, "print('more', flush=True); time.sleep(0.2); print('again', flush=True)")
+    assert (ended.status, ended.record) == (0, None)
+    assert ended.err == f"ortlaunch: {run.log(1, 'out')} is not complete: No space left on device\n"
+
+
+@pytest.mark.parametrize("life", ["raise ValueError('planted' * 10_000)", "os._exit(5)"])
+def test_how_a_rank_ends_on_a_full_disk(life: str, run: RunDir) -> None:
+    """The account of its end has its room from the beginning: status and cause are not lost."""
+    ended = guarded(run, life, FULL="1")
+    assert ended.record is not None
+    assert ended.status == ended.record["exit_status"] == (5 if "5" in life else 1)
+    assert ended.record["summary"].startswith("rank 1 on host")
+    assert [path.name for path in run.errors.iterdir()] == [run.error(1).name]
+
+
+NO_SPACE = "raise OSError(28, 'No space left on device', '/data/x')"
+
+
+@pytest.mark.parametrize("life", [NO_SPACE, f"try:\n    {NO_SPACE}\nexcept OSError:\n    raise RuntimeError('pos')"])
+def test_a_full_disk_is_the_cause(life: str, run: RunDir) -> None:
+    """What failed for want of space says so in its one line, also where a library's own error hides it."""
+    record = guarded(run, life).record
+    assert record is not None
+    assert ": no space left on device (/data/x); exit status 1" in record["summary"]
 
 
 def test_the_traceback_is_recorded_and_logged(run: RunDir) -> None:
