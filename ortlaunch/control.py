@@ -175,7 +175,7 @@ def _train(settled: Settled, chosen: Path | None, lock: RunLock) -> int:
         os.environ[PROGRESS_VARIABLE] = str(shutil.get_terminal_size().columns)
     launcher = backend(settled.plan.launcher)
     job = launcher.submit(request)
-    end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
+    end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
     if end.status:
         print(end.text, file=sys.stderr, flush=True)
     else:

@@ -25,6 +25,7 @@ def explain_end(
     stopped_by: int | None = None,
     ended_by: int | None = None,
     oom_kills: int | None = None,
+    shown: bool = False,
 ) -> End:
     """The end of a run whose launcher left with `status`.
 
@@ -32,13 +33,14 @@ def explain_end(
         stopped_by: the signal that the user sent to the command, if any.
         ended_by: the signal that the launcher itself died of, if any.
         oom_kills: processes of this control group that the kernel ended for memory meanwhile; None where unknown.
+        shown: rank 0's output went to the terminal, and its end is not said again.
     """
     records = [read_json(path) for path in sorted(run.errors.glob("rank_*.json"))]
     first = _first(records)
     if stopped_by is not None:
         return End(128 + stopped_by, _stopped_text(run, first, stopped_by))
     if first is not None and not first["secondary"]:
-        return End(first["exit_status"], _text(first))
+        return End(first["exit_status"], _text(first, shown))
     if first is None and status == 0:
         return End(0, f"done: {run}")
     return _without_cause(run, status, ended_by, oom_kills, records)
@@ -131,6 +133,7 @@ def _host(nodes: list[dict[str, Any]], rank: int) -> str:
     return name
 
 
-def _text(first: dict[str, Any]) -> str:
-    said = f"{first['traceback'].rstrip()}\n\n" if first["traceback"] else ""
+def _text(first: dict[str, Any], shown: bool = False) -> str:
+    seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
+    said = f"{first['traceback'].rstrip()}\n\n" if first["traceback"] and not seen else ""
     return f"{said}ortlaunch: {first['summary']}"

@@ -27,6 +27,7 @@ from ortlaunch.worker.tokenizer import load_tokenizer
 
 IGNORED = -100  # the label that cross entropy leaves out
 _DOCUMENTS_AT_ONCE = 1000
+_MOST_SHUFFLED = 1 << 28  # samples: their order is 2 GiB in each rank, and takes some ten seconds
 
 
 class Samples(Protocol):
@@ -293,6 +294,11 @@ class Batches:
     """Micro batches by step; the order of samples depends on the seed alone."""
 
     def __init__(self, samples: Samples, batch: BatchPlan, seed: int) -> None:
+        if len(samples) > _MOST_SHUFFLED:
+            raise DataError(
+                f"the data set has {len(samples):,} samples; an epoch is shuffled whole, up to {_MOST_SHUFFLED:,} of "
+                "them: give it in parts, or make samples longer"
+            )
         self.samples, self.batch, self.seed = samples, batch, seed
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0))
 

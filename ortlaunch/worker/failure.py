@@ -20,6 +20,7 @@ from ortlaunch.rundir import RunDir, is_full, read_json, write_json
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
                  "Timed out waiting", "Socket closed", "DistBackendError", "DistNetworkError")  # fmt: skip
+SEEN = ("Signal", "Exit")  # ends that a guardian saw: their traceback is the end of the rank's own output
 _SPARE_BYTES = 1 << 15
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -53,8 +54,8 @@ class Account:
         record: dict[str, Any] = read_json(self._path)
         return record
 
-    def of_exception(self, error: BaseException) -> int:
-        """Write the rank's own account of its end; returns its exit status."""
+    def of_exception(self, error: BaseException, log: int) -> int:
+        """Write the rank's own account of its end, and to the descriptor `log`; returns its exit status."""
         now = time.time()
         text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
         status = _status_of(error)
@@ -63,7 +64,9 @@ class Account:
         what = f"failed with {kind}{self._no_space(error)}"
         record = {"type": kind, "message": str(error), "traceback": text, "secondary": secondary, "time": now}
         self.write(os.getpid(), what, {"exit_status": status, "signal": None, **record})
-        print(text, file=sys.stderr)
+        sys.stderr.flush()
+        with os.fdopen(log, "w", errors="backslashreplace") as file:
+            print(text, file=file)
         return status
 
     def of_end(self, pid: int, what: str, record: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from ortlaunch import machine, run_lock
 from ortlaunch.rank import Rank
 from ortlaunch.rundir import RunDir, progress_width, read_json
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
-from ortlaunch.worker.failure import Account
+from ortlaunch.worker.failure import SEEN, Account
 from ortlaunch.worker.rank_log import RankLog
 from ortlaunch.worker.terminal import Screen, Stream, Taken
 
@@ -39,7 +39,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
     run_lock.share(run)
     account, oom_kills = Account(rank, run), machine.oom_kills()
     account.open()
-    streams = {name: os.pipe() for name in ("out", "err", "finished")}
+    streams = {name: os.pipe() for name in ("out", "err", "last", "finished")}
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a rank to pass them on to
     guardian, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -70,7 +70,7 @@ def _be_the_rank(account: Account, guardian: int, live: Callable[[], None], ends
         os.write(ends["finished"], _FINISHED)
         status = 0
     except BaseException as error:
-        status = account.of_exception(error)
+        status = account.of_exception(error, ends["last"])
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -95,7 +95,8 @@ def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple
         RankLog(run.log(rank.rank, "err")) as err,
         selectors.DefaultSelector() as selector,
     ):
-        sinks = {"out": (Stream(), out), "err": (Stream(), err)}
+        # What ended the rank is for its log: the command, or `_tell`, shows it at the end.
+        sinks = {"out": (Stream(), out), "err": (Stream(), err), "last": (Stream(), err)}
         screen = Screen({"out": 1, "err": 2}, progress_width()) if rank.rank == 0 else None
         for name, end in ends.items():
             os.set_blocking(end, False)
@@ -133,7 +134,7 @@ def _read(end: int) -> bytes | None:
 
 def _copy(taken: Taken, name: str, log: RankLog, screen: Screen | None) -> None:
     log.write(taken.lines)
-    if screen is not None:
+    if screen is not None and name != "last":
         screen.show(name, taken.lines)
         screen.draw(taken.live) if taken.live is not None else None
 
@@ -190,7 +191,8 @@ def _tell(account: Account, child: Child) -> None:
         record = account.read()
         if read_json(run.plan)["launcher"] != "inside" or (record["secondary"] and _cause_is_told(run, child)):
             return
-        said = f"{record['traceback']}\n" if record["rank"] else ""  # rank 0's output is on the terminal already
+        shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
+        said = "" if shown else f"{record['traceback']}\n"
         print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
         run.told.touch()

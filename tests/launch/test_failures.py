@@ -136,6 +136,23 @@ def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, laun
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("how", "said"), [("raise ValueError('planted')", "ValueError: planted"), ("os.abort()", "a last word")]
+)
+def test_what_ends_rank_0_is_printed_once(how: str, said: str, tmp_path: Path):
+    """Its output is on the terminal, the command says the cause at the end: one of them, and so does the log."""
+    (tmp_path / "failing.py").write_text(
+        f"import os, sys\ndef model(how): ...\ndef data():\n    print('a last word', file=sys.stderr)\n    {how}\n"
+    )
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("HOW", "x"))
+    command = [sys.executable, "-m", "ortlaunch.cli", "train", "recipe.yaml", "--run-dir", "run"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=80, check=False)
+    assert ended.returncode in (1, 128 + signal.SIGABRT)
+    assert (ended.stdout + ended.stderr).count(said) == 1, ended.stderr
+    assert (tmp_path / "run/logs/rank_00000.err").read_text().count(said) == 1
+
+
+@pytest.mark.timeout(90)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_ends_everything(start, tmp_path: Path, launcher: str):
     """SIGINT to the command ends every rank; the status is 130, as a shell's."""

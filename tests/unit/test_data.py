@@ -20,6 +20,24 @@ from tests.makers import recipe
 Corpora = Callable[[str, str], dict[str, Any]]
 
 
+class Endless:
+    """Says that it has a thousand million samples."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"x": index}
+
+
+def test_a_data_set_too_large_to_shuffle_is_refused() -> None:
+    """At once: the order of 10^9 samples would take 8 GB and most of a minute in every rank."""
+    with pytest.raises(
+        DataError, match=r"^the data set has 1,000,000,000 samples; an epoch is shuffled whole, up to 268"
+    ):
+        Batches(OwnSamples(Endless()), BatchPlan(2, 2, 1, 1, None), 0)
+
+
 def own(count: int) -> OwnSamples:
     """Samples that are their own number."""
     return OwnSamples([{"x": torch.tensor(i)} for i in range(count)])
