@@ -1,4 +1,4 @@
-"""Unequal numbers of counted labels: on every engine, sharding and micro size the step of plain PyTorch on the whole."""
+"""Unequal numbers of counted labels: each engine, sharding and micro size steps as plain PyTorch does on the whole."""
 
 from __future__ import annotations
 
@@ -46,12 +46,18 @@ def took(chosen: list[Case], file: Path, timeout: float) -> dict[str, Any]:
 
 
 def compare(chosen: list[Case], folder: Path, timeout: float) -> None:
-    """Loss and gradient norm of both steps, the second of which shows the first's gradients."""
+    """Loss and gradient norm of both steps, the second of which shows the first's gradients (`pytest -rP` prints)."""
     expected, found = reference(), took(chosen, folder / "found.json", timeout)
-    for case in chosen:
-        for name, values in expected.items():
-            assert found[str(case)][name] == pytest.approx(values, rel=1e-6), f"{case}: {name}"
-        assert found[str(case)]["ran"], f"{case}: the engine ran nothing"
+    apart = {str(case): largest(found[str(case)], expected) for case in chosen}
+    print(*(f"{case}: {difference:.1e}" for case, difference in apart.items()), sep="\n")
+    assert {case: difference for case, difference in apart.items() if difference > 1e-6} == {}
+    assert [case for case in apart if not found[case]["ran"]] == []  # passes of ORT, graphs of torch.compile
+
+
+def largest(found: dict[str, Any], expected: dict[str, list[float]]) -> float:
+    """Relative difference of any number."""
+    pairs = [(ours, right) for name, values in expected.items() for ours, right in zip(found[name], values)]
+    return max(abs(ours - right) / abs(right) for ours, right in pairs)
 
 
 @pytest.mark.timeout(200)

@@ -140,3 +140,37 @@ def test_a_longer_schedule_tells_its_jump(tmp_path: Path, capsys: pytest.Capture
         "the learning rate goes from 0.025 at step 4 to 0.05 at step 5: the schedule runs over 8 steps, or is another, "
         "than when step 4 was taken",
     ]
+
+
+class Steep(nn.Module):
+    """A line in half precision, with a slope that a loss scale brings beyond its range."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.layer, self.slope = nn.Linear(4, 1), slope
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).float() * self.slope + 0 * y).mean()
+
+
+HALF = {"precision": "fp16", "train": {"max_steps": 30}, "log": {"every_steps": 1}}
+
+
+def test_steps_that_fp16_skips_are_no_failure(tmp_path: Path) -> None:
+    """Until the loss scale fits, gradients overflow: the run goes on, without a norm for these steps."""
+    trained = train_here(tmp_path, Steep(100.0), ROWS, **HALF)
+    skipped = trained.state.skipped
+    assert 0 < skipped < 20
+    norms = [norm for _, norm in trained.values("gradient_norm")]
+    assert norms.count(None) == skipped
+    assert norms[-1] is not None
+
+
+@pytest.mark.parametrize(("slope", "message"), [
+    (float("nan"), "step 1: the loss is nan on rank 0"),
+    (1e9, "step 17: every loss is finite, and a gradient is not"),  # 2 ** 16 has been halved to below 1
+])  # fmt: skip
+def test_fp16_hides_no_failure(slope: float, message: str, tmp_path: Path) -> None:
+    """A loss that is not finite, or gradients that overflow without being scaled, end an fp16 run, too."""
+    with pytest.raises(NonFiniteError, match=message):
+        train_here(tmp_path, Steep(slope), ROWS, **HALF)
