@@ -98,6 +98,14 @@ class Stopped(Model):
 stopped = Stopped(False)
 wrap(stopped, Engine(), threads=1)(torch.ones(2, 4)).backward()
 assert stopped.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through detach"
+class Recurrent(torch.nn.RNN):
+    def forward(self, x):
+        return super().forward(x)[0].sum()
+
+try:
+    wrap(Recurrent(4, 4), Engine(), threads=1)(torch.ones(2, 1, 4)).backward()
+except Exception as error:
+    raise SystemExit(f"an RNN: {error}")
 infer, weights = torch._C._jit_pass_onnx_graph_shape_type_inference, []
 torch._C._jit_pass_onnx_graph_shape_type_inference = lambda graph, given, opset: (
     weights.extend(weight.numel() for weight in given.values()), infer(graph, given, opset))
@@ -188,6 +196,7 @@ WITHOUT = {
     "draw_what_is_likely": "bernoulli draws the other way round",
     "leave_out_casts": "a cast: ",
     "count_documents": "documents: ",
+    "train_recurrent": "an RNN: ",
     "stop_gradient_at_detach": "the gradient went through detach",
     "stop_gradient_under_no_grad": "the gradient went through no_grad",
     "change_what_shares_memory": "a change through a view was left out",

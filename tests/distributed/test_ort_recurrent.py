@@ -40,7 +40,7 @@ def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_one_export_for_all_steps(kind: Any) -> None:
     """The list in which the layer keeps its weights is the same list after an optimizer's step."""
     model = Recurrent(kind)
@@ -48,6 +48,22 @@ def test_one_export_for_all_steps(kind: Any) -> None:
     losses = steps(model, wrapped(model))
     assert tally.exports - before == 1
     assert losses == pytest.approx(steps(eager, eager), rel=1e-5)
+
+
+def test_an_rnn_without_gradient_is_refused() -> None:
+    """A training export of one with relu names what has a gradient."""
+    with pytest.raises(
+        Exception, match="nonlinearity='relu' has no gradient in ONNX Runtime; 'tanh', nn.GRU and nn.LSTM"
+    ):
+        wrapped(Recurrent(nn.RNN, nonlinearity="relu"))(torch.ones(1, 2, 4))
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
+def test_an_rnn_is_evaluated(nonlinearity: str) -> None:
+    """As it is, by ONNX's own RNN."""
+    model, x = Recurrent(nn.RNN, nonlinearity=nonlinearity, num_layers=2).eval(), torch.randn(2, 5, 4)
+    with torch.no_grad():
+        assert wrapped(model)(x).item() == pytest.approx(model(x).item(), rel=1e-5)
 
 
 class Hidden(nn.Module):

@@ -197,6 +197,12 @@ def stop_gradient_under_no_grad() -> bool:
     return True
 
 
+def train_recurrent() -> bool:
+    """Every torch: ORT has no gradient of RNN, so that `nn.RNN` ended the build of the graph."""
+    wrap_ort_export(importlib.import_module("ortlaunch.worker.ort.recurrent").training_recurrent)
+    return True
+
+
 def infer_shapes_without_weights() -> bool:
     """Every torch: the exporter copies every weight twice to infer shapes, half of an export's time with large ones."""
     wrap_ort_export(importlib.import_module("ortlaunch.worker.ort.exports").without_weights)
@@ -265,6 +271,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     draw_what_is_likely,
     leave_out_casts,
     count_documents,
+    train_recurrent,
     stop_gradient_at_detach,
     change_what_shares_memory,  # first, so that the next one sees what it computes
     stop_gradient_under_no_grad,

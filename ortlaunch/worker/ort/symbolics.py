@@ -29,7 +29,7 @@ def unflattening(export: Export) -> Export:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            return _registered(export, "aten::unflatten", _unflatten, 13)(*args, **kwargs)
+            return registered(export, "aten::unflatten", _unflatten, 13)(*args, **kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
 
@@ -57,12 +57,12 @@ def with_attention_dropout(export: Export) -> Export | None:
             filled = g.op("Or", mask, empty)
             filled.setType(mask.type())
             mask, own["IsNaN"] = filled, lambda weights: empty
-        attended = attention(_Graph(g, own), query, key, value, mask, *rest)
+        attended = attention(Graph(g, own), query, key, value, mask, *rest)
         if not own.get("IsNaN") or knows_nan:
             return attended
         return g.op("Where", empty, g.op("Constant", value_t=torch.tensor(0.0, dtype=_type_of(query))), attended)
 
-    return _registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
+    return registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
 
 
 def refusing_attention_dropout(export: Export) -> Export:
@@ -77,7 +77,7 @@ def refusing_attention_dropout(export: Export) -> Export:
             )
         return attention(g, query, key, value, mask, dropout, *rest)
 
-    return _registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
+    return registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
 
 
 def _constant(value: Any) -> Any:
@@ -99,7 +99,7 @@ def stopping_at_detach(export: Export) -> Export:
         copied.setType(x.type())
         return copied
 
-    return _registered(export, "aten::detach", symbolic, 9)
+    return registered(export, "aten::detach", symbolic, 9)
 
 
 def _no_gradient() -> Any:
@@ -140,7 +140,7 @@ def _training_dropout(graph: Any, *inputs: Any) -> Any:
     return graph.op("Dropout", *inputs, training, outputs=2)[0]
 
 
-class _Graph:
+class Graph:
     """A graph being written, in which functions stand in for some operators."""
 
     def __init__(self, graph: Any, own: Mapping[str, Callable[..., Any]]) -> None:
@@ -165,16 +165,16 @@ def drawing(export: Export) -> Export:
             one, zero = (g.op("Constant", value_t=torch.tensor(n, dtype=_type_of(probability))) for n in (1, 0))
             return g.op("Where", g.op("Less", lot, probability), one, zero)
 
-        return draw(_Graph(g, {"Bernoulli": drawn}), *args)
+        return draw(Graph(g, {"Bernoulli": drawn}), *args)
 
-    return _registered(export, "aten::bernoulli", symbolic, 15)
+    return registered(export, "aten::bernoulli", symbolic, 15)
 
 
 def casting(export: Export) -> Export:
     """An export without casts to the type that a tensor has: ORT fails to take out one that has two readers."""
     for name, opset in (("to", 9), ("log_softmax", 13)):
         form = getattr(importlib.import_module(f"torch.onnx.symbolic_opset{opset}"), name)
-        export = _registered(export, f"aten::{name}", _casting(form), opset)
+        export = registered(export, f"aten::{name}", _casting(form), opset)
     return export
 
 
@@ -187,7 +187,7 @@ def _casting(form: Callable[..., Any]) -> Callable[..., Any]:
             same = known != JitScalarType.UNDEFINED and int(known.onnx_type()) == int(to_i)
             return value if same else g.op("Cast", value, to_i=to_i)
 
-        return form(_Graph(g, {"Cast": cast}), *args)
+        return form(Graph(g, {"Cast": cast}), *args)
 
     return symbolic
 
@@ -195,8 +195,8 @@ def _casting(form: Callable[..., Any]) -> Callable[..., Any]:
 def counting(export: Export) -> Export:
     """An export of `diff` and of a boolean tensor's `cumsum`, for which torch has no form or a wrong one."""
     cumsum = importlib.import_module("torch.onnx.symbolic_opset11").cumsum
-    export = _registered(export, "aten::diff", _diff, 10)
-    return _registered(export, "aten::cumsum", lambda g, *args: _cumsum(cumsum, g, *args), 11)
+    export = registered(export, "aten::diff", _diff, 10)
+    return registered(export, "aten::cumsum", lambda g, *args: _cumsum(cumsum, g, *args), 11)
 
 
 def accumulating(export: Export) -> Export:
@@ -213,7 +213,7 @@ def accumulating(export: Export) -> Export:
         ("index_put", lambda g, *args: _index_put(put, g, *args)),  # torch 2.4 takes no functools.partial
     ):
         for opset in (14, 16):  # the oldest of the recipe's, and where torch has newer forms
-            export = _registered(export, f"aten::{name}", symbolic, opset)
+            export = registered(export, f"aten::{name}", symbolic, opset)
     return export
 
 
@@ -236,7 +236,7 @@ def _index_put(put: Callable[..., Any], g: Any, into: Any, indices: Any, values:
     if any(symbolic_helper._is_bool(index) for index in symbolic_helper._unpack_list(indices)):
         raise RuntimeError("index_put with accumulate and a mask has no ONNX form that adds up")
     own = {"ScatterND": functools.partial(g.op, "ScatterND", reduction_s="add")}
-    return _from_opset_16(put)(_Graph(g, own), into, indices, values, accumulate)
+    return _from_opset_16(put)(Graph(g, own), into, indices, values, accumulate)
 
 
 def _index_add(g: Any, into: Any, dim: Any, index: Any, values: Any, alpha: Any = None) -> Any:
@@ -307,7 +307,7 @@ def _unflatten(g: Any, tensor: Any, dim: Any, sizes: Any) -> Any:
     return symbolic_helper._reshape_helper(g, tensor, g.op("Concat", *parts, axis_i=0))
 
 
-def _registered(export: Export, name: str, symbolic: Callable[..., Any], opset: int) -> Export:
+def registered(export: Export, name: str, symbolic: Callable[..., Any], opset: int) -> Export:
     @functools.wraps(export)
     def export_with_symbolic(*args: Any, **kwargs: Any) -> Any:
         torch.onnx.register_custom_op_symbolic(name, symbolic, opset)
