@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,9 @@ def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = tmp_path_factory.mktemp("refusing")
     folder = cache / here.relative_to(cache_root())
     folder.mkdir(parents=True)
-    for file in here.glob("*.so"):
+    for file in (*here.glob("*.so"), *here.glob("*.seal")):
         if file.stem != extensions.INTEROP:
-            (folder / file.name).symlink_to(file)
+            shutil.copy2(file, folder)
     (folder / f"{extensions.INTEROP}.refused").write_text("the compiler says no")
     return cache
 
