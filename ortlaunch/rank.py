@@ -43,7 +43,7 @@ _LAST_REAL_STEP = 0xFFFFFFF0
 
 
 # Of a rank, from SIGTERM to SIGKILL, whoever sends them.
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 8.0
 # Set by ortlaunch's own launchers for what they start on this host: process_space() and the launcher's process id.
 LAUNCHER_VARIABLE = "ORTLAUNCH_LAUNCHER"
 

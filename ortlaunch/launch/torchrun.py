@@ -10,11 +10,14 @@ from ortlaunch import start
 from ortlaunch.launch import Request, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
+from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.rundir import RunDir
 
 __all__ = ["cancel", "request", "state", "submit", "wait"]
 
 _KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; for torchrun's other hosts, of which there are none
+# A guardian ends its rank after the grace; one that is stopped is killed soon after it, not after torchrun's 30 s.
+_GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{GRACE_SECONDS + 2:.0f}"}
 _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a port for a store of the ranks
 
 
@@ -34,6 +37,6 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         str(run_dir),
     )
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset; the worker divides the cores itself.
-    env = {"OMP_NUM_THREADS": "1", **_NO_STORE, **dict(plan.env)}
+    env = {"OMP_NUM_THREADS": "1", **_GRACE, **_NO_STORE, **dict(plan.env)}
     files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
     return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False)

@@ -40,6 +40,8 @@ class Net(torch.nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "leave with 0":
             os._exit(0)
+        if self.how == "fill the disk":
+            open(os.path.join(os.path.dirname(__file__), "run", "fill"), "wb").write(b"0" * (1 << 24))
         if self.how == "kill the guardian":
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
@@ -270,3 +272,29 @@ def test_a_second_run_in_the_folder_is_refused(start, tmp_path: Path):
     assert line.startswith(f"ortlaunch: --run-dir {tmp_path / 'run'}: process {process.pid} on host ")
     steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     wait_for_steps(tmp_path, steps + 3)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A run folder on a disk of 8 MiB."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("only root can mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_full_disk_is_told(small_disk: Path, start, tmp_path: Path, launcher: str):
+    """A rank that meets a full disk ends with its own status and that cause; its guardian and its peers do not."""
+    process = start(launcher, "fill the disk")
+    _, errors = process.communicate(timeout=80)
+    last = errors.splitlines()[-1]
+    assert process.returncode == 1, errors
+    assert last.startswith("ortlaunch: rank 1 on host"), errors
+    assert "failed with OSError: no space left on device" in last

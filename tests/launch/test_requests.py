@@ -59,6 +59,9 @@ def test_local() -> None:
     assert str(request) == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} ortlaunch.worker runs/x"
 
 
+GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+
+
 def test_torchrun() -> None:
     """torchrun meets in an empty file, opens no port, restarts nothing, and starts the worker as it is."""
     request = backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
@@ -77,7 +80,7 @@ def test_torchrun() -> None:
         *WORKER,
         "runs/x",
     )
-    env = (*ENV, ("OMP_NUM_THREADS", "1"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
+    env = (*ENV, ("OMP_NUM_THREADS", "1"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), GRACE)
     assert request == Request(argv, env, (("runs/x/rendezvous", ""), ("runs/x/store", "")), tells_ranks=False)
 
 
