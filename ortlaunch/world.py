@@ -18,6 +18,12 @@ from ortlaunch.plan import LOCAL_NAMES
 from ortlaunch.rank import Rank, detect
 from ortlaunch.recipe import Recipe
 
+# PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whatever interface they are told to use.
+_MPIRUN_LISTENS = (
+    "launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one host "
+    "launcher torchrun opens no port"
+)
+
 
 class Asked(NamedTuple):
     """What the command line says of the world; None where it is silent."""
@@ -57,6 +63,8 @@ def settle(recipe: Recipe, asked: Asked, environ: Mapping[str, str]) -> World:
         notes += tuple(_check_this_host(hosts, device, gpus, asked))
         if (recipe.launch.device, device) == ("auto", "cpu") and not all(is_this_host(host.name) for host in hosts):
             notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
+    if launcher == "mpi":
+        notes += (_MPIRUN_LISTENS,)
     return World(hosts, launcher, device, found[0] if found and launcher == "inside" else None, notes)
 
 

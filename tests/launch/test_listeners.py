@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, needs_mpi, write_recipe
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
-# PRRTE's listener has no setting for its address: create_listen in src/mca/oob/tcp/oob_tcp_listener.c says INADDR_ANY.
+# PRRTE's listener has no setting for its address (oob_tcp_listener.c says INADDR_ANY), which a note of the run tells.
 OPEN_MPI_OWN = {"prterun"}
 
 
@@ -43,9 +44,10 @@ def listeners(parent: int) -> set[tuple[str, str]]:
     sockets, found = listening(), set()
     for pid in descendants(parent):
         for handle in Path(f"/proc/{pid}/fd").iterdir():
-            address = sockets.get(os.readlink(handle))
-            if address:
-                found.add((Path(f"/proc/{pid}/comm").read_text().strip(), address))
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                address = sockets.get(os.readlink(handle))
+                if address:
+                    found.add((Path(f"/proc/{pid}/comm").read_text().strip(), address))
     return found
 
 

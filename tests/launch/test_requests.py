@@ -252,7 +252,8 @@ def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -
     write_recipe(tmp_path, train={"max_steps": 1}, launch={"env": {"NOTE": "two words"}, "forward": ["API_KEY"]})
     command = ["train", RECIPE, "--launcher", launcher, "--run-dir", "run"]
     dry = ortlaunch(tmp_path, *command, "--dry-run", API_KEY="s3cret")
-    assert (dry.returncode, dry.stderr, (tmp_path / "run").exists()) == (0, "", False)
+    noted = "launcher mpi: mpirun itself listens" if launcher == "mpi" else ""
+    assert (dry.returncode, dry.stderr[: len(noted) or None], (tmp_path / "run").exists()) == (0, noted, False)
     real = ortlaunch(tmp_path, *command, API_KEY="s3cret")
     assert real.returncode == 0, real.stderr
     assert (tmp_path / "run" / "request.sh").read_text() == dry.stdout
