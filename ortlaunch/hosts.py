@@ -8,10 +8,12 @@ Imports nothing of ortlaunch but errors.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from select import select as wait_for
 from typing import NamedTuple
 
 from ortlaunch.errors import HostfileError
@@ -20,6 +22,8 @@ _EXAMPLE = "'worker-1 slots=8'"
 _KEYS = ("slots", "max_slots")
 _MOST_DIGITS = 4
 _MOST_LISTED = 16
+_MOST_BYTES = 10_000_000
+_PIPE_SECONDS = 10
 
 _NAME = re.compile(
     r"((?:[a-z0-9_][\w.-]*@)?)(?:\[([0-9a-f]*:[0-9a-f:.]+(?:%[\w.-]+)?)\]|([a-z0-9_][\w.-]*))(:[^:]*)?",
@@ -58,12 +62,27 @@ def read_hostfile(path: str | os.PathLike[str], default_slots: int | None = None
     """Read a host file from disk; HostfileError when it cannot be read, is not UTF-8 or names no host."""
     source = os.fspath(path)
     try:
-        data = Path(path).read_bytes()
+        data = _bytes(source)
     except OSError as error:
         raise HostfileError(
             f"{source}: cannot be read: {error.strerror}; give a file with lines such as {_EXAMPLE}"
         ) from error
     return parse_hostfile(_decode(data, source), source, default_slots)
+
+
+def _bytes(source: str) -> bytes:
+    """What a file holds, or a pipe, as of `<(scontrol show hostnames)`; OSError where there is no end to it."""
+    data, deadline = b"", time.monotonic() + _PIPE_SECONDS
+    handle = os.open(source, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        while len(data) <= _MOST_BYTES:
+            if not wait_for([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise OSError(errno.ETIMEDOUT, f"nobody wrote to this pipe for {_PIPE_SECONDS} s")
+            piece = os.read(handle, 1 << 16)
+            if not piece:
+                return data
+            data += piece
+    raise OSError(errno.EFBIG, f"it has over {_MOST_BYTES:,} bytes")
 
 
 def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> HostList:

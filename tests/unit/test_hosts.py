@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ortlaunch import hosts
 from ortlaunch.errors import HostfileError
 from ortlaunch.hosts import Host, HostList, parse_host_list, parse_hostfile, read_hostfile
 from tests.makers import host
@@ -295,3 +297,17 @@ def test_ten_thousand_lines() -> None:
     before = time.process_time()
     assert len(parse_hostfile(text, "F").hosts) == lines
     assert time.process_time() - before < seconds
+
+
+def test_a_pipe_is_read_and_nothing_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--hostfile <(scontrol show hostnames)` works; a device, and pipes that nobody writes to, end in a line."""
+    reader, writer = os.pipe()
+    os.write(writer, b"a slots=2\n")
+    os.close(writer)
+    assert read_hostfile(f"/dev/fd/{reader}").hosts == (Host("a", 2, (0, 1)),)
+    os.close(reader)
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(hosts, "_PIPE_SECONDS", 0)
+    assert "cannot be read: nobody wrote to this pipe for 0 s" in refused(read_hostfile, tmp_path / "pipe")
+    monkeypatch.setattr(hosts, "_PIPE_SECONDS", 10)
+    assert "/dev/zero: cannot be read: it has over 10,000,000 bytes" in refused(read_hostfile, "/dev/zero")
