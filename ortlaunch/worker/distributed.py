@@ -149,11 +149,12 @@ def _on_one_host(rank: Rank) -> bool:
 
 def _join(rank: Rank, run: RunDir, launcher: str, backend: str) -> None:
     """Start torch.distributed by the means that the launcher gives."""
+    if _on_one_host(rank):
+        _stay_on_loopback(os.environ)  # one rank alone listens, too
     if rank.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     if _on_one_host(rank):
-        _stay_on_loopback(os.environ)
         store: Any = dist.FileStore(str(run.store), rank.world_size)
         store.set_timeout(JOIN_TIMEOUT)
     elif launcher == "torchrun":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +91,14 @@ def test_a_rank_explains_errors_of_its_cache_and_run_folder(tmp_path: Path) -> N
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match=r"file/x: Not a directory; a part of it is a file"), of_ours(tmp_path):
         (tmp_path / "file" / "x").mkdir(parents=True)
+
+
+def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
+    """The null device in place of a closed stream is handed on: a rank, too, could else write into the next file."""
+    code = "import os; from ortlaunch.output import guarded\nwith guarded(): os.system('ls -l /proc/$$/fd >&2; true')"
+    typed = f"{sys.executable} -c {shlex.quote(code)} <&- >&-"
+    ended = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, timeout=60, check=True)
+    assert re.findall(r" ([01]) -> /dev/null", ended.stderr) == ["0", "1"]
 
 
 @pytest.mark.parametrize("output", ["| head -1 > /dev/null", *(pytest.param(o, marks=pytest.mark.slow) for o in _LOST)])
