@@ -118,6 +118,16 @@ def test_equal_weights_change_no_bit(value: float) -> None:
     assert factors(weight_of(loss_weight="weight"), rows, [value] * 2, [value] * 2) == [1.0, 1.0]
 
 
+def test_equal_labels_train_as_before(tmp_path: Path) -> None:
+    """Four passes with as many labels each: losses, norms and weights are bit for bit those without weights."""
+    rows = [{"x": row["x"], "labels": row["labels"].clamp(min=0)} for row in SAMPLES]
+    models = {"labels": Classes(), "samples": Classes()}
+    found = [train_here(tmp_path / by, model, rows, **settings(2, by)) for by, model in models.items()]
+    for name in ("loss", "gradient_norm"):
+        assert found[0].values(name) == found[1].values(name)
+    assert torch.equal(models["labels"].layer.weight, models["samples"].layer.weight)
+
+
 def test_factors_are_of_all_ranks() -> None:
     """The other rank's weights count, too: a pass with half of the mean weight has half of a say."""
     assert factors(weight_of(loss_weight="weight"), rows_with(1, 1), [3.0, 3.0]) == [0.5, 0.5]
