@@ -7,6 +7,7 @@ standard library only, so that `ortlaunch constraints` runs before its dependenc
 from __future__ import annotations
 
 import os
+import difflib
 import re
 import site
 import sys
@@ -58,10 +59,8 @@ def text(kind: str, name: str) -> str:
 def _named(what: str, name: str, files: dict[str, Path]) -> Path:
     if name in files:
         return files[name]
-    from ortlaunch.recipe.dialects import closest
-
-    guess = closest(name, files)
-    advice = f"did you mean {guess}?" if guess else f"there are {', '.join(files)}"
+    near = difflib.get_close_matches(name, files, n=1)
+    advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(files)}"
     raise InputError(f"no shipped {what} {name!r}; {advice}")
 
 

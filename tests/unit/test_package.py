@@ -22,13 +22,15 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "onnxruntime": "onnxruntime-training-cpu", "p
 OPTIONAL = {"deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "peft", "tensorboard"}
 
 
-def requirements(extra: str | None = None) -> dict[str, str]:
-    """Name -> versions of what a bare install, or one extra, asks for; of all extras for "*"."""
+def requirements(*extras: str) -> dict[str, str]:
+    """Name -> versions of what a bare install, or some extras, or ("*") everything at once asks for."""
     project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    groups = {None: [project["dependencies"]], "*": list(extras.values())}
-    lines = [line.partition(";")[0] for group in groups.get(extra) or [extras[extra]] for line in group]
-    return {_name(line): re.sub(r"^[\w.-]+", "", line).strip() for line in lines}
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    asked: dict[str, list[str]] = {}
+    for line in (line for name in (groups if "*" in extras else extras or [""]) for line in groups[name]):
+        versions = re.sub(r"^[\w.-]+", "", line.partition(";")[0]).strip()
+        asked.setdefault(_name(line), []).extend([versions] if versions else [])
+    return {name: ",".join(versions) for name, versions in asked.items()}
 
 
 def _name(line: str) -> str:
@@ -57,8 +59,8 @@ def test_every_imported_package_is_declared() -> None:
 def test_floors_are_what_was_run() -> None:
     """constraints/floors.txt, on which `make test CONSTRAINTS=... VENV=...` was run, pins each dependency's floor."""
     version = pytest.importorskip("packaging.version").Version
-    asked = {**requirements("*"), **requirements()}
-    floors = {name: versions.partition(",")[0][2:] for name, versions in asked.items() if versions.startswith(">=")}
+    asked = requirements("*")
+    floors = {name: floor[1] for name in asked if (floor := re.search(r">=([\d.]+)", asked[name]))}
     users = floors.keys() - requirements("dev").keys()
     lowest = pins("floors.txt")
     assert {name: version(lowest[name]) for name in users} == {name: version(floors[name]) for name in users}
@@ -69,7 +71,7 @@ def test_floors_are_what_was_run() -> None:
 def test_constraints_are_within_the_bounds(file: str) -> None:
     """No tested set contradicts pyproject.toml."""
     specifiers = pytest.importorskip("packaging.specifiers")
-    asked = {**requirements("*"), **requirements()}
+    asked = requirements("*")
     outside = {
         name: (version, asked[name])
         for name, version in pins(file).items()

@@ -1,4 +1,4 @@
-"""Every `ortlaunch` command in README.md is run as it stands there; training only as a dry run."""
+"""Every `ortlaunch` command in README.md and docs/ is run as it stands there, training only as a dry run; links lead."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
 # Half a minute and more; distributed/test_extensions.py and launch/test_bench.py run them for real.
 NOT_RUN = ("setup", "bench")
 
 
-def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def _blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def _commands() -> list[list[str]]:
-    lines = [line for block in _blocks("sh") for line in block.splitlines()]
+    lines = [line for text in (README, DOCS) for block in _blocks("sh", text) for line in block.splitlines()]
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("ortlaunch ")]
 
 
@@ -40,11 +44,42 @@ def _run(words: list[str], folder: Path) -> None:
     assert done.returncode == 0, f"ortlaunch {shlex.join(words)}: {done.stderr}"
 
 
-def test_the_tree_of_the_readme_exists():
-    """Files that README's tree names are there."""
-    tree = README.partition("## The tree")[2].partition("MIT licence")[0]
+def test_the_tree_of_contributing_exists() -> None:
+    """Files that the tree in CONTRIBUTING.md names are there."""
+    tree = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The tree")[2].partition("\n## ")[0]
     named = set(re.findall(r"(?<=\s)[\w/]+\.py|(?<=\s)[a-z]+/", tree)) - {"ortlaunch/", "ortlaunch/cli.py"}
-    source = Path(__file__).parents[2] / "ortlaunch"
+    source = ROOT / "ortlaunch"
     missing = [name for name in named if not (source / name).exists() and not (source / "worker" / name).exists()]
     assert named
     assert not missing
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Each relative link of a page names a file, and a place in it where it says one."""
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("http"):
+            file, _, place = target.partition("#")
+            there = page.parent / file if file else page
+            assert there.exists(), target
+            assert not place or f'<a id="{place}"></a>' in there.read_text(encoding="utf-8"), target
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    """No page of docs/ is out of reach of who begins with README."""
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        links = re.findall(r"\]\(([\w./-]+\.md)\b", page.read_text(encoding="utf-8"))
+        waiting += [there for link in links if (there := (page.parent / link).resolve()) not in seen]
+    assert set(PAGES) - seen == set()
+
+
+def test_the_readme_stays_short() -> None:
+    """A newcomer reads README whole; what is more goes to docs/."""
+    assert len(README.splitlines()) <= 215
