@@ -6,8 +6,8 @@ standard library only, so that `ortlaunch constraints` runs before its dependenc
 
 from __future__ import annotations
 
-import os
 import difflib
+import os
 import re
 import site
 import sys

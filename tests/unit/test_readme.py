@@ -1,4 +1,4 @@
-"""Every `ortlaunch` command in README.md and docs/ is run as it stands there, training only as a dry run; links lead."""
+"""Every `ortlaunch` command in README.md and docs/ is run as it stands there, training as a dry run; links lead."""
 
 from __future__ import annotations
 
