@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch import __version__, doctor, inputs, machine, micro_size, provenance, recipe, shipped, start
+from ortlaunch import doctor, inputs, machine, micro_size, provenance, recipe, shipped, start
 from ortlaunch.capacity import crowded
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
-from ortlaunch.finished import further, nothing_left
+from ortlaunch.finished import nothing_left, with_next
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.cause import explain_end
+from ortlaunch.output import terminal_width
 from ortlaunch.plan import Plan, describe, duration, make_plan, replan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
@@ -171,17 +171,14 @@ def _train(settled: Settled, chosen: Path | None, lock: RunLock) -> int:
     if micro_size.is_asked(settled.file.recipe):
         settled = _with_size(settled, micro_size.find(settled.file.recipe, settled.plan, run))
     request = _prepare(settled, run)
-    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        os.environ[PROGRESS_VARIABLE] = str(shutil.get_terminal_size().columns)
+    os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
     launcher = backend(settled.plan.launcher)
     job = launcher.submit(request)
     end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
-    if end.status:
-        print(end.text, file=sys.stderr, flush=True)
-    else:
-        next_ = further(sys.argv[1:], settled.file.recipe, run)
-        took = f"{end.text}, in {duration(time.monotonic() - started)}"
-        print(*[took, *([next_] if next_ else [])], sep="\n", flush=True)
+    print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
+    took = f", in {duration(time.monotonic() - started)}"
+    text = end.text if end.status else with_next(end.text + took, sys.argv[1:], settled.file.recipe, run)
+    print(text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
 
@@ -191,8 +188,7 @@ def _says_that_nothing_is_left(settled: Settled, run: RunDir) -> bool:
     if left is None or (settled.world.inside is not None and settled.world.inside.rank > 0):
         return left is not None
     _check_folder(run, settled.file.recipe)
-    next_ = further(sys.argv[1:], settled.file.recipe, run)
-    print(*[left, *([next_] if next_ else [])], sep="\n", flush=True)
+    print(with_next(left, sys.argv[1:], settled.file.recipe, run), flush=True)
     return True
 
 
@@ -286,7 +282,7 @@ def write_run(settled: Settled, run: RunDir) -> Request:
     if plan.deepspeed is not None:
         write_json(run.deepspeed, plan.deepspeed)
     variables = {**seen(os.environ), **seen(settled.file.recipe.launch.env)}
-    write_json(run.environment, {**environment(), "ortmodule_variables": variables})
+    write_json(run.environment, {**provenance.environment(), "ortmodule_variables": variables})
     write_text(run.request, f"{request}\n")
     if settled.choice is not None:
         write_json(run.choice, settled.choice)
@@ -336,19 +332,3 @@ def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
             yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
     elif before != after:
         yield f"{path}: {before!r} -> {after!r}"
-
-
-def environment() -> dict[str, Any]:
-    """What this run was made of: ortlaunch, Python, the machine, every installed package's version."""
-    import platform
-    from importlib import metadata
-
-    packages = sorted({dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items())
-    return {
-        "ortlaunch": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "cores": os.cpu_count(),
-        "packages": dict(packages),
-    }

@@ -23,13 +23,13 @@ def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     return f"nothing to train: {done} of {wanted} steps are done" if done >= wanted else None
 
 
-def further(typed: Sequence[str], recipe: Recipe, run: RunDir) -> str | None:
-    """The command that trains this run for twice as long: the typed one, with its folder; None for other verbs."""
+def with_next(said: str, typed: Sequence[str], recipe: Recipe, run: RunDir) -> str:
+    """The text, and the command that trains for twice as long: the typed one with its folder, where it was train."""
     if typed[:1] != ["train"] or not run.summary.exists():
-        return None
+        return said
     epochs = recipe.train.epochs
     length = f"train.epochs={2 * epochs:g}" if epochs else f"train.max_steps={2 * read_json(run.summary)['steps']}"
-    return f"to train on: {shlex.join(['ortlaunch', *_kept(typed), f'--run-dir={run}', length])}"
+    return f"{said}\nto train on: {shlex.join(['ortlaunch', *_kept(typed), f'--run-dir={run}', length])}"
 
 
 def _kept(typed: Sequence[str]) -> Iterator[str]:

@@ -9,11 +9,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from ortlaunch.errors import FileError
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that the output goes to; None: it goes elsewhere, or to one that cannot erase."""
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+        return None
+    return shutil.get_terminal_size().columns
 
 
 class _Output:

@@ -1,16 +1,18 @@
-"""Where a run came from: the command as it was typed, and the commit of the recipe's folder. Standard library only."""
+"""Where a run came from: the typed command, the commit of the recipe's folder, the machine. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from ortlaunch import __version__
 from ortlaunch.rundir import RunDir
 
 _GIT_SECONDS = 5  # the state of a very large repository on a slow disk may take longer: then it is not known
@@ -36,6 +38,21 @@ def commit(folder: Path) -> dict[str, Any] | None:
         return None
     changes = _git(folder, "status", "--porcelain")
     return {"commit": head.strip(), "dirty": None if changes is None else bool(changes)}
+
+
+def environment() -> dict[str, Any]:
+    """What this run was made of: ortlaunch, Python, the machine, every installed package's version."""
+    from importlib import metadata  # takes time, and only a start needs it
+
+    packages = sorted({dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items())
+    return {
+        "ortlaunch": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "packages": dict(packages),
+    }
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

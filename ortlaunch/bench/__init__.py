@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ortlaunch import control, machine
+from ortlaunch import machine, provenance
 from ortlaunch.bench.picture import draw, require_matplotlib
 from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, results, table, telling
 from ortlaunch.bench.turns import Failed, Player
@@ -140,7 +140,7 @@ def measure(settled: Settled, found: Sequence[Variant], length: Length, folder: 
         "nodes": [list(node) for node in plan.nodes],
         "hardware": machine.hardware(),
         "load": {"before": load, "after": os.getloadavg()},
-        "environment": control.environment(),
+        "environment": provenance.environment(),
         "variants": results(found, players),
     }
 

@@ -34,7 +34,7 @@ def finish(
             write_json(run.memory, used) if trained or not run.memory.exists() else None
             summary = summarize(run, plan, len(data.train))
             write_json(run.summary, summary)
-            lines += [*summary_lines(summary), f"export: {run.export}; load it: {_loaded_by(recipe, run, model.model)}"]
+            lines += [*summary_lines(summary), f"export: {run.export}", f"  {_loaded_by(recipe, run, model.model)}"]
     if group.rank == 0:
         lines += copy_modules(run, again=True)
         print(*lines, sep="\n", flush=True)

@@ -41,16 +41,19 @@ def own_modules() -> Iterator[ModuleType]:
     """Modules that are neither Python's nor ortlaunch's, nor installed, nor made by a compiler; by name."""
     foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1])]
     foreign += [str(cache_root()), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")]
-    below = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in foreign if folder)
+    below = tuple(f"{folder}{os.sep}" for path in foreign if path for folder in {path, os.path.realpath(path)})
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or name == "__main__" or not os.path.isfile(file):
-            continue
-        path = os.path.realpath(file)
-        parts = Path(path).parts
-        installed = any(part in _INSTALLED or part.startswith("torchinductor_") for part in parts)
-        if not installed and not path.startswith(below) and all(part.isidentifier() for part in name.split(".")):
-            yield module
+        if isinstance(file, str) and file.endswith(".py") and module.__name__ == name != "__main__":
+            # As it is written first: resolving the links of thousands of installed modules takes most of a second.
+            own = not _is_foreign(file, below) and not _is_foreign(os.path.realpath(file), below)
+            if own and os.path.isfile(file) and all(part.isidentifier() for part in name.split(".")):
+                yield module
+
+
+def _is_foreign(file: str, below: tuple[str, ...]) -> bool:
+    parts = file.split(os.sep)
+    return file.startswith(below) or any(part in _INSTALLED or part.startswith("torchinductor_") for part in parts)
 
 
 def _place(module: ModuleType) -> Path:

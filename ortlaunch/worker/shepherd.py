@@ -104,6 +104,7 @@ def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple
         status: int | None = None
         while status is None:
             ready = selector.select(timeout=0.1)
+            screen.tick() if screen else None
             status = child.poll()
             for key, _ in ready if status is None else [(key, 0) for key in list(selector.get_map().values())]:
                 data = _read(key.fd)

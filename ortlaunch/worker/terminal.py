@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from typing import NamedTuple
 
 LIVE = b"\x1b]ortlaunch;%s\x07"
@@ -16,6 +17,7 @@ _LIVE = re.compile(rb"\x1b\]ortlaunch;([^\x07]*)\x07")
 # Colours and other control sequences, links and titles, single escapes.
 _CONTROL = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 _ERASE = b"\r\x1b[K"
+_WAITS = b"..."  # at the end of a live line that has no clock of its own
 _LONGEST = 1 << 20  # bytes: what is longer is no line for a person, and is written in pieces
 
 
@@ -63,6 +65,7 @@ class Screen:
 
     def __init__(self, ends: dict[str, int], width: int | None) -> None:
         self.ends, self.width, self.live = ends, width, b""
+        self.since, self.ticks = 0.0, 0
 
     def show(self, name: str, lines: bytes) -> None:
         """Lines that stay, above the live one."""
@@ -76,9 +79,18 @@ class Screen:
     def draw(self, live: bytes) -> None:
         """Put this in the live line's place."""
         if self.width is not None:
+            if live != self.live:
+                self.since, self.ticks = time.monotonic(), 0
             self.live = live
-            text = live.decode(errors="replace")[: self._columns() - 1]
+            waited = f" {self.ticks} s" if self.ticks and live.endswith(_WAITS) else ""
+            text = f"{live.decode(errors='replace')}{waited}"[: self._columns() - 1]
             _write(self.ends["out"], _ERASE + text.encode())
+
+    def tick(self) -> None:
+        """Count the seconds of what is waited for, so that one sees that it lives; to be called often."""
+        if self.live.endswith(_WAITS) and self.ticks < int(time.monotonic() - self.since):
+            self.ticks = int(time.monotonic() - self.since)
+            self.draw(self.live)
 
     def close(self) -> None:
         """Take the live line away."""

@@ -44,7 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "world": ({"errors", "recipe", "hosts", "rank", "plan"}, set()),
     "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
     "capacity": ({"errors", "plan", "memory", "machine", "world"}, set()),
-    "provenance": ({"rundir"}, set()),
+    "provenance": ({"__init__", "rundir"}, set()),
     "finished": ({"recipe", "rundir"}, set()),
     "user_modules": ({"errors", "recipe"}, set()),
     "inputs": ({"errors", "recipe", "user_modules"}, set()),

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from ortlaunch.worker import terminal
 from ortlaunch.worker.terminal import LIVE, Screen, Stream
 
 ERASE = b"\r\x1b[K"
@@ -71,3 +72,31 @@ def test_a_live_line_is_cut_to_the_width() -> None:
 def test_without_a_terminal_there_is_no_live_line() -> None:
     """Lines only, unchanged."""
     assert drawn(None, ("out", b"a\n"), ("err", b"b\n")) == b"a\nb\n"
+
+
+def test_what_is_waited_for_has_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole seconds behind a line that ends in dots, from when it came; a bar has a clock of its own."""
+    now = [10.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    end, begin = os.pipe()
+    screen = Screen({"out": begin, "err": begin}, 80)
+    for live, seconds in (
+        (b"reading data ...", (0.4, 1.1, 1.9, 2.0)),
+        (b"training 10%", (5.0,)),
+        (b"saving ...", (0.5,)),
+    ):
+        screen.draw(live)
+        started = now[0]
+        for waited in seconds:
+            now[0] = started + waited
+            screen.tick()
+    os.close(begin)
+    with os.fdopen(end, "rb") as file:
+        drawn = file.read().split(ERASE)[1:]
+    assert drawn == [
+        b"reading data ...",
+        b"reading data ... 1 s",
+        b"reading data ... 2 s",
+        b"training 10%",
+        b"saving ...",
+    ]
