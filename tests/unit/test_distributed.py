@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import types
@@ -139,6 +140,17 @@ def test_one_host_stays_on_loopback() -> None:
     environ = {"NCCL_SOCKET_IFNAME": "eth1"}
     distributed._stay_on_loopback(environ)
     assert environ == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo listens for one rank, too, where this host's name leads: it has been told before it starts."""
+    told: list[str] = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(
+        distributed.dist, "init_process_group", lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"])
+    )
+    distributed._join(Rank(0, 1, 0, 1), RunDir("x"), "", "gloo")
+    assert told == ["lo"]
 
 
 def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
