@@ -32,6 +32,8 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
 
 def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     """Open MPI 4 and 5."""
+    if "," in str(run_dir.hostfile):
+        raise PlanError(f"--run-dir {run_dir}: mpirun would read two host files at the comma; give a path without one")
     options = [mpirun, "-n", str(plan.world_size), "--hostfile", str(run_dir.hostfile), "--map-by", "slot"]
     # Open MPI binds 1 or 2 ranks to one core each, which would starve their threads.
     options += ["--bind-to", "none"]

@@ -128,6 +128,13 @@ def test_other_hosts_are_told_where_open_mpi_is(
     assert ("--prefix" in argv) == bool(given)
 
 
+def test_open_mpi_takes_no_comma(installed: Any) -> None:
+    """Its list of host files is split there, and it ended with status 250 and no word of that."""
+    installed("Open MPI")
+    with pytest.raises(PlanError, match=r"^--run-dir runs/a,b: mpirun would read two host files at the comma; give a"):
+        mpi.request(made("mpi"), RunDir("runs/a,b"))
+
+
 def test_mpich(installed: Any) -> None:
     """MPICH, Intel MPI and MVAPICH: Hydra's options and host file, all names in one list."""
     installed("MPICH", root=True)
