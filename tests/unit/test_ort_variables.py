@@ -19,7 +19,7 @@ from ortlaunch.errors import PlanError
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.ort_variables import FIELDS, HARMLESS, LEFT_OUT, contradictions, seen
 from ortlaunch.world import Asked
-from tests.makers import CUSTOM
+from tests.makers import CUSTOM, OWN_MODULE
 
 # variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
 TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -45,6 +45,12 @@ TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ORTMODULE_SAVE_ONNX_PATH": ("here", {"save_onnx": "here"}, "there"),
 }
 FILES = {"ORTMODULE_MEMORY_OPT_CONFIG": "memory_optimization_config", "ORTMODULE_TRITON_CONFIG_FILE": "triton_config"}
+
+
+@pytest.fixture(autouse=True)
+def own_model(tmp_path: Path) -> None:
+    """The module that the recipes here name lies beside them."""
+    (tmp_path / "mine.py").write_text(OWN_MODULE)
 
 
 def said(name: str, text: str, **engine: Any) -> str:
