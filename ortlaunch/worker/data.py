@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -310,6 +311,11 @@ class Batches:
     def indices(self, step: int, accumulation: int, rank: int) -> list[int]:
         """Which samples of the data set `micro_batch` takes."""
         return [index for index, _ in self._places(step, accumulation, rank)]
+
+    def indices_of_step(self, step: int) -> list[int]:
+        """Those of all passes and ranks."""
+        passes = itertools.product(range(self.batch.accumulation_steps), range(self.batch.data_parallel_ranks))
+        return [index for number, rank in passes for index in self.indices(step, number, rank)]
 
     def _places(self, step: int, accumulation: int, rank: int) -> Iterator[tuple[int, int]]:
         """(index, epoch) of each sample."""

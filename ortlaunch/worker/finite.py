@@ -50,12 +50,8 @@ def bad_step(group: Group, batches: Batches, step: int, losses: list[BadLoss], g
     """The error of a step (from 0) whose passes were made again, so that gradients can be looked at (collective)."""
     lines = [bad_loss(step, bad, batches.indices(step, bad.place, bad.rank)) for bad in losses[:_SHOWN]]
     if not losses:
-        plan = batches.batch
-        passes = [(i, rank) for i in range(plan.accumulation_steps) for rank in range(plan.data_parallel_ranks)]
-        samples = [index for place in passes for index in batches.indices(step, *place)]
-        lines = [
-            f"step {step + 1}: every loss is finite, and a gradient is not; samples {_some(samples)} of data.train"
-        ]
+        samples = _some(batches.indices_of_step(step))
+        lines = [f"step {step + 1}: every loss is finite, and a gradient is not; samples {samples} of data.train"]
     first = _first(group, gradients)
     where = f"the first parameter whose gradient is not finite: {first}" if first else _NOT_AGAIN
     return NonFiniteError("\n".join([*lines, where, _ADVICE]))

@@ -24,6 +24,13 @@ Batch = dict[str, torch.Tensor]
 _SHIFTING = ("ForCausalLM", "LMHeadModel")
 
 
+_TWO_MEANS = DataError(
+    "the loss of task pretraining is a mean over masked words and one over sentence pairs, and samples of data.train "
+    "differ in how many words are masked: mask as many in each, or say what both means are weighted by: "
+    "train.loss_weight=labels or train.loss_weight=samples"
+)
+
+
 class LossWeight:
     """`train.loss_weight` of a recipe, or what stands for it where the recipe does not say."""
 
@@ -55,20 +62,16 @@ class LossWeight:
         taken = [batches.micro_batch(step, number, group.rank) for number in numbers]
         mine = [self.of(batch, batches.indices(step, i, group.rank)) for i, batch in enumerate(taken)]
         weights = [weight for of_rank in group.gather_numbers(mine) for weight in of_rank]
-        total = math.fsum(weights)
+        total = math.fsum(weights)  # exact, so that equal weights give exactly 1 below
         if not total:
-            raise DataError(
-                f"step {step + 1}: nothing counts in the whole step: the sum of {self._named} is 0; samples "
-                f"{', '.join(str(i) for number in numbers for i in batches.indices(step, number, group.rank))} of rank "
-                f"{group.rank}, and the other ranks' too"
-            )
+            raise self._nothing(batches, step)
         if self.two_means and len(set(weights)) > 1:
-            raise DataError(
-                "the loss of task pretraining is a mean over masked words and one over sentence pairs, and the samples "
-                "of data.train differ in how many words are masked: mask as many in each, or say what both means are "
-                "weighted by, train.loss_weight=labels or train.loss_weight=samples"
-            )
+            raise _TWO_MEANS
         yield from ((batch, weight * len(weights) / total) for batch, weight in zip(taken, mine))
+
+    def _nothing(self, batches: Batches, step: int) -> DataError:
+        samples = ", ".join(map(str, batches.indices_of_step(step)))
+        return DataError(f"step {step + 1}: nothing counts: the sum of {self._named} is 0 in samples {samples}")
 
     def of(self, batch: Batch, samples: Sequence[int]) -> float:
         """What a micro batch counts; `samples` are its indices, for the error."""

@@ -99,7 +99,7 @@ class TorchStepper:
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         with self._pass(last):
-            loss = _weighed(self.module(**batch), factor)
+            loss = _weighted(self.module(**batch), factor)
             # Inside, because DistributedDataParallel decides in the backward pass whether to average.
             self.scaler.scale(loss / self.accumulation).backward()
         return loss.detach()
@@ -174,7 +174,7 @@ class DeepSpeedStepper:
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
-        loss = _weighed(self.engine(**batch), factor)
+        loss = _weighted(self.engine(**batch), factor)
         self.engine.backward(loss)
         if not last:
             self.engine.step()  # counts the micro step; weights change at the boundary
@@ -235,7 +235,7 @@ class DeepSpeedStepper:
         return sharded
 
 
-def _weighed(loss: torch.Tensor, factor: float) -> torch.Tensor:
+def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
     """Loss x factor, in float32 at least; the loss itself where that is 1, so that no bit changes."""
     return loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 

@@ -137,7 +137,7 @@ def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
 def _passes(
     recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, step: int
 ) -> list[torch.Tensor]:
-    """Forward and backward of each micro batch of this rank; their losses, weighed."""
+    """Forward and backward of each micro batch of this rank; their losses, weighted."""
     torch.manual_seed(step_seed(recipe.seed, step, group.rank))
     last = plan.batch.accumulation_steps - 1
     return [
@@ -148,7 +148,7 @@ def _passes(
 
 @torch.no_grad()
 def evaluate(recipe: Recipe, plan: Plan, group: Group, engine: Engine, samples: Samples) -> float:
-    """Mean loss over the evaluation corpus, weighed as in training; ranks take turns, micro batch by micro batch."""
+    """Mean loss over the evaluation corpus, weighted as in training; ranks take turns, micro batch by micro batch."""
     micro = plan.batch.micro_samples
     module, total, seen = engine.eval_module, 0.0, 0.0
     module.eval()

@@ -174,7 +174,7 @@ def test_a_key_that_forward_names_stays() -> None:
     ("labels", rows_with(1, 1), r"got labels, and a batch has no 'labels'; it has x, weight"),
     ("weight", rows_with(-1, -1), r"'weight' of sample [01] is -1; a weight is 0 or more"),
     ("weight", rows_with(math.nan, math.nan), r"'weight' of sample [01] is nan"),
-    ("weight", rows_with(0, 0), r"step 1: nothing counts in the whole step: the sum of 'weight' is 0; samples [01], "),
+    ("weight", rows_with(0, 0), r"step 1: nothing counts: the sum of 'weight' is 0 in samples [01], [01]$"),
 ])  # fmt: skip
 def test_weights_that_cannot_be(by: str, rows: list[dict[str, torch.Tensor]], message: str) -> None:
     """An error with the key, the sample and what a weight may be."""
