@@ -106,9 +106,8 @@ def damage() -> list[str]:
 def _damage(name: str) -> str:
     """What keeps an extension from being loaded; a library that was cut would end the process by SIGBUS."""
     folder = cache_dir()
-    if folder.is_dir():
-        for path in (cache_root(), folder.parent, folder):
-            require_own(path)
+    for path in filter(Path.is_dir, (cache_root(), folder.parent, folder)):
+        require_own(path)
     return changed(folder / f"{name}.seal")
 
 

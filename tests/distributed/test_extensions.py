@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ortlaunch import cache, extensions
-from ortlaunch.errors import MissingDependency
+from ortlaunch.errors import FileError, MissingDependency
 from ortlaunch.worker.ort import compat
 from tests.distributed.modules import python
 from tests.ort import needs_ort
@@ -73,6 +73,15 @@ def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
     assert extensions.damage() == [f"{library}: has 0 bytes, and had {len('aten_op_executor')}"]
     assert extensions.build() == ["aten_op_executor"]
     assert extensions.missing() == []
+
+
+def test_a_cache_of_others_is_told_before_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache folder that others may write to is refused as such, also where nothing was built in it yet."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
+    tmp_path.chmod(0o757)
+    with pytest.raises(FileError, match="is writable by others"):
+        extensions.missing()
 
 
 def write_all(names: list[str], folder: Path) -> None:
