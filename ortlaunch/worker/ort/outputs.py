@@ -22,10 +22,12 @@ def _typed(original: Callable[..., Any], info: Any, outputs: Sequence[torch.Tens
     if not hasattr(info, _TYPES):
         setattr(info, _TYPES, _types(info._post_export_processed_model.graph))
     types = getattr(info, _TYPES)
-    return original(info, [output.to(kind) for output, kind in zip(outputs, types)])
+    return original(info, [output.to(kind) if kind else output for output, kind in zip(outputs, types)])
 
 
-def _types(graph: Any) -> list[torch.dtype]:
+def _types(graph: Any) -> list[torch.dtype | None]:
+    """Of each output; None where the exporter does not know it."""
     from onnxruntime.training.utils import onnx_dtype_to_pytorch_dtype
 
-    return [onnx_dtype_to_pytorch_dtype(output.type.tensor_type.elem_type) for output in graph.output]
+    kinds = [output.type.tensor_type.elem_type for output in graph.output]
+    return [onnx_dtype_to_pytorch_dtype(kind) if kind else None for kind in kinds]
