@@ -55,7 +55,8 @@ def _without_cause(
         what = f"{_PROGRAMS[plan['launcher']]} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
     began = _began(run)
-    lost = sorted(began - {record["rank"] for record in records} - set(asked))
+    silent = sorted(began - {record["rank"] for record in records} - set(asked))
+    lost = [rank for rank in silent if run.spare(rank).exists()] or silent  # the others came to their end
     if status and not records and is_full(run.path):
         return End(status, f"ortlaunch: no space left on device ({run}), where no rank could write how it ended")
     if lost and status:

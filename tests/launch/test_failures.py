@@ -218,10 +218,9 @@ def test_a_killed_launcher_leaves_no_orphan(start, tmp_path: Path, launcher: str
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_stopped_rank_does_not_stay(start, tmp_path: Path, launcher: str):
+def test_a_stopped_rank_does_not_stay(start, tmp_path: Path):
     """A rank in SIGSTOP cannot end by itself, and does not outlive its killed launcher."""
-    process = start(launcher, "slow")
+    process = start("torchrun", "slow")
     wait_for_steps(tmp_path, 2)
     ((found, guardians),) = parts(process, tmp_path).items()
     rank = next(pid for pid in processes_of(tmp_path) if parent_of(pid) == guardians[0])
@@ -289,10 +288,9 @@ def small_disk(tmp_path: Path):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_full_disk_is_told(small_disk: Path, start, tmp_path: Path, launcher: str):
+def test_a_full_disk_is_told(small_disk: Path, start):
     """A rank that meets a full disk ends with its own status and that cause; its guardian and its peers do not."""
-    process = start(launcher, "fill the disk")
+    process = start("torchrun", "fill the disk")
     _, errors = process.communicate(timeout=80)
     last = errors.splitlines()[-1]
     assert process.returncode == 1, errors

@@ -139,6 +139,14 @@ def test_a_rank_that_never_began(run: RunDir) -> None:
     assert explain_end(run, 1) == End(1, f"ortlaunch: {said}")
 
 
+def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
+    """A guardian that ends gives back the room of its account; one that is killed does not."""
+    echo(run, 0, time=1.0)
+    echo(run, 1, time=1.0)
+    write_text(run.spare(3), "")
+    assert explain_end(run, 1) == End(137, LOST.format("rank 3 on host b", run.logs))
+
+
 def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that could not write how they ended did not vanish, and memory has nothing to do with it."""
     monkeypatch.setattr(cause, "is_full", lambda path: path == run.path)

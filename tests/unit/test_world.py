@@ -115,7 +115,7 @@ def test_inside_slurm(environ: dict[str, str], inside: Rank | None, hosts: tuple
 
 
 def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
-    """What a batch script sees."""
+    """What a batch script sees; seen in Slurm 22.05, `sbatch -N2 -n2`: no SLURM_STEP_ID there."""
     first = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     return {**first, "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NTASKS": str(tasks), **more}
 
