@@ -33,7 +33,8 @@ if not rank:
     share(run)
 if how == "becomes another":
     os.execvp("sh", ["sh", "-c", "echo begun; exec sleep 60"])
-print("begun", flush=True)
+if rank < 2:  # one of them says it, the rank once it holds its part
+    print("begun", flush=True)
 time.sleep(60)
 """
 
