@@ -17,9 +17,10 @@ def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     if wanted is None and run.steps.exists():
         begun = read_json(run.steps)
         wanted = begun["max_steps"] if begun["epochs"] == recipe.train.epochs else None
-    if wanted is None or not run.summary.exists() or not run.export.exists():
+    saved = run.complete_checkpoints()
+    if wanted is None or not saved or not run.summary.exists() or not run.export.exists():
         return None
-    done: int = read_json(run.summary)["steps"]
+    done = saved[-1][0]  # not the summary's: who takes the last checkpoint away wants to go on from the one before
     return f"nothing to train: {done} of {wanted} steps are done" if done >= wanted else None
 
 

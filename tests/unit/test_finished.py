@@ -19,6 +19,9 @@ def ended(tmp_path: Path) -> RunDir:
     write_json(run.summary, {"steps": 10})
     write_json(run.steps, {"epochs": 2.0, "samples": 80, "max_steps": 10})
     run.export.mkdir()
+    for step in (5, 10):
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / "COMPLETE").touch()
     return run
 
 
@@ -43,6 +46,12 @@ def test_a_run_that_was_cut_off_is_not_finished(lost: str, ended: RunDir) -> Non
     path = getattr(ended, lost)
     path.rmdir() if path.is_dir() else path.unlink()
     assert nothing_left(recipe(), ended) is None
+
+
+def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
+    """Who takes the last checkpoint away wants the steps after the one before it again."""
+    (ended.checkpoint(10) / "COMPLETE").unlink()
+    assert nothing_left(recipe(train={"max_steps": 10}), ended) is None
 
 
 @pytest.mark.parametrize(
