@@ -24,12 +24,17 @@ def load_pretrained(auto: Any, source: str, **options: Any) -> tuple[nn.Module, 
     """
     with _without_reports():
         model, info = auto.from_pretrained(source, **options, output_loading_info=True, ignore_mismatched_sizes=True)
-    wrong = sorted(
-        f"{name} is {list(theirs)}, the model's {list(ours)}" for name, theirs, ours in info["mismatched_keys"]
-    )
+    wrong = sorted(map(_mismatch, info["mismatched_keys"]))
     if wrong:
         raise InputError(f"model.pretrained: weights of another shape than model.config's: {_some(wrong, '; ')}")
     return model, {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
+
+
+def _mismatch(found: str | tuple[str, Any, Any]) -> str:
+    if isinstance(found, str):  # transformers 4.52 gives the name alone
+        return found
+    name, theirs, ours = found
+    return f"{name} is {list(theirs)}, the model's {list(ours)}"
 
 
 def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:

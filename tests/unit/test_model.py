@@ -239,7 +239,7 @@ def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> No
     """Weights that do not fit are an error that names them."""
     chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"intermediate_size": 48}}, {"tokenizer": saved[0]})
     with pytest.raises(
-        InputError, match=r"model.pretrained: .*intermediate.dense.weight is \[32, 16\], the model's \[48, 16\]"
+        InputError, match=r"model.pretrained: .*intermediate.dense.weight( is \[32, 16\], the model's \[48, 16\]|;)"
     ):
         build_model(chosen, Data(chosen))
     assert said == []

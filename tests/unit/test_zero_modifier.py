@@ -251,7 +251,7 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
         "engine": {"used": used, "asked": used, "fallback_reason": None}, "device": "cpu", "precision": "fp32",
         "onnxruntime": {"settings": {}, "variables": {}} if used == "ort" else {},
         "trained_parameters": 1, "parameters": 1, "ranks": 1, "threads_per_rank": 1, "optimizer": {"why": None},
-        "fp16_optimizer": fp16,
+        "fp16_optimizer": fp16, "matmul_precision": {"asked": "highest"},
         "sharding": f"DeepSpeed ZeRO {made.zero.stage}" if made.zero else "none",
     }  # fmt: skip
     return fp16, plan_lines(truth)[1:]
@@ -268,7 +268,7 @@ OFF, OFFLOAD = "zero.fused_gradient_norm is false", "with CPU offload DeepSpeed 
     ("used", "made", "fields", "fp16", "lines"),
     [
         ("eager", {}, None, (False, None, WITHOUT), []),
-        ("ort", {}, None, (False, None, WITHOUT), [f"{LEFT}: {WITHOUT}"]),
+        ("ort", {}, None, (False, None, WITHOUT), []),
         ("eager", {"zero": {}}, {}, (True, "ortlaunch", EAGER), [f"{FUSED} ({EAGER})"]),
         ("ort", {"zero": {"stage": 2}}, {}, (True, "ortlaunch", CPU_ORT), [f"{FUSED} ({CPU_ORT})"]),
         ("inductor", {"zero": {"fused_gradient_norm": False}}, {}, (False, None, OFF), [f"{LEFT}: {OFF}"]),
