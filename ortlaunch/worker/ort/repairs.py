@@ -180,7 +180,7 @@ def keep_graphs_for_backward() -> None:
 def _with_own_graph(original: Callable[..., Any], manager: Any) -> Any:
     function = original(manager)
 
-    class WithOwnGraph(function):  # type: ignore[misc,valid-type]
+    class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             outputs = function.forward(ctx, *inputs)
@@ -192,7 +192,7 @@ def _with_own_graph(original: Callable[..., Any], manager: Any) -> Any:
             with _graph(manager, ctx.ortlaunch_graph):
                 return function.backward(ctx, *gradients)
 
-    return WithOwnGraph
+    return _ORTModuleFunction
 
 
 @contextlib.contextmanager
