@@ -176,12 +176,12 @@ def _count(tensors: Any, seen: dict[int, int]) -> int:
     """Bytes of the storages among `tensors` that are not in `seen` yet."""
     total = 0
     for tensor in tensors:
-        if tensor.layout is not torch.strided or tensor.device.type == "meta":
-            continue
-        storage = tensor.untyped_storage()
         try:
+            if tensor.layout is not torch.strided or tensor.device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()
             address = storage.data_ptr()
-        except RuntimeError:  # torch.compile's stand-ins have none
+        except RuntimeError:  # stand-ins, as torch.compile's, have no device or no address
             continue
         if storage.nbytes() and address not in seen:
             seen[address] = storage.nbytes()
