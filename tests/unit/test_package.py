@@ -57,7 +57,7 @@ def test_every_imported_package_is_declared() -> None:
 
 
 def test_floors_are_what_was_run() -> None:
-    """constraints/floors.txt, on which `make test CONSTRAINTS=... VENV=...` was run, pins each dependency's floor."""
+    """constraints/floors.txt, on which the tiny recipes were run, pins each dependency's floor."""
     version = pytest.importorskip("packaging.version").Version
     asked = requirements("*")
     floors = {name: floor[1] for name in asked if (floor := re.search(r">=([\d.]+)", asked[name]))}
