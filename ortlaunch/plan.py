@@ -242,7 +242,7 @@ def describe(plan: Plan, recipe: Recipe) -> str:
 
 def _world_lines(plan: Plan) -> list[str]:
     shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
-    ranks, hosts = _count(plan.world_size, "rank"), _count(len(plan.nodes), "host")
+    ranks, hosts = counted(plan.world_size, "rank"), counted(len(plan.nodes), "host")
     lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
     for node in shown:
         if node is None:
@@ -251,7 +251,8 @@ def _world_lines(plan: Plan) -> list[str]:
             last = node.first_rank + node.slots - 1
             kind = "GPU" if plan.device == "cuda" else "slot"
             devices = _short(node.devices)
-            lines.append(f"  {node.host}: ranks {node.first_rank}-{last}, {kind} {devices}")
+            ranks = f"ranks {node.first_rank}-{last}" if node.slots > 1 else f"rank {last}"
+            lines.append(f"  {node.host}: {ranks}, {kind} {devices}")
     return lines
 
 
@@ -306,7 +307,8 @@ def _memory_lines(memory: Memory, choice: bool) -> list[str]:
     ]
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from ortlaunch.plan import Plan
+from ortlaunch.plan import Plan, counted
 from ortlaunch.recipe import Recipe
 from ortlaunch.rundir import RunDir
 from ortlaunch.worker.distributed import Group
@@ -28,7 +28,8 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
     lines = [
         f"engine {engine['used']} on {truth['device']}, {truth['precision']}, "
         f"{truth['trained_parameters']:,} trained of {truth['parameters']:,} parameters, "
-        f"{truth['ranks']} ranks x {truth['threads_per_rank']} threads, sharding: {truth['sharding']}"
+        f"{counted(truth['ranks'], 'rank')} x {counted(truth['threads_per_rank'], 'thread')}, "
+        f"sharding: {truth['sharding']}"
     ]
     if engine["fallback_reason"]:
         lines.append(

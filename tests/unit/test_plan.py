@@ -195,7 +195,7 @@ def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
 )
 def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown: str) -> None:
     """However many there are."""
-    lines = describe(plan(recipe(), [Host("a", len(devices), devices)], "mpi")).splitlines()
+    lines = describe(plan(recipe(), [Host("a", len(devices), devices)], "mpi"), recipe()).splitlines()
     assert lines[1].endswith(f", slot {shown}")
 
 
