@@ -24,7 +24,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/unit/test_imports.py
+	$(BIN)/python -m pytest -q tests/control/test_imports.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py

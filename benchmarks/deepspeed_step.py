@@ -78,7 +78,7 @@ def deepspeed_engine(size: str, stage: int, precision: str) -> Any:
 
 def use(way: str, optimizer: Any) -> None:
     """Switch the optimizer to one way."""
-    from ortlaunch.worker.zero_modifier import fuse_gradient_norm, restore
+    from ortlaunch.worker.deepspeed.gradient_norm import fuse_gradient_norm, restore
 
     restore(optimizer)
     applied = fuse_gradient_norm(optimizer) if way == "ours" else None

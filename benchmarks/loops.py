@@ -86,7 +86,7 @@ def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
     """ORTModule as Microsoft ships it, but for what importing it and exporting on today's torch take (compat.py)."""
-    from ortlaunch.worker.ort.compat import import_ortmodule
+    from ortlaunch.ortmodule.compat import import_ortmodule
 
     ortmodule = import_ortmodule()
     from ortlaunch.worker.model import LossModule
@@ -101,12 +101,12 @@ def bare_ours(gate: Gate, options: dict[str, Any]) -> None:
 
 def ours(gate: Gate, options: dict[str, Any], work: Callable[..., None] | None = None) -> None:
     """ortlaunch's own worker on a run folder that the command prepared; `work` in place of its loop."""
-    import ortlaunch.worker.train as loop
-    from ortlaunch import control
+    import ortlaunch.worker.tasks.train as loop
+    from ortlaunch.planning.world import Asked
     from ortlaunch.rank import Rank
-    from ortlaunch.rundir import RunDir
+    from ortlaunch.run import control
+    from ortlaunch.run.folder import RunDir
     from ortlaunch.worker.__main__ import live
-    from ortlaunch.world import Asked
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
     shape, vocabulary = options["shape"], options["vocabulary"]

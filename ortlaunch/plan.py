@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ortlaunch.deepspeed_config import deepspeed_config
 from ortlaunch.errors import PlanError
-from ortlaunch.hosts import Host
-from ortlaunch.memory import Bytes, Memory, estimate
+from ortlaunch.planning.deepspeed_config import deepspeed_config
+from ortlaunch.planning.hosts import Host
+from ortlaunch.planning.memory import Bytes, Memory, estimate
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+from ortlaunch import doctor
 from ortlaunch.rank import VARIABLES
+from tests.makers import OWN_MODULE
 
 # What launchers, schedulers and shells leave: a test that starts under one of them must not become its rank.
 _LEFT_BY_LAUNCHERS = (
@@ -23,3 +26,13 @@ def _no_launcher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
             monkeypatch.delenv(name)
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def workbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, a cache and a shell of the test's own, where any engine may be asked for."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN_MODULE)
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(doctor, "require", lambda *_: None)  # whatever is installed here

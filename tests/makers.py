@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ortlaunch.hosts import Host
 from ortlaunch.plan import Plan, make_plan
+from ortlaunch.planning.hosts import Host
 from ortlaunch.recipe import Recipe
 
 BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ortlaunch.rank import Rank
-from ortlaunch.rundir import RunDir
+from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import build_engine
 from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.train import TrainState, train
+from ortlaunch.worker.tasks.train import TrainState, train
 from tests.makers import plan, recipe
 
 

@@ -21,7 +21,7 @@ SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermedi
 
 def main(check: str) -> int:
     """Print, as JSON, the largest differences of losses and gradients, or why ORT refused the model."""
-    from ortlaunch.worker.ort.compat import import_ortmodule
+    from ortlaunch.ortmodule.compat import import_ortmodule
 
     import_ortmodule()  # before transformers, as the worker does
     model, batch = CHECKS[check]()
@@ -35,8 +35,8 @@ def main(check: str) -> int:
 
 def compare(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Largest relative differences over a few AdamW steps: of the losses, and of the first step's gradients."""
+    from ortlaunch.ortmodule.wrap import wrap
     from ortlaunch.recipe.engine import Engine
-    from ortlaunch.worker.ort.wrap import wrap
 
     ours = wrap(copy.deepcopy(model), Engine(), threads=1)
     (losses, gradients), (ort_losses, ort_gradients) = trained(model, batch), trained(ours, batch)

@@ -15,10 +15,10 @@ import pytest
 import torch
 import transformers
 
+from ortlaunch.ortmodule import options, wrap
+from ortlaunch.ortmodule.buffers import kept_modes
+from ortlaunch.ortmodule.patching import environment
 from ortlaunch.recipe.engine import Engine
-from ortlaunch.worker.ort import options, wrap
-from ortlaunch.worker.ort.buffers import kept_modes
-from ortlaunch.worker.ort.patching import environment
 
 _ENGINE = Engine(name="ort", allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ)
 _TESTS_OWN = ("ORTMODULE_LOG_LEVEL", "ORTMODULE_SAVE_ONNX_PATH")

@@ -16,15 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ortlaunch import machine, provenance
+from ortlaunch import machine
 from ortlaunch.bench.picture import draw, require_matplotlib
 from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, results, table, telling
 from ortlaunch.bench.turns import Failed, Player
 from ortlaunch.bench.variants import ENGINES, Variant, settle, variants
-from ortlaunch.control import Settled
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.plan import human
-from ortlaunch.rundir import RunDir, write_json
+from ortlaunch.run import provenance
+from ortlaunch.run.control import Settled
+from ortlaunch.run.folder import RunDir, write_json
 
 _LEAST_BUSY_LOAD = 0.5  # runnable processes a core, beside this one
 _SPUN = 0.2  # share of its waiting time that a job may spend on a processor

@@ -20,10 +20,10 @@ from ortlaunch.bench import Length, measure, new_folder, prepared, times
 from ortlaunch.bench.report import MEASURED, fastest, passes, table, telling
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
-from ortlaunch.control import Settled, differences
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.plan import Plan
-from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.run.control import Settled, differences
+from ortlaunch.run.folder import RunDir, read_json, write_json
 
 SHORT = Length(rounds=3, steps=3)
 # Fields of `engine` that change no measured figure.

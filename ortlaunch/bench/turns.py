@@ -10,11 +10,11 @@ import json
 import time
 from typing import Any
 
-from ortlaunch import control
 from ortlaunch.bench.variants import Variant
 from ortlaunch.launch import JobState, backend
-from ortlaunch.launch.cause import explain_end
-from ortlaunch.rundir import RunDir, write_json
+from ortlaunch.launch.failure import explain_end
+from ortlaunch.run import control
+from ortlaunch.run.folder import RunDir, write_json
 
 WARM_UP_STEPS = 3
 _POLL_SECONDS = 0.02

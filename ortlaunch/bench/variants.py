@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ortlaunch import control, doctor
-from ortlaunch.control import Settled
+from ortlaunch import doctor
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.engine import Engine
-from ortlaunch.rundir import RunDir
+from ortlaunch.run import control
+from ortlaunch.run.control import Settled
+from ortlaunch.run.folder import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
 _OF_INDUCTOR = ("parity_steps", "parity_tolerance", "parity_only")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from ortlaunch.plan import Plan
-from ortlaunch.rundir import RunDir
+from ortlaunch.run.folder import RunDir
 
 BACKENDS = {
     "local": "ortlaunch.launch.local",

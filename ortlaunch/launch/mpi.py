@@ -16,7 +16,7 @@ from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.launch import Request, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import LOCAL_NAMES, Node, Plan
-from ortlaunch.rundir import RunDir
+from ortlaunch.run.folder import RunDir
 
 __all__ = ["argv_mpich", "argv_open_mpi", "cancel", "family", "request", "state", "submit", "wait"]
 

@@ -1,7 +1,7 @@
 """Start a command in its own process group, wait for it and for all that it started here, and leave nothing behind.
 
-The command dies with this process, and every rank with its parent (see worker/shepherd.py), so ending either ends the
-run, on this host and, through the launcher's own daemons, on the others.
+The command dies with this process, and every rank with its parent (see worker/rank_supervisor.py), so ending either
+ends the run, on this host and, through the launcher's own daemons, on the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.orphans import Orphans, send
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
-from ortlaunch.rundir import write_text
+from ortlaunch.run.folder import write_text
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over

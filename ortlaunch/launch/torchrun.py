@@ -11,7 +11,7 @@ from ortlaunch.launch import Request, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
 from ortlaunch.rank import GRACE_SECONDS
-from ortlaunch.rundir import RunDir
+from ortlaunch.run.folder import RunDir
 
 __all__ = ["cancel", "request", "state", "submit", "wait"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.file_errors import of_ours
 from ortlaunch.rank import Rank
-from ortlaunch.rundir import RunDir, read_json
+from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory, keep_freed_memory
 from ortlaunch.worker.progress import Progress
-from ortlaunch.worker.shepherd import watch
+from ortlaunch.worker.rank_supervisor import watch
 
 
 def main(work: Callable[..., None] | None = None) -> int:
@@ -44,7 +44,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
     if recipe.engine.name == "ort":
-        from ortlaunch.worker.ort.options import prepare
+        from ortlaunch.ortmodule.options import prepare
 
         prepare(recipe.engine)  # imports ORTModule: before transformers, which keeps the functions that it replaces
 
@@ -56,8 +56,8 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
     from ortlaunch.worker.matmul_precision import matmul_precision
     from ortlaunch.worker.memory_use import MemoryUse
     from ortlaunch.worker.model import build_model
-    from ortlaunch.worker.tell import announce
-    from ortlaunch.worker.train import train
+    from ortlaunch.worker.summary import announce
+    from ortlaunch.worker.tasks.train import train
 
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
         distributed.agree_on_files(group, run, texts)
@@ -69,7 +69,7 @@ def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> No
         batches = Batches(data.train, plan.batch, recipe.seed)
         recipe = with_steps(recipe, plan.batch, run, group, len(data.train))
         if run.bench.exists():
-            from ortlaunch.worker.bench import bench
+            from ortlaunch.worker.tasks.bench import bench
 
             bench(recipe, plan, run, group, model, batches)
             return

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir, write_json, write_text
+from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.stepping import Stepper
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
-from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.run.folder import RunDir, read_json, write_json
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
 # end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.

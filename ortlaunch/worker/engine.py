@@ -1,7 +1,7 @@
 """eager | inductor | ort: what runs the model, composed in the one right order, and the truth about it.
 
 Order: ORTModule (or torch.compile) -> optimizer -> DeepSpeed or DistributedDataParallel -> FP16_Optimizer.
-With worker/ort/, the only place that names ORTModule, FusedAdam and FP16_Optimizer.
+With ortmodule/, the only place that names ORTModule, FusedAdam and FP16_Optimizer.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
-from ortlaunch.worker.parity import dropouts
 from ortlaunch.worker.pretrained import loading_notes
 from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
+from ortlaunch.worker.tasks.parity import dropouts
 
 _PACKAGES = (
     "torch",
@@ -163,8 +163,8 @@ def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Gro
 
 def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tuple[Any, Any, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
-    from ortlaunch.worker.ort.options import require_effect
-    from ortlaunch.worker.ort.witness import Witness
+    from ortlaunch.ortmodule.options import require_effect
+    from ortlaunch.ortmodule.witness import Witness
 
     witness = Witness()
     witness.install()
@@ -185,7 +185,7 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
 
 
 def _wrapped(recipe: Recipe, model: LossModule, group: Group) -> Any:
-    from ortlaunch.worker.ort.wrap import wrap
+    from ortlaunch.ortmodule.wrap import wrap
 
     return wrap(model, recipe.engine, threads=threads(group), ranks_here=group.local.local_world_size)
 
@@ -273,7 +273,7 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime() -> dict[str, Any]:
-    from ortlaunch.worker.ort import options, patching
+    from ortlaunch.ortmodule import options, patching
 
     return {
         "repairs": list(patching.applied()),
@@ -284,14 +284,14 @@ def _onnxruntime() -> dict[str, Any]:
 
 def _exports() -> dict[str, Any]:
     """What was exported so far, and how the model's own ways were mapped to ONNX Runtime's."""
-    from ortlaunch.worker.ort.tally import tally
+    from ortlaunch.ortmodule.tally import tally
 
     return tally.truth()
 
 
 def _ort_notes() -> tuple[str, ...]:
-    from ortlaunch.worker.ort import patching
-    from ortlaunch.worker.ort.tally import tally
+    from ortlaunch.ortmodule import patching
+    from ortlaunch.ortmodule.tally import tally
 
     left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in patching.not_applied().items())
     return (*left_out, *tally.notes)
@@ -299,7 +299,7 @@ def _ort_notes() -> tuple[str, ...]:
 
 def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -> dict[str, Any]:
     """Whose fused overflow check and gradient norm is in force, and why: ONNX Runtime's where it can, else ours."""
-    from ortlaunch.worker.zero_modifier import Applied, fuse_gradient_norm
+    from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
         why = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
@@ -308,7 +308,7 @@ def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -
         return Applied(False, None, "zero.fused_gradient_norm is false")._asdict()
     theirs = Applied(False, None, f"engine {used} runs without ONNX Runtime")
     if used == "ort":
-        from ortlaunch.worker.ort.fp16_optimizer import apply_fp16_optimizer
+        from ortlaunch.ortmodule.fp16_optimizer import apply_fp16_optimizer
 
         theirs = apply_fp16_optimizer(stepper.engine.optimizer, group.device.type)
     ours = theirs if theirs.applied else fuse_gradient_norm(stepper.engine.optimizer)

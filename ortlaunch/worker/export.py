@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir
+from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.model import LossModule, set_use_cache
 from ortlaunch.worker.stepping import Stepper

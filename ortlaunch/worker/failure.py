@@ -15,7 +15,7 @@ from typing import Any
 
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.rundir import RunDir, is_full, read_json, write_json
+from ortlaunch.run.folder import RunDir, is_full, read_json, write_json
 
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",

@@ -6,7 +6,7 @@ from typing import Any
 
 from ortlaunch.plan import Plan, duration
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir, write_json
+from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
@@ -16,7 +16,7 @@ from ortlaunch.worker.metrics import records
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.module_copies import copy_modules
 from ortlaunch.worker.progress import Progress
-from ortlaunch.worker.tell import late_notes, outcome_lines
+from ortlaunch.worker.summary import late_notes, outcome_lines
 
 
 def finish(

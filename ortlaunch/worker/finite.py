@@ -14,8 +14,8 @@ import torch
 
 from ortlaunch.errors import NonFiniteError
 from ortlaunch.worker.data import Batches
+from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.distributed import Group
-from ortlaunch.worker.squares import sum_of_squares
 
 Named = Iterable[tuple[str, "torch.Tensor | None"]]
 _SHOWN = 16  # samples that are named, and micro batches

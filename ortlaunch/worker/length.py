@@ -8,7 +8,7 @@ from typing import Any
 from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir, read_json, write_json
+from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.worker.distributed import Group
 
 

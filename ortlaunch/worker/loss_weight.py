@@ -14,8 +14,8 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.models import Corpus
-from ortlaunch.worker.corpus import DataError
 from ortlaunch.worker.data import IGNORED, Batches
+from ortlaunch.worker.data.corpus import DataError
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.model import LossModule
 

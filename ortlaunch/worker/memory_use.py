@@ -1,6 +1,6 @@
 """What this rank's memory really holds: exact bytes of the live tensors by kind, and the peak of the process.
 
-The plan (`ortlaunch/memory.py`) says beforehand; this looks. The only place that names DeepSpeed's buffers.
+The plan (`ortlaunch/planning/memory.py`) says beforehand; this looks. The only place that names DeepSpeed's buffers.
 """
 
 from __future__ import annotations

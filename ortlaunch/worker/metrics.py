@@ -11,7 +11,7 @@ import torch
 from ortlaunch.errors import MissingDependency
 from ortlaunch.plan import duration
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir, json_text, write_text
+from ortlaunch.run.folder import RunDir, json_text, write_text
 
 
 class Metrics:

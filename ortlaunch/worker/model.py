@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError, MissingDependency
-from ortlaunch.memory import padded_vocabulary
+from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.models import Lora

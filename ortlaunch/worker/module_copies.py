@@ -11,7 +11,7 @@ from types import ModuleType
 
 from ortlaunch.cache import cache_root
 from ortlaunch.plan import human
-from ortlaunch.rundir import RunDir
+from ortlaunch.run.folder import RunDir
 
 _LARGEST, _MOST = 1 << 20, 8 << 20  # bytes of a file, and of all: source, not data
 _INSTALLED = ("site-packages", "dist-packages")

@@ -36,7 +36,7 @@ def build_optimizer(recipe: Optimizer, model: nn.Module, engine: str, device: to
     why = _why_not_ort(engine, device)
     if why:
         return Chosen(torch.optim.AdamW(groups, fused=True, **adam), "torch.optim.AdamW(fused=True)", why, notes)
-    from ortlaunch.worker.ort.fused_adam import fused_adam
+    from ortlaunch.ortmodule.fused_adam import fused_adam
 
     return Chosen(fused_adam(groups, **adam), "onnxruntime.training.optim.FusedAdam", "", notes)
 

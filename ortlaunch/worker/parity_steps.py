@@ -10,11 +10,11 @@ from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.recipe import Recipe
-from ortlaunch.rundir import RunDir, json_text, write_json, write_text
+from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
-from ortlaunch.worker.parity import LIMITS, Comparison, Difference, compare, dropouts
+from ortlaunch.worker.tasks.parity import LIMITS, Comparison, Difference, compare, dropouts
 
 Record = dict[str, Any]
 _SHOWN = 5  # parameters that are named

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.rundir import progress_width
+from ortlaunch.run.folder import progress_width
 from ortlaunch.worker.terminal import LIVE
 
 _FORM = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"

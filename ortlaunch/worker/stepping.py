@@ -18,8 +18,8 @@ from torch import nn
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.worker.averaging import Averaging
+from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.distributed import Group
-from ortlaunch.worker.squares import sum_of_squares
 
 _STATE_FILE = "state.pt"
 Batch = dict[str, torch.Tensor]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.hosts import Host
 from ortlaunch.launch import backend, mpi
+from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank, detect
-from ortlaunch.rundir import RunDir
+from ortlaunch.run.folder import RunDir
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, needs_mpi, write_recipe
 from tests.makers import host, plan, recipe
 

@@ -16,10 +16,10 @@ import pytest
 
 from ortlaunch import start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
-from ortlaunch.hosts import Host
 from ortlaunch.launch import BACKENDS, Backend, JobState, Request, backend, mpi, processes
 from ortlaunch.plan import Plan
-from ortlaunch.rundir import RunDir
+from ortlaunch.planning.hosts import Host
+from ortlaunch.run.folder import RunDir
 from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe
 

@@ -1,0 +1,140 @@
+"""How a run ended: the first failing rank, its status and its last words, read from the run folder."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, NamedTuple
+
+from ortlaunch.plan import LOCAL_NAMES
+from ortlaunch.run.folder import RunDir, is_full, read_json
+
+_PROGRAMS = {"torchrun": "torchrun", "mpi": "mpirun"}
+_OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
+
+
+class End(NamedTuple):
+    """The command's exit status, and what to print last."""
+
+    status: int
+    text: str
+
+
+def explain_end(
+    run: RunDir,
+    status: int,
+    stopped_by: int | None = None,
+    ended_by: int | None = None,
+    oom_kills: int | None = None,
+    shown: bool = False,
+) -> End:
+    """The end of a run whose launcher left with `status`.
+
+    Args:
+        stopped_by: the signal that the user sent to the command, if any.
+        ended_by: the signal that the launcher itself died of, if any.
+        oom_kills: processes of this control group that the kernel ended for memory meanwhile; None where unknown.
+        shown: rank 0's output went to the terminal, and its end is not said again.
+    """
+    records = [read_json(path) for path in sorted(run.errors.glob("rank_*.json"))]
+    first = _first(records)
+    if stopped_by is not None:
+        return End(128 + stopped_by, _stopped_text(run, first, stopped_by))
+    if first is not None and not first["secondary"]:
+        return End(first["exit_status"], _text(first, shown))
+    if first is None and status == 0:
+        return End(0, f"done: {run}")
+    return _without_cause(run, status, ended_by, oom_kills, records)
+
+
+def _without_cause(
+    run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[dict[str, Any]]
+) -> End:
+    """The end of a run of which no rank tells a failure of its own."""
+    plan, asked = read_json(run.plan), _asked(run)
+    if ended_by is not None and plan["launcher"] != "local":
+        what = f"{_PROGRAMS[plan['launcher']]} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
+        return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
+    began = _began(run)
+    silent = sorted(began - {record["rank"] for record in records} - set(asked))
+    lost = [rank for rank in silent if run.spare(rank).exists()] or silent  # the others came to their end
+    if status and not records and is_full(run.path):
+        return End(status, f"ortlaunch: no space left on device ({run}), where no rank could write how it ended")
+    if lost and status:
+        return End(137, _lost_text(run, plan["nodes"], lost, oom_kills))
+    absent = sorted(set(range(plan["world_size"])) - began)
+    if absent and status:
+        names = _names(plan["nodes"], absent)
+        what = f"{names} ended before it began" if began else f"no rank began ({names})"
+        said = f"{what}, and the launcher ended with status {status}; see above, and {run.logs}"
+        return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
+    if asked:
+        rank = min(asked, key=lambda rank: asked[rank][1])
+        what = f"{_names(plan['nodes'], [rank])} was ended by {signal.Signals(asked[rank][0]).name}"
+        where = "" if plan["launcher"] == "local" else f" or to {_PROGRAMS[plan['launcher']]}"
+        said = f"{what}, sent to it{where} from outside this run; no rank had failed before"
+        return End(128 + asked[rank][0], f"ortlaunch: {said}; logs: {run.logs}")
+    first = _first(records)
+    if first is None:
+        said = f"the launcher ended with status {status}, and no rank says why; see above, and {run.logs}"
+        return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
+    return End(first["exit_status"], _text(first))
+
+
+def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The earliest failure that is not the echo of another's."""
+    ordered = sorted(records, key=lambda record: (record["secondary"], record["time"]))
+    return ordered[0] if ordered else None
+
+
+def _began(run: RunDir) -> set[int]:
+    """Ranks whose guardian was there."""
+    sent = run.request.stat().st_mtime_ns  # older logs are of an earlier run in this folder
+    logs = [path for path in run.logs.glob("rank_*.err") if path.stat().st_mtime_ns >= sent]
+    return {int(path.stem[len("rank_") :]) for path in logs}
+
+
+def _asked(run: RunDir) -> dict[int, tuple[int, float]]:
+    """(signal, time) of the ranks that were asked to end."""
+    found = {}
+    for path in run.errors.glob("asked_*"):
+        words = path.read_text(encoding="utf-8").split()
+        if len(words) == 2:  # it may have been killed while it wrote
+            found[int(path.name[len("asked_") :])] = (int(words[0]), float(words[1]))
+    return found
+
+
+def _stopped_text(run: RunDir, first: dict[str, Any] | None, number: int) -> str:
+    told = f"{_text(first)}\n" if first and not first["secondary"] else ""
+    saved = run.complete_checkpoints()
+    mend = f"; to go on after step {saved[-1][0]}, give --run-dir {run}" if saved else ""
+    return f"{told}ortlaunch: stopped by {signal.Signals(number).name}{mend}"
+
+
+def _lost_text(run: RunDir, nodes: list[dict[str, Any]], ranks: list[int], oom_kills: int | None) -> str:
+    """Ranks that began and left neither an error nor an end: their guardian was killed."""
+    here = all(_host(nodes, rank) in LOCAL_NAMES for rank in ranks)
+    why = _memory(oom_kills) if here and oom_kills is not None else _OFTEN_MEMORY
+    lost = f"{_names(nodes, ranks)} vanished without a word, as a process killed by SIGKILL does"
+    return f"ortlaunch: {lost}{why}\nlogs: {run.logs}"
+
+
+def _memory(oom_kills: int | None) -> str:
+    if not oom_kills:
+        return ""
+    return f"; the kernel's out-of-memory killer ended {oom_kills} of this control group's processes meanwhile"
+
+
+def _names(nodes: list[dict[str, Any]], ranks: list[int]) -> str:
+    names = [f"rank {rank} on host {_host(nodes, rank)}" for rank in ranks[:8]]
+    return ", ".join([*names, *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])])
+
+
+def _host(nodes: list[dict[str, Any]], rank: int) -> str:
+    name: str = next(node["host"] for node in reversed(nodes) if node["first_rank"] <= rank)
+    return name
+
+
+def _text(first: dict[str, Any], shown: bool = False) -> str:
+    seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
+    said = f"{first['traceback'].rstrip()}\n\n" if first["traceback"] and not seen else ""
+    return f"{said}ortlaunch: {first['summary']}"

@@ -1,0 +1,244 @@
+"""Keeps a model's buffers as eager PyTorch would: exact BatchNorm statistics, and no trace of the export.
+
+Refuses what cannot be exact. ONNX Runtime's BatchNorm on CPU averages the biased variance, PyTorch the unbiased one;
+the number of values that tells them apart leaves the graph as one more output, which ORTModule's schema never reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule.known import PACKAGE, PROCESSED, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.patching import wrap_method, wrap_ort_export
+from ortlaunch.ortmodule.tally import traced
+
+_SIZE = "ortlaunch_size_of_"
+
+
+def keep_buffers_exact() -> None:
+    """The export runs the model, so BatchNorm's statistics got its batch twice; and ORT does not count batches.
+
+    Other buffers that a forward pass changes would stay as they are in ORT's graph: such a model is refused.
+    """
+    wrap_method(owner(TRANSITION), "_get_exported_model", _with_buffers_kept)
+    wrap_ort_export(_with_each_mode)
+    wrap_method(owner(PROCESSED), "restore_outputs", _keeping_sizes)
+    wrap_method(owner(TRAINING), "forward", _with_exact_statistics)
+
+
+# ---------------------------------------------------------------------------------------------- in the export
+
+
+def _with_buffers_kept(original: Callable[..., Any], **kwargs: Any) -> Any:
+    module = kwargs["flattened_module"]
+    training = kwargs["model_info_for_export"].export_mode == torch.onnx.TrainingMode.TRAINING
+    with kept_modes(module), kept_buffers(module) as changed, _frozen_norms_written_out(training):
+        model, schema = original(**kwargs)
+    layers = _layers(module, changed)
+    if training:
+        traced(kwargs["stage3_param_handle"])["batch_norms"] = layers
+        _refuse_frozen_nodes(model)
+        if kwargs["device"].type == "cpu":  # on CUDA it is cuDNN, which does as PyTorch
+            _put_out_sizes(model, layers)
+    return model, schema
+
+
+def _with_each_mode(export: Callable[..., Any]) -> Callable[..., Any]:
+    """ORT's training export would set every layer to training, also a BatchNorm that the user froze by `eval()`."""
+    modes = torch.onnx.TrainingMode
+
+    @functools.wraps(export)
+    def export_as_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["training"] != modes.TRAINING or all(layer.training for layer in module.modules()):
+            return export(module, *args, **kwargs)
+        exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
+        asked, exporter._get_training_mode = exporter._get_training_mode, lambda: True  # it knows no third mode
+        try:
+            return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
+        finally:
+            exporter._get_training_mode = asked
+
+    return export_as_it_is
+
+
+@contextlib.contextmanager
+def _frozen_norms_written_out(training: bool) -> Iterator[None]:
+    """In a training graph ORT would run a BatchNorm in evaluation mode as if it were training: export arithmetic."""
+    forward = _BatchNorm.forward
+
+    def written_out(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        if norm.training or norm.running_var is None:
+            return forward(norm, x)
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        scale = (norm.running_var + norm.eps).rsqrt()
+        y = (x - norm.running_mean.view(shape)) * scale.view(shape)
+        return y * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else y
+
+    if training:
+        _BatchNorm.forward = written_out
+    try:
+        yield
+    finally:
+        _BatchNorm.forward = forward
+
+
+@contextlib.contextmanager
+def kept_modes(module: nn.Module) -> Iterator[None]:
+    """Give every layer back its own mode, training or evaluation."""
+    modes = [(layer, layer.training) for layer in module.modules()]
+    try:
+        yield
+    finally:
+        for layer, mode in modes:
+            layer.training = mode
+
+
+class _Kept(NamedTuple):
+    owner: nn.Module
+    name: str
+    tensor: torch.Tensor
+    value: torch.Tensor
+
+
+@contextlib.contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[dict[str, int]]:
+    """Give every buffer back its object and its value; yields, filled at the end, the changed ones with their counts.
+
+    A count is how often one pass added 1 to a single number, as BatchNorm does; 0 for other changes.
+    """
+    kept = {
+        f"{path}.{name}": _Kept(place, name, tensor, tensor.detach().clone())
+        for path, place in module.named_modules()
+        for name, tensor in place._buffers.items()
+        if tensor is not None
+    }
+    passes: list[None] = []
+    # A copy that ORT makes of the module takes the hook along.
+    hook = module.register_forward_pre_hook(lambda who, _: passes.append(None) if who is module else None)
+    changed: dict[str, int] = {}
+    try:
+        yield changed
+        for name, old in kept.items():
+            new = old.owner._buffers[old.name]
+            if _differs(old.value, new):
+                counts = old.value.dtype == torch.long and old.value.numel() == 1
+                changed[name] = int(new - old.value) // max(1, len(passes)) if counts else 0
+    finally:
+        hook.remove()
+        with torch.no_grad():
+            for old in kept.values():
+                old.owner._buffers[old.name] = old.tensor
+                old.tensor.copy_(old.value)
+
+
+def _differs(before: torch.Tensor, after: torch.Tensor | None) -> bool:
+    """Whether a pass changed a value; one of another shape is a table that grew, which a graph does not need."""
+    return after is not None and before.shape == after.shape and not torch.equal(before, after)
+
+
+def _layers(module: nn.Module, changed: dict[str, int]) -> list[str]:
+    """The BatchNorm layers that a pass updates, each once.
+
+    Raises:
+        EngineError: a buffer that ONNX Runtime's graph would not change as the model does.
+    """
+    layers = sorted({name.rpartition(".")[0] for name in changed})
+    for path in layers:
+        layer, name = module.get_submodule(path), _plain(path)
+        if not isinstance(layer, _BatchNorm):
+            buffers = ", ".join(_plain(buffer) for buffer in changed if buffer.startswith(f"{path}."))
+            raise EngineError(f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not")
+        if layer.momentum is None:
+            raise EngineError(
+                f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average over all batches; "
+                "give it a momentum such as 0.1"
+            )
+        if changed.get(f"{path}.num_batches_tracked", 1) > 1:
+            raise EngineError(f"{name} is a BatchNorm that runs more than once in a pass; ONNX Runtime's cannot")
+    return layers
+
+
+def _plain(name: str) -> str:
+    return name.replace("_original_module.", "", 1)
+
+
+def _put_out_sizes(model: Any, layers: list[str]) -> None:
+    """One more output for each layer: the number of values that its statistics are of, times its channels."""
+    from onnx import TensorProto, helper
+
+    normalized = {node.input[4]: node.input[0] for node in _norm_nodes(model)}
+    for path in layers:
+        if f"{path}.running_var" not in normalized:
+            raise EngineError(f"{path} is a BatchNorm inside a branch of ONNX Runtime's graph")
+        name = f"{_SIZE}{path}"
+        model.graph.node.append(helper.make_node("Size", [normalized[f"{path}.running_var"]], [name]))
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
+
+
+def _norm_nodes(model: Any) -> list[Any]:
+    return [node for node in model.graph.node if node.op_type == "BatchNormalization"]
+
+
+def _refuse_frozen_nodes(model: Any) -> None:
+    for node in _norm_nodes(model):
+        if not any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute):
+            raise EngineError(f"{node.name} is frozen batch normalization, which ONNX Runtime would train")
+
+
+# ------------------------------------------------------------------------------------------------ in each pass
+
+
+def _keeping_sizes(original: Callable[..., Any], info: Any, outputs: Any) -> Any:
+    info._ortlaunch_outputs = outputs
+    return original(info, outputs)
+
+
+def _with_exact_statistics(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    norms = _norms(manager)
+    if not norms:
+        return original(manager, *args, **kwargs)
+    before = {path: norm.running_var.clone() for path, norm in norms.items()}
+    output = original(manager, *args, **kwargs)
+    transition = manager._graph_transition_manager
+    layers = traced(transition).get("batch_norms", [])
+    info = transition._post_export_processed_model_info
+    sizes = (
+        info._ortlaunch_outputs[len(info._ortlaunch_outputs) - len(layers) :] if manager._device.type == "cpu" else []
+    )
+    with torch.no_grad():
+        for path, size in zip(layers, sizes):
+            _unbias(norms[path], before[path], int(size))
+        for path in layers:
+            norms[path].num_batches_tracked.add_(1)
+    return output
+
+
+def _norms(manager: Any) -> dict[str, Any]:
+    """The BatchNorm layers that have statistics."""
+    if not hasattr(manager, "_ortlaunch_norms"):
+        modules = manager._flattened_module.named_modules()
+        manager._ortlaunch_norms = {
+            path: module
+            for path, module in modules
+            if isinstance(module, _BatchNorm) and module.running_var is not None
+        }
+    norms: dict[str, Any] = manager._ortlaunch_norms
+    return norms
+
+
+def _unbias(norm: Any, before: torch.Tensor, size: int) -> None:
+    """From new = (1 - m) before + m biased to (1 - m) before + m biased n / (n - 1)."""
+    values = size // norm.running_var.numel()
+    if values < 2:  # PyTorch's words
+        raise ValueError(f"Expected more than 1 value per channel when training, got {values}")
+    share = norm.running_var - (1 - norm.momentum) * before
+    norm.running_var.add_(share, alpha=1 / (values - 1))

@@ -1,0 +1,76 @@
+"""Keeps ONNX Runtime's gradient of a grouped convolution inside its memory, on the CPU.
+
+For other than two spatial dimensions, ORT's kernel zeroes the input's gradient of all groups once for each group, from
+that group's place on: past its end, over whatever comes next, such as another weight's gradient. In two dimensions it
+takes another path, so a convolution of one becomes one of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ortlaunch.ortmodule.graph import replace_nodes
+from ortlaunch.ortmodule.known import TRANSITION, owner
+from ortlaunch.ortmodule.patching import wrap_method
+
+
+def convolve_in_two_dimensions() -> None:
+    """ORT's gradient of a grouped Conv1d or Conv3d on CPU writes zeros over other tensors: random wrong gradients."""
+    wrap_method(owner(TRANSITION), "_get_exported_model", _rewriting)
+
+
+def _rewriting(original: Callable[..., Any], **kwargs: Any) -> Any:
+    model, schema = original(**kwargs)
+    training = kwargs["model_info_for_export"].export_mode == torch.onnx.TrainingMode.TRAINING
+    if training and kwargs["device"].type == "cpu":
+        _in_two_dimensions(model.graph)
+    return model, schema
+
+
+def _in_two_dimensions(graph: Any) -> None:
+    from onnx import TensorProto, helper
+
+    nodes = []
+    for node in graph.node:
+        _pad_openly(node)
+        given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        if node.op_type != "Conv" or given.get("group", 1) == 1 or len(given["kernel_shape"]) == 2:
+            nodes.append(node)
+            continue
+        if len(given["kernel_shape"]) > 2:
+            raise RuntimeError(
+                f"{node.name} is a Conv3d with groups, whose gradient on ONNX Runtime's CPU overwrites other tensors"
+            )
+        place, (values, weight, *bias), (output,) = f"{node.output[0]}_ortlaunch", node.input, node.output
+        begin, end = given.get("pads", [0, 0])
+        wide = {"kernel_shape": [1, *given["kernel_shape"]], "pads": [0, begin, 0, end], "group": given["group"]}
+        wide.update({name: [1, *given[name]] for name in ("strides", "dilations") if name in given})
+        nodes += [
+            helper.make_node(
+                "Constant", [], [f"{place}_axis"], value=helper.make_tensor("", TensorProto.INT64, [1], [2])
+            ),
+            helper.make_node("Unsqueeze", [values, f"{place}_axis"], [f"{place}_x"]),
+            helper.make_node("Unsqueeze", [weight, f"{place}_axis"], [f"{place}_w"]),
+            helper.make_node("Conv", [f"{place}_x", f"{place}_w", *bias], [f"{place}_y"], node.name, **wide),
+            helper.make_node("Squeeze", [f"{place}_y", f"{place}_axis"], [output]),
+        ]
+    if len(nodes) != len(graph.node):
+        replace_nodes(graph, nodes)
+
+
+def _pad_openly(node: Any) -> None:
+    """Write `padding="same"`, which ORT's gradient of the weight on CPU takes for none, as numbers."""
+    from onnx import helper
+
+    given = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+    if node.op_type != "Conv" or given.get("auto_pad") != b"SAME_UPPER":
+        return
+    kernel = given["kernel_shape"]
+    total = [spread * (size - 1) for spread, size in zip(given.get("dilations", [1] * len(kernel)), kernel)]  # stride 1
+    kept = [attribute for attribute in node.attribute if attribute.name not in ("auto_pad", "pads")]
+    kept.append(helper.make_attribute("pads", [n // 2 for n in total] + [n - n // 2 for n in total]))
+    del node.attribute[:]
+    node.attribute.extend(kept)

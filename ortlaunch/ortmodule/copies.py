@@ -1,0 +1,24 @@
+"""Copies of an ORTModule by `copy.deepcopy` or pickle: as ORT means them, which is with a graph of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ortlaunch.ortmodule.known import MANAGER, owner
+from ortlaunch.ortmodule.patching import wrap_method
+
+_ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
+_OF_THE_GRAPH = ("_ortlaunch_seen", "_ortlaunch_call", "_ortlaunch_frozen", "_ortlaunch_norms")
+
+
+def copy_built_modules() -> None:
+    """ORT's copy of a module ended on a CPU, where there are no addresses of CUDA's allocator to leave out."""
+    wrap_method(owner(MANAGER), "__getstate__", _state)
+
+
+def _state(original: Callable[..., Any], manager: Any) -> dict[str, Any]:
+    for name in _ADDRESSES:
+        vars(manager).setdefault(name, None)
+    state = original(manager)
+    return {name: value for name, value in state.items() if name not in _OF_THE_GRAPH}

@@ -1,0 +1,148 @@
+"""The loss of an exported graph: ignored labels are left out, and every form of cross entropy has one.
+
+BERT computes 15 % of its scores, not all. ORT's own form of it looks only at `nn.CrossEntropyLoss` modules, which the
+models of transformers have not, and takes a Python operator. Here every cross entropy of a training export that has one
+row of scores a label and a mean or a sum gathers the rows that count; ORT's compute optimizer then moves the gather up
+through the layers that make them. The graph is right for any labels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ortlaunch.ortmodule.known import TRANSITION, owner
+from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.tally import tally, traced
+
+_NONE, _MEAN = 0, 1  # torch's numbers of the reductions
+SPARSE = 0.9
+"""Below this share of labels that count, the others are left out; ORT's threshold."""
+Loss = Callable[..., Any]
+
+
+def leave_out_ignored_labels() -> None:
+    """ORT computed scores and loss for every label, also those that do not count, in transformers' models."""
+    transition = owner(TRANSITION)
+    transition._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
+    wrap_method(transition, "_get_exported_model", _gathering)
+    wrap_method(transition, "_export_model", _telling)
+
+
+def _gathering(original: Callable[..., Any], **kwargs: Any) -> Any:
+    transition = kwargs["stage3_param_handle"]
+    options, mode = transition._runtime_options, kwargs["model_info_for_export"].export_mode
+    if mode != torch.onnx.TrainingMode.TRAINING or not options.enable_embedding_sparse_optimizer:
+        return original(**kwargs)
+    with _replaced(_gathered(traced(transition), options.print_input_density)):
+        model, schema = original(**kwargs)
+    if "label_density" in traced(transition):
+        _shrink(model)
+    return model, schema
+
+
+def _telling(original: Callable[..., Any], **kwargs: Any) -> Any:
+    exported = original(**kwargs)
+    tally.label_density = traced(kwargs["stage3_param_handle"]).get("label_density", tally.label_density)
+    return exported
+
+
+@contextlib.contextmanager
+def _replaced(stand_in: Callable[[Loss], Loss]) -> Iterator[None]:
+    """While open, cross entropy is another function, by whatever name a model calls it."""
+    parts: Any = torch._C._nn  # what torch.nn.functional.cross_entropy calls
+    plain = parts.cross_entropy_loss
+    parts.cross_entropy_loss = functools.wraps(plain)(stand_in(plain))
+    try:
+        yield
+    finally:
+        parts.cross_entropy_loss = plain
+
+
+def _gathered(seen: dict[str, Any], printing: bool) -> Callable[[Loss], Loss]:
+    """A cross entropy that leaves out what it ignores, if that is enough of the labels at hand."""
+
+    def stand_in(plain: Loss) -> Loss:
+        def loss(scores: Any, labels: Any, weight: Any, reduction: int, ignore_index: int, smoothing: float) -> Any:
+            if scores.dim() == 2 and labels.dim() == 1 and reduction != _NONE:
+                counts = labels != ignore_index
+                density = float(counts.float().mean())
+                if density < SPARSE:
+                    seen["label_density"] = round(density, 3)
+                    scores, labels = _without(scores, labels, counts, ignore_index, printing)
+            return plain(scores, labels, weight, reduction, ignore_index, smoothing)
+
+        return loss
+
+    return stand_in
+
+
+def _without(scores: Any, labels: Any, counts: Any, ignore_index: int, printing: bool) -> tuple[Any, Any]:
+    if printing:  # ORT's operator prints in every step, and is the sign for ORT to do the same
+        from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
+
+        return scores, FlagAndPrintDensity.apply(labels, ignore_index, "label")
+    # The first row where none counts: ORT multiplies no empty matrices, and its label is ignored all the same.
+    first = torch.ones_like(labels).cumsum(0) == 1
+    rows = (counts | (first & ~counts.any())).nonzero().squeeze(1)
+    return scores.index_select(0, rows), labels.index_select(0, rows)
+
+
+def _shrink(model: Any) -> None:
+    """Gathers of the rows where something is not zero become the operator that ORT's compute optimizer moves up."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        axis = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
+        if node.op_type == "Gather" and axis == [0] and _rows(node.input[1], makers):
+            node.op_type, node.domain = "ShrunkenGather", "com.microsoft"
+    if not any(item.domain == "com.microsoft" for item in model.opset_import):
+        model.opset_import.add(domain="com.microsoft", version=1)
+
+
+def _rows(name: str, makers: Mapping[str, Any]) -> bool:
+    for kind in ("Squeeze", "Transpose", "NonZero"):  # as `nonzero().squeeze(1)` is exported: one index a row
+        if name not in makers or makers[name].op_type != kind:
+            return False
+        name = makers[name].input[0]
+    return True
+
+
+def export_every_cross_entropy() -> None:
+    """ORT ends an export of labels that are probabilities, or that are smoothed."""
+    wrap_method(owner(TRANSITION), "_get_exported_model", _writing_out)
+
+
+def _writing_out(original: Callable[..., Any], **kwargs: Any) -> Any:
+    with _replaced(_written_out):
+        return original(**kwargs)
+
+
+def _written_out(plain: Loss) -> Loss:
+    """A cross entropy that is one for classes, and sums of logarithms for everything else, as torch's own."""
+
+    def loss(scores: Any, labels: Any, weight: Any, reduction: int, ignore_index: int, smoothing: float) -> Any:
+        likely = labels.is_floating_point()
+        if not (likely or smoothing):
+            return plain(scores, labels, weight, reduction, ignore_index, smoothing)
+        axis = min(scores.dim() - 1, 1)
+        logs, even = scores.log_softmax(axis), smoothing / scores.shape[axis]
+        if weight is not None:
+            logs = logs * weight.view([-1 if place == axis else 1 for place in range(scores.dim())])
+        if likely:
+            each = -(logs * (labels * (1 - smoothing) + even)).sum(axis)
+            return each if reduction == _NONE else each.mean() if reduction == _MEAN else each.sum()
+        ignored = labels == ignore_index
+        each = -logs.sum(axis).masked_fill(ignored, 0.0)
+        if reduction == _MEAN:
+            counts = 1.0 if weight is None else weight[labels.masked_fill(ignored, 0)]
+            each = each.sum() / (torch.ones_like(each) * counts).masked_fill(ignored, 0.0).sum()
+        elif reduction != _NONE:
+            each = each.sum()
+        hard = plain(scores, labels, weight, reduction, ignore_index, 0.0)
+        return (1 - smoothing) * hard + even * each
+
+    return loss

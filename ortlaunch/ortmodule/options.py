@@ -1,0 +1,243 @@
+"""The recipe's `engine` section -> what ORTModule 1.19.2 reads while it is imported, constructed and built.
+
+The only place of the worker that knows the names of ORTModule's variables and options. Every setting is passed, also
+at its default, so that a variable from outside cannot change one. Must not know the training loop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ortlaunch import extensions
+from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule.compat import import_ortmodule
+from ortlaunch.ortmodule.custom_functions import inlining
+from ortlaunch.ortmodule.graph import Graph
+from ortlaunch.ortmodule.patching import environment
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.ort_variables import contradictions, seen
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_NEEDS_INTEROP = ("sparsity_optimizer", "print_input_density", "memory_efficient_grad_management")
+_INLINE = "_ortlaunch_inline"
+_report: dict[str, Any] = {}
+
+
+def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
+    """Import ORTModule with the settings that it reads only then; once, before transformers.
+
+    Raises:
+        EngineError: this host's environment contradicts the recipe, or a setting needs what this stack has not.
+        MissingDependency: ORTModule cannot be imported.
+    """
+    wrong = [f"{name}={environ[name]} on this host {why}" for name, why in contradictions(engine, environ)]
+    if wrong:
+        raise EngineError("\n".join(wrong))
+    chosen = engine.model_dump(mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"})
+    _report.update(settings=chosen, variables=seen(environ))
+    with environment(**_at_import(engine)):
+        import_ortmodule()
+    _require(engine)
+
+
+def report() -> dict[str, Any]:
+    """What engine.json says of the settings: those chosen, those decided here, variables from outside."""
+    return dict(_report)
+
+
+def _at_import(engine: Engine) -> dict[str, str]:
+    values = {"ORTMODULE_USE_EFFICIENT_ATTENTION": _flag(engine.efficient_attention)}
+    # Unset is no, and any text yes.
+    return {**values, "ORTMODULE_ATEN_SDPA_FALLBACK": "1" if engine.aten_sdpa else ""}
+
+
+def _require(engine: Engine) -> None:
+    """Refuse settings that ORT would ignore on this stack."""
+    refusal = extensions.interop_refusal()
+    if refusal:
+        for name in (*_NEEDS_INTEROP, *(["custom_autograd"] if engine.custom_autograd == "python" else [])):
+            if getattr(engine, name):
+                raise EngineError(
+                    f"engine.{name}: needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, because "
+                    f"{refusal}; leave the field out"
+                )
+    if engine.triton:
+        _require_triton()
+    import torch
+
+    # Torch 2.5 gave attention an argument that ORT's translation of it does not take.
+    if engine.aten_sdpa and "enable_gqa" in str(torch.nn.functional.scaled_dot_product_attention.__doc__):
+        raise EngineError(
+            "engine.aten_sdpa: ONNX Runtime knows sdpa as it was up to torch 2.4; leave the field out, or set "
+            "model.attention=eager and engine.efficient_attention=true"
+        )
+    if engine.flash_attention:
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 0):
+            raise EngineError(
+                f"engine.flash_attention: needs a GPU of capability 8.0, this one has {'.'.join(map(str, capability))}"
+            )
+
+
+def _require_triton() -> None:
+    from onnxruntime.capi import _pybind_state
+
+    if not _pybind_state.is_triton_enabled():
+        raise EngineError("engine.triton: the installed ONNX Runtime was built without Triton; leave the field out")
+    if importlib.util.find_spec("triton") is None:
+        raise EngineError("engine.triton: the package triton is not installed: pip install triton")
+
+
+def require_effect(engine: Engine, graphs: Sequence[Graph]) -> None:
+    """Refuse settings that found nothing in the model to work on; ORT says nothing then.
+
+    graphs: what the witness has seen.
+
+    Raises:
+        EngineError: nodes that the setting is there to make are in none of the training graphs.
+    """
+    built = [graph for graph in graphs if graph.training]
+    aten, triton = ({name for graph in built for name in getattr(graph, kind)} for kind in ("aten", "triton"))
+    made = {
+        "efficient_attention": "_efficient_attention_forward" in aten,
+        "aten_sdpa": "_scaled_dot_product_efficient_attention" in aten,
+        "flash_attention": "flash_attn_forward" in triton,
+        "triton": bool(triton),
+    }
+    for name, found in made.items():
+        if getattr(engine, name) and not found:
+            raise EngineError(f"engine.{name}: ONNX Runtime found nothing to replace in this model; leave it out")
+
+
+def variables(engine: Engine, deepcopy: bool, allow_fallback: bool) -> dict[str, str]:
+    """What ORTModule's constructor takes from the environment, and has no other way in for."""
+    chosen = {
+        "ORTMODULE_CONV_ALGO_SEARCH": engine.conv_algorithm_search.upper(),
+        "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag(deepcopy),
+        "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _flag(engine.compute_optimizer),
+        "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag(engine.sparsity_optimizer is not False),
+        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _flag(engine.memory_efficient_grad_management),
+        "ORTMODULE_ENABLE_TUNING": _flag(engine.tuning),
+        "ORTMODULE_LOG_LEVEL": engine.log_level.upper(),
+        "ORTMODULE_MAX_TUNING_DURATION_MS": str(engine.tuning_duration_ms or 0),
+        "ORTMODULE_MEMORY_OPT_CONFIG": _json_file(engine.memory_optimization_config),
+        "ORTMODULE_MEMORY_OPT_LEVEL": str(engine.memory_optimization),
+        "ORTMODULE_ONNX_OPSET_VERSION": str(engine.opset or _own_opset()),
+        "ORTMODULE_PRINT_INPUT_DENSITY": _flag(engine.print_input_density),
+        "ORTMODULE_PRINT_MEMORY_STATS": _flag(engine.print_memory_stats),
+        "ORTMODULE_SAVE_ONNX_PATH": engine.save_onnx or "",
+        "ORTMODULE_TUNING_RESULTS_PATH": engine.tuning_results or "",
+        "ORTMODULE_USE_FLASH_ATTENTION": _flag(engine.flash_attention),
+        "ORTMODULE_USE_TRITON": _flag(engine.triton),
+    }
+    return chosen if allow_fallback else {**chosen, "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}
+
+
+def debug_options(engine: Engine) -> Any:
+    """ORT's DebugOptions; only rank 0 saves graphs, which are the same on every rank."""
+    from onnxruntime.training.ortmodule import DebugOptions, LogLevel
+    from onnxruntime.training.ortmodule._utils import get_rank
+
+    level = LogLevel[engine.log_level.upper()]
+    if engine.save_onnx is None or get_rank() != 0:
+        return DebugOptions(log_level=level)
+    folder = Path(engine.save_onnx)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return DebugOptions(log_level=level, save_onnx=True, onnx_prefix="rank_00000", save_path=str(folder))
+    except OSError as error:
+        raise EngineError(f"engine.save_onnx: cannot write to {folder}: {error}") from None
+
+
+def set_attributes(wrapped: Any, engine: Engine) -> None:
+    """Settings that ORT has no variable for, on the training and the evaluation side of a wrapped module."""
+    from onnxruntime.capi._pybind_state import PropagateCastOpsStrategy
+
+    for training in (True, False):
+        options = wrapped._torch_module._execution_manager(training)._runtime_options
+        options.propagate_cast_ops_strategy = getattr(PropagateCastOpsStrategy, engine.cast_propagation.upper())
+        options.propagate_cast_ops_level = engine.cast_propagation_level
+        if engine.custom_autograd == "inline":
+            options.enable_custom_autograd_function = False
+            setattr(options, _INLINE, True)
+    if engine.triton_config is not None:
+        # Read when a session is made, which may be at any later pass.
+        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _json_file(engine.triton_config)
+
+
+@contextlib.contextmanager
+def during_export(runtime_options: Any) -> Iterator[None]:
+    """What the exporter looks up outside a module's own options, as this module has it."""
+    with inlining(getattr(runtime_options, _INLINE, False)):
+        yield
+
+
+def settle_deepcopy(module: nn.Module, engine: Engine, ranks_here: int) -> bool:
+    """Whether the export works on a copy: as asked, else whether copies would fit into this rank's share of memory."""
+    asked = engine.deepcopy_before_export
+    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    free = _free_bytes(module, ranks_here)
+    copied = 2 * size <= free if asked is None else asked
+    _report["deepcopy_before_export"] = {"used": copied, "parameter_bytes": size, "free_bytes": free}
+    return copied
+
+
+def _free_bytes(module: nn.Module, ranks_here: int) -> int:
+    """Memory that the module's GPU, or this rank's share of the host, has left."""
+    import torch
+
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free = [int(line.split()[1]) * 1024]
+    for limit, used in _CGROUPS:
+        numbers = [*_lines(limit), *_lines(used)]
+        if len(numbers) == 2 and all(number.strip().isdigit() for number in numbers):
+            free.append(max(0, int(numbers[0]) - int(numbers[1])))
+    return min(free) // ranks_here
+
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _json_file(value: Any) -> str:
+    """A file with this value for ORT to read, gone with the process; "" for nothing."""
+    if not value:
+        return ""
+    with tempfile.NamedTemporaryFile("w", prefix="ortlaunch-", suffix=".json", delete=False) as file:
+        json.dump(value, file)
+    atexit.register(Path(file.name).unlink, missing_ok=True)
+    return file.name
+
+
+def _own_opset() -> int:
+    from onnxruntime.training import ortmodule
+
+    return int(ortmodule.ONNX_OPSET_VERSION)
+
+
+def _flag(value: bool) -> str:
+    return "1" if value else "0"

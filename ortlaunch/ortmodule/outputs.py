@@ -1,0 +1,33 @@
+"""What an ORTModule returns, of the types that the model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ortlaunch.ortmodule.known import PROCESSED, owner
+from ortlaunch.ortmodule.patching import wrap_method
+
+_TYPES = "_ortlaunch_types"
+
+
+def return_the_models_types() -> None:
+    """On a CPU ORT computes float16 in float32, and handed out float32 where a model returns float16."""
+    wrap_method(owner(PROCESSED), "restore_outputs", _typed)
+
+
+def _typed(original: Callable[..., Any], info: Any, outputs: Sequence[torch.Tensor]) -> Any:
+    if not hasattr(info, _TYPES):
+        setattr(info, _TYPES, _types(info._post_export_processed_model.graph))
+    types = getattr(info, _TYPES)
+    return original(info, [output.to(kind) if kind else output for output, kind in zip(outputs, types)])
+
+
+def _types(graph: Any) -> list[torch.dtype | None]:
+    """Of each output; None where the exporter does not know it."""
+    from onnxruntime.training.utils import onnx_dtype_to_pytorch_dtype
+
+    kinds = [output.type.tensor_type.elem_type for output in graph.output]
+    return [onnx_dtype_to_pytorch_dtype(kind) if kind else None for kind in kinds]

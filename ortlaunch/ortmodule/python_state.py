@@ -1,0 +1,236 @@
+"""Which of Python's values a forward pass reads beside its arguments, where they stand, and what they are now.
+
+A place is (holder, name): an attribute of a layer, by the layer's path, or a global of a module of the user's, by
+`global ` and the module's name. Not seen: variables that a function has from another function around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import os
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+GLOBAL = "global "
+Place = tuple[str, str]
+_NUMBERS = (bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
+_KINDS = (*_NUMBERS, type(None), list, tuple, set, frozenset, dict, torch.Tensor, numpy.ndarray)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_WHOLE = (*_NUMBERS, type(None), *_FUNCTIONS)  # the same object is the same value
+_KEEPING = {name for name, value in vars(nn.Module()).items() if not isinstance(value, (bool, type(None)))}
+_KEEPING.add("_compiled_call_impl")
+_NOT_THE_MODELS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
+GONE = object()
+"""Stands where nothing does."""
+_DEEP = 4
+
+
+class Reads:
+    """What passes of a model read before they wrote it, as it was then, and the names in the code that ran."""
+
+    def __init__(self) -> None:
+        self.places: dict[Place, Any] = {}
+        self.names: set[str] = set()
+
+
+@contextlib.contextmanager
+def noted(module: nn.Module) -> Iterator[Reads]:
+    """Yields what passes of `module` in the with-block read."""
+    paths = {id(layer): path for path, layer in module.named_modules() if path}  # that without is ORT's
+    reads = Reads()
+    written: set[Place] = set()
+    codes: set[types.CodeType] = set()
+    running: list[None] = []
+    write = nn.Module.__setattr__
+
+    def getting(layer: Any, name: str) -> Any:
+        value = object.__getattribute__(layer, name)
+        path = paths.get(id(layer)) if running and name not in _KEEPING and not name.startswith("__") else None
+        if path is None or (path, name) in written or (path, name) in reads.places:
+            return value
+        if isinstance(value, _KINDS) or name in vars(layer):
+            reads.places[path, name] = frozen(value)
+        return value
+
+    def setting(layer: Any, name: str, value: Any) -> None:
+        if running and id(layer) in paths:
+            written.add((paths[id(layer)], name))
+        write(layer, name, value)
+
+    def calling(frame: types.FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or code in codes:
+            return
+        codes.add(code)
+        if not code.co_filename.startswith(_NOT_THE_MODELS):
+            reads.names.update(code.co_names, (word for word in code.co_consts if isinstance(word, str)))
+            if _is_users(code.co_filename):
+                for place, value in _globals(code.co_names, frame.f_globals, set()):
+                    reads.places.setdefault(place, frozen(value))
+
+    def begin(who: nn.Module, _: Any) -> None:
+        if who is module:
+            written.clear()
+            running.append(None)
+            sys.settrace(calling)
+
+    def end(*_: Any) -> None:
+        running.clear()
+        sys.settrace(before)
+
+    before: Any = sys.gettrace()
+    hooks = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    layers: Any = nn.Module
+    layers.__getattribute__, layers.__setattr__ = getting, setting
+    try:
+        yield reads
+    finally:
+        end()
+        del layers.__getattribute__
+        layers.__setattr__ = write
+        for hook in hooks:
+            hook.remove()
+
+
+def _globals(names: Iterable[str], namespace: Mapping[str, Any], seen: set[int]) -> Iterator[tuple[Place, Any]]:
+    """Those of `names` that are the module's, or of modules of the user's that it names."""
+    module = namespace.get("__name__")
+    if id(namespace) in seen or vars(sys.modules.get(str(module), object)) is not namespace:
+        return
+    seen.add(id(namespace))
+    for name in names:
+        value = namespace.get(name, GONE)
+        if isinstance(value, types.ModuleType):
+            if _is_users(getattr(value, "__file__", None)):
+                yield from _globals(names, vars(value), seen)
+        elif value is not GONE:
+            yield (f"{GLOBAL}{module}", name), value
+
+
+def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
+    """What of a value a graph depends on, which can be compared later.
+
+    Of an object its attributes with one of the `names`. Without names all, but no tensors in objects and dictionaries:
+    there a pass leaves what nothing reads again.
+    """
+    if isinstance(value, _WHOLE) or not deep:
+        return value
+    if isinstance(value, nn.Parameter) and value.requires_grad:
+        return value  # an input of the graph, which a step changes; a trace takes none for a constant
+    if isinstance(value, torch.Tensor):
+        return value, None if value.is_inference() else value._version
+    if isinstance(value, numpy.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, (random.Random, numpy.random.RandomState, numpy.random.Generator)):
+        return drawn(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(frozen(item, names, deep - 1) for item in value)
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    if isinstance(value, Mapping):
+        items, who = list(value.items()), type(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, types.ModuleType, enum.Enum)):
+        if isinstance(value, type) and not _is_settings(value):
+            return value
+        items = [item for item in vars(value).items() if names is None or item[0] in names]
+        who = value if callable(value) else type(value)
+    else:
+        return value
+    kept = [item for item in items if names is not None or not isinstance(item[1], torch.Tensor)]
+    return who, *((key, frozen(item, names, deep - 1)) for key, item in kept)
+
+
+def drawn(source: Any) -> str:
+    """What a generator of random numbers of Python's or NumPy's goes on from."""
+    if isinstance(source, random.Random):
+        return repr(source.getstate())
+    old = isinstance(source, numpy.random.RandomState)
+    state = source.get_state(legacy=False) if old else source.bit_generator.state
+    return repr({name: str(value) for name, value in state.items()})  # of an array its ends
+
+
+def _is_settings(kind: type) -> bool:
+    """Whether a class may hold values that its user changes. A custom function's code runs in every pass."""
+    users = _is_users(getattr(sys.modules.get(kind.__module__), "__file__", None))
+    return users and not issubclass(kind, torch.autograd.Function)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether what `frozen` gave means the same graph."""
+    if one is other:
+        return True
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, frozenset):
+        return bool(one == other)
+    return isinstance(one, _NUMBERS) and type(one) is type(other) and repr(one) == repr(other)  # nan is not nan
+
+
+class Values:
+    """What stood at places when this was made."""
+
+    def __init__(self, module: nn.Module, places: Iterable[Place], names: set[str] | None = None) -> None:
+        layers = dict(module.named_modules())
+        self._names = names
+        self._stood = []
+        for place in places:
+            own, inherited = _holders(layers, *place)
+            value = own.get(place[1], inherited.get(place[1], GONE))
+            self._stood.append((place, own, inherited, value, isinstance(value, _WHOLE)))
+        self.frozen = {place: frozen(value, names) for place, *_, value, _ in self._stood}
+
+    def changed(self) -> list[Place]:
+        """Places where something else stands now."""
+        found = []
+        compared: dict[tuple[int, int], bool] = {}  # what many layers share, once
+        for place, own, inherited, value, whole in self._stood:
+            new = own.get(place[1], GONE)
+            if new is GONE:
+                new = inherited.get(place[1], GONE)
+            if whole and new is value:
+                continue
+            pair = id(value), id(new)
+            if pair not in compared:
+                compared[pair] = same(self.frozen[place], frozen(new, self._names))
+            if not compared[pair]:
+                found.append(place)
+        return found
+
+
+def _holders(layers: dict[str, nn.Module], holder: str, name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Where to look: first among a layer's own attributes, then in its class."""
+    if holder.startswith(GLOBAL):
+        module = sys.modules.get(holder.removeprefix(GLOBAL))
+        return (vars(module) if module else {}), {}
+    if holder not in layers:
+        return {}, {}
+    kinds = (vars(kind) for kind in type(layers[holder]).__mro__)
+    return vars(layers[holder]), next((kind for kind in kinds if name in kind), {})
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Folders of the standard library and of installed packages."""
+    import site
+
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({os.path.realpath(path) + os.sep for path in paths if path})
+
+
+@functools.cache
+def _is_users(file: Any) -> bool:
+    """Whether what a module or code object says of its file names one of the user's, or ortlaunch's own."""
+    # torch.ops says that its file is `_ops.py`, in no folder.
+    return isinstance(file, str) and os.path.isabs(file) and not os.path.realpath(file).startswith(_installed())

@@ -1,0 +1,219 @@
+"""What of tensors a forward pass takes into Python: an exported graph holds it as it was in the first batch.
+
+`if x.sum() > 0`, `.item()`, `.tolist()` of values are refused, unless `engine.allow_traced_values` allows them; checks
+(`assert`, or an `if` that only raises) are told. After `len(x)` or `int(x.shape[0])` batches of other sizes take
+another export, and after `self.scale.item()` of a buffer a change of the model's buffers. Numbers among the arguments
+are what an export is of: their change is seen elsewhere.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ortlaunch.ortmodule import aliases, grad_mode
+from ortlaunch.ortmodule.grad_mode import changed_since, tensors, versions_of
+from ortlaunch.ortmodule.known import TRANSITION, owner
+from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.tally import tally, traced
+
+ALLOWED = "_ortlaunch_allow_traced_values"
+"""Attribute of ORT's options of one module: whether decisions by values are as the recipe wants them."""
+_T = torch.Tensor
+_SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, _T.shape.__get__, _T.__len__}
+_TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
+          _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
+          _T.allclose}  # fmt: skip
+_TORCH = str(Path(torch.__file__).parent)
+_BETWEEN = (grad_mode.__file__, aliases.__file__)  # a call and the look at it
+_LOOKS_AT_MASK = "_detect_is_causal_mask"
+# Own looks at a batch, and torch's checks of a distribution's parameters.
+_QUIET = (str(Path(__file__).parent), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
+
+
+def watch_python_values() -> None:
+    """A trace turned the first batch's values and sizes into constants, with a warning that nobody saw."""
+    wrap_method(owner(TRANSITION), "_get_exported_model", _watching)
+    wrap_method(owner(TRANSITION), "_export_model", _judging)
+
+
+# ------------------------------------------------------------------------------------------------ in the export
+
+
+def _watching(original: Callable[..., Any], **kwargs: Any) -> Any:
+    info = kwargs["model_info_for_export"]
+    numbers = [name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names]
+    with _Watch(kwargs["flattened_module"], numbers) as watch:
+        exported = original(**kwargs)
+    seen = traced(kwargs["stage3_param_handle"])
+    seen.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
+    if watch.places.sizes or watch.places.ones:
+        seen["of"] = _shapes(kwargs["flatten_module_inputs"], seen)
+    return exported
+
+
+class _Places:
+    """Lines of the model's that take something into Python, as `file:line`."""
+
+    def __init__(self) -> None:
+        self.decisions: set[str] = set()
+        self.checks: set[str] = set()
+        self.sizes: set[str] = set()
+        self.ones: set[str] = set()
+        """Where a size is compared with 0 or 1 only, as attention of one token."""
+        self.buffers: set[str] = set()
+        self.masks: set[str] = set()
+        """Where torch's transformer layers look whether a mask is causal."""
+
+
+_CONSTANT, _BUFFER, _ONE, _SIZE, _VALUE = range(5)
+_COMPARED = {_T.__gt__, _T.__lt__, _T.__ge__, _T.__le__, _T.__eq__, _T.__ne__, _T.gt, _T.lt, _T.ge, _T.le, _T.eq, _T.ne}
+_DRAWN = ("rand", "normal_", "bernoulli", "multinomial", "uniform_", "exponential_", "dropout")
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function of torch's that is called, and follows which tensors are made of sizes or constants only.
+
+    `numbers` says which of the arguments of `module` are, by ORT's doing, tensors in place of Python's numbers.
+    """
+
+    def __init__(self, module: torch.nn.Module, numbers: list[bool]) -> None:
+        super().__init__()
+        self.places = _Places()
+        self._kinds = WeakTensorKeyDictionary()  # of the others than values
+        self._module, self._numbers = module, numbers
+
+    def __enter__(self) -> _Watch:
+        self._hook = self._module.register_forward_pre_hook(self._begin)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._hook.remove()
+
+    def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
+        self._kinds.update(dict.fromkeys(module.buffers(), _BUFFER))
+        self._kinds.update({tensor: _CONSTANT for tensor, number in zip(inputs, self._numbers) if number})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not torch.jit.is_tracing():  # ORT also calls the model plainly, to see what it returns
+            return func(*args, **kwargs)
+        given = tensors((args, kwargs))
+        kind = max((self._kinds.get(tensor, _VALUE) for tensor in given), default=_CONSTANT)
+        versions = versions_of(given)
+        result = func(*args, **kwargs)
+        if func in _SIZES:
+            kind = min(kind, _SIZE)
+        elif kind == _SIZE and func in _COMPARED and _zero_or_one(*args[1:]):
+            kind = _ONE
+        elif func is torch.normal or getattr(func, "__name__", "").startswith(_DRAWN):
+            kind = _VALUE
+        if (func in _TAKEN or func is _T.__len__) and kind != _CONSTANT:
+            self._note((self.places.buffers, self.places.ones, self.places.sizes, self.places.decisions)[kind - 1])
+        changed = changed_since(given, versions)
+        for tensor in (*changed, *tensors(list(result) if isinstance(result, torch.Size) else result)):
+            self._kinds[tensor] = kind
+        return result
+
+    def _note(self, places: set[str]) -> None:
+        frame = sys._getframe(2)
+        while frame.f_back and frame.f_code.co_filename in (
+            grad_mode.__file__,
+            aliases.__file__,
+        ):  # which stand between
+            frame = frame.f_back
+        if any(part in frame.f_code.co_filename for part in _QUIET):
+            return
+        asked, sizes = frame.f_code.co_filename, places is self.places.sizes or places is self.places.ones
+        if sizes and asked.startswith(_TORCH) and _only_checks(asked, frame.f_lineno):
+            return  # as nn.GRU's, of the sizes that it is given
+        masked = False
+        while frame.f_back and frame.f_code.co_filename.startswith(_TORCH):
+            masked = masked or frame.f_code.co_name == _LOOKS_AT_MASK
+            frame = frame.f_back
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        if places is self.places.decisions and _only_checks(file, line):
+            places = self.places.checks
+        places.add(f"{file}:{line}")
+        if masked:
+            self.places.masks.add(f"{file}:{line}")
+
+
+def _zero_or_one(*values: Any) -> bool:
+    return len(values) == 1 and isinstance(values[0], int) and values[0] in (0, 1)
+
+
+def _shapes(values: Any, seen: dict[str, Any]) -> list[list[int]]:
+    """Sizes of tensors, as far as a trace that showed `seen` depends on them: whole, or 0, 1 and more."""
+    most = sys.maxsize if "sizes" in seen else 2
+    return [[min(size, most) for size in tensor.shape] for tensor in tensors(values)]
+
+
+def _only_checks(file: str, line: int) -> bool:
+    """Whether the line is an assertion, or a condition under which the model only raises."""
+    here, after = (linecache.getline(file, number).strip() for number in (line, line + 1))
+    return here.startswith("assert") or (here.startswith("if ") and after.startswith("raise "))
+
+
+def _judging(original: Callable[..., Any], **kwargs: Any) -> Any:
+    exported = original(**kwargs)
+    transition = kwargs["stage3_param_handle"]
+    seen = traced(transition)
+    if "checks" in seen:
+        tally.note(f"checked in the first batch only, because {_listed(seen['checks'])} takes values into Python")
+    if "decisions" in seen:
+        what = f"the model takes values of tensors into Python at {_listed(seen['decisions'])}"
+        if not getattr(transition._runtime_options, ALLOWED, False):
+            mend = "Use torch.where or another function of torch's in their place"
+            if "masks" in seen:
+                where = _listed(seen["masks"])
+                mend = (
+                    f"Give is_causal=True or False (a decoder: tgt_is_causal=) at {where}, or torch looks at the mask"
+                )
+            raise RuntimeError(
+                f"{what}: ONNX Runtime's graph would hold those of the first batch. {mend}, or "
+                "engine.allow_traced_values=true where they never change"
+            )
+        tally.note(f"{what}: they stay those of the first batch (engine.allow_traced_values)")
+    return exported
+
+
+def _listed(places: list[str]) -> str:
+    return ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
+
+
+# ------------------------------------------------------------------------------------------- in later passes
+
+
+def fixed_sizes(manager: Any, values: Any) -> list[list[int]] | None:
+    """Sizes of the tensors in `values`, where the graph of `manager` holds for those only; else None."""
+    seen = traced(manager._graph_transition_manager)
+    return _shapes(values, seen) if "of" in seen else None
+
+
+def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
+    """What changes with a model's buffers, where the graph of `manager` holds for those only; else None.
+
+    Without BatchNorm's, which change in every pass, and which nothing asks in Python but a momentum of None.
+    """
+    if "buffers" not in traced(manager._graph_transition_manager):
+        return None
+    layers = [layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)]
+    return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
+
+
+def tell_again(transition: Any) -> None:
+    """Say why a batch of other sizes, or a changed buffer, takes another export."""
+    seen = traced(transition)
+    places = _listed([place for kind in ("sizes", "ones", "buffers") for place in seen.get(kind, [])])
+    tally.note(f"exported again for other sizes or buffers, which the model takes into Python at {places}")

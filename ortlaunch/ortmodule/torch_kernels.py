@@ -1,0 +1,251 @@
+"""Work of a training graph on the CPU that torch's kernels do faster than ONNX Runtime's, called from inside the graph.
+
+Cross entropy, GELU and the gradients of GELU and LayerNorm, which ORT computes mostly on one thread, and where wanted
+large matrix products, in which MKL is faster on Intel's processors. ORT's nodes become torch's operators (ATen nodes)
+with the same inputs and outputs; whatever does not look as expected is left to ORT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ortlaunch import machine
+from ortlaunch.ortmodule.graph import replace_nodes
+from ortlaunch.ortmodule.known import TRAINING, owner
+from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.tally import tally
+from ortlaunch.recipe.engine import Engine
+
+PRODUCTS = "_ortlaunch_torch_matmul"
+"""Attribute of a manager of ORT's: whether matrix products are torch's."""
+WIDTH = 256
+"""Products of a model without a matrix as wide stay ORT's: a call to torch costs some microseconds."""
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # torch's numbers
+_FLOAT = 6  # torch's number of the type
+_IGNORED = -100
+
+
+def call_torch_kernels() -> None:
+    """Some of ORT's CPU kernels are slow, and its cross entropy takes a label that is no class for one."""
+    wrap_method(owner(TRAINING), "_build_graph", _building)
+
+
+def torch_products(engine: Engine) -> bool:
+    """Whether matrix products are to be torch's: as asked, else on Intel's processors, or for bfloat16 inside them.
+
+    ORT's recomputation knows only its own, so not with memory optimization.
+    """
+    if engine.memory_optimization or engine.memory_optimization_config:
+        return False
+    if engine.torch_matmul is not None:
+        return engine.torch_matmul
+    return engine.matmul_precision == "medium" or "Intel" in machine.hardware()["processor"]
+
+
+def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:
+    original(manager, *args)
+    if manager._device.type != "cpu":
+        return
+    products = getattr(manager, PRODUCTS, False)
+    if products and manager._runtime_options.memory_optimizer_is_enabled():  # the model's own checkpoints became it
+        tally.note("torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only")
+        products = False
+    replace(manager._onnx_models.optimized_model.graph, products)
+
+
+def replace(graph: Any, products: bool) -> None:
+    """Put torch's operators in place of ORT's, in an onnx.GraphProto with a forward and a backward pass."""
+    rewriting = _Rewriting(graph)
+    kernels: dict[str, Callable[[_Rewriting, Any], bool]] = {
+        "SoftmaxCrossEntropyLossInternal": _loss,
+        "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
+        "Gelu": _gelu,
+        "GeluGrad": _gelu_gradient,
+        "LayerNormalizationGrad": _norm_gradient,
+        **(dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product) if products and _wide(graph) else {}),
+    }
+    for node in graph.node:
+        kernel = kernels.get(node.op_type)
+        if not rewriting.made.intersection(node.output) and not (kernel and kernel(rewriting, node)):
+            rewriting.nodes.append(node)
+    replace_nodes(graph, rewriting.living())
+    graph.value_info.extend(rewriting.unknown_values())
+
+
+class _Rewriting:
+    """A graph as it was, and the nodes of the one that takes its place."""
+
+    def __init__(self, graph: Any) -> None:
+        self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
+        self.outputs = {value.name for value in graph.output}
+        self.makers = {name: node for node in graph.node for name in node.output}
+        self.users: dict[str, list[Any]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self.users.setdefault(name, []).append(node)
+        self.nodes: list[Any] = []
+        self.made: set[str] = set()
+        """What torch's operators put out."""
+
+    def call(self, operator: str, inputs: Sequence[Any], outputs: Sequence[str]) -> None:
+        """Add a call of torch's `operator`: inputs are names of tensors, "" for none, or numbers."""
+        from onnx import helper
+
+        name = f"{outputs[0]}_{operator}"
+        names = [
+            value if isinstance(value, str) else self._constant(f"{name}_{i}", value) for i, value in enumerate(inputs)
+        ]
+        node = helper.make_node("ATen", names, outputs, name, None, "org.pytorch.aten", operator=operator)
+        self.nodes.append(node)
+        self.made.update(outputs)
+
+    def shape(self, tensor: str, name: str) -> str:
+        """Add a node for the shape of a tensor."""
+        from onnx import helper
+
+        self.nodes.append(helper.make_node("Shape", [tensor], [name], name))
+        return name
+
+    def _constant(self, name: str, value: Any) -> str:
+        from onnx import TensorProto, helper
+
+        values = value if isinstance(value, list) else [value]
+        kind = TensorProto.BOOL if isinstance(values[0], bool) else TensorProto.INT64
+        tensor = helper.make_tensor(name, kind, [len(values)] if isinstance(value, list) else [], values)
+        self.nodes.append(helper.make_node("Constant", [], [name], name, value=tensor))
+        return name
+
+    def rank(self, name: str) -> int | None:
+        """Number of dimensions of a float32 tensor, where both are known."""
+        found = self.types.get(name)
+        if found is None or found.elem_type != 1 or not found.HasField("shape"):
+            return None
+        return len(found.shape.dim)
+
+    def living(self) -> list[Any]:
+        """The nodes, without transposes that nothing takes any more."""
+        used = {name for node in self.nodes for name in node.input} | self.outputs
+        return [node for node in self.nodes if node.op_type != "Transpose" or node.output[0] in used]
+
+    def unknown_values(self) -> list[Any]:
+        """Types of what torch's operators put out, which ORT could not infer."""
+        from onnx import TensorProto, helper
+
+        unknown = sorted(name for name in self.made - self.types.keys() if name)
+        return [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in unknown]
+
+
+def _attributes(node: Any) -> dict[str, Any]:
+    from onnx import helper
+
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def _input(node: Any, place: int) -> str:
+    return str(node.input[place]) if len(node.input) > place else ""
+
+
+# ------------------------------------------------------------------------------------------------- cross entropy
+
+
+def _fits(graph: _Rewriting, forward: Any) -> bool:
+    """Scores of one row a label, unweighted."""
+    return not _input(forward, 2) and 2 in (graph.rank(forward.input[0]), graph.rank(forward.output[1]))
+
+
+def _loss(graph: _Rewriting, node: Any) -> bool:
+    if not _fits(graph, node):
+        return False
+    loss, logs = node.output
+    graph.call("_log_softmax", [node.input[0], 1, False], [logs])
+    inputs = [logs, node.input[1], "", _reduction(node), _input(node, 3) or _IGNORED]
+    graph.call("nll_loss_forward", inputs, [loss, _total(node)])
+    return True
+
+
+def _loss_gradient(graph: _Rewriting, node: Any) -> bool:
+    gradient, logs, labels = node.input[:3]
+    forward = graph.makers.get(logs)
+    if forward is None or forward.op_type != "SoftmaxCrossEntropyLossInternal" or not _fits(graph, forward):
+        return False
+    of_labels = f"{node.output[0]}_of_labels"
+    inputs = [gradient, logs, labels, "", _reduction(forward), _input(node, 4) or _IGNORED, _total(forward)]
+    graph.call("nll_loss_backward", inputs, [of_labels])
+    graph.call("_log_softmax_backward_data", [of_labels, logs, 1, _FLOAT], [node.output[0]])
+    return True
+
+
+def _total(forward: Any) -> str:
+    return f"{forward.output[0]}_total_weight"
+
+
+def _reduction(node: Any) -> int:
+    return _REDUCTIONS[_attributes(node).get("reduction", b"mean").decode()]
+
+
+# ----------------------------------------------------------------------------------------------- GELU, LayerNorm
+
+
+def _gelu(graph: _Rewriting, node: Any) -> bool:
+    known = graph.types.get(node.input[0])
+    if known is not None and known.elem_type != 1:  # what comes next must know its type, and float32 is what it is told
+        return False
+    graph.call("gelu", [*node.input, ""], node.output)
+    return True
+
+
+def _gelu_gradient(graph: _Rewriting, node: Any) -> bool:
+    graph.call("gelu_backward", [*node.input, ""], node.output)
+    return True
+
+
+def _norm_gradient(graph: _Rewriting, node: Any) -> bool:
+    """Over the last dimension. Torch asks for the bias, and takes no more than its size."""
+    gradient, x, scale, mean, inverse = node.input
+    last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
+    if not (last and graph.rank(scale) == 1 and len(node.output) == 3 and all(node.output)):
+        return False
+    inputs = [gradient, x, graph.shape(scale, f"{node.output[0]}_shape"), mean, inverse, scale, scale, [True] * 3]
+    graph.call("native_layer_norm_backward", inputs, node.output)
+    return True
+
+
+# ----------------------------------------------------------------------------------------------- matrix products
+
+
+def _wide(graph: Any) -> bool:
+    """Whether the model has matrices that are worth a call."""
+    shapes = [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input]
+    shapes += [list(tensor.dims) for tensor in graph.initializer]
+    return any(len(shape) == 2 and min(shape) >= WIDTH for shape in shapes)
+
+
+def _product(graph: _Rewriting, node: Any) -> bool:
+    """op(a) op(b), where b is a matrix, and a too where it is transposed; a transpose at its end is done with it."""
+    a, b = node.input[:2]
+    settings = _attributes(node)
+    ranks = (2, 2) if node.op_type == "Gemm" else (graph.rank(a), graph.rank(b))
+    plain = settings.get("alpha", 1.0) == 1.0 and not settings.get("transBatchA") and not settings.get("transBatchB")
+    if ranks[1] != 2 or _input(node, 2) or not plain or (settings.get("transA") and ranks[0] != 2):
+        return False
+    b, over_b = _untransposed(graph, b, settings.get("transB", 0))
+    a, over_a = _untransposed(graph, a, settings.get("transA", 0)) if ranks[0] == 2 else (a, False)
+    if not over_a:
+        graph.call("linear" if over_b else "matmul", [a, b, ""] if over_b else [a, b], node.output)
+        return True
+    # tensordot takes a matrix by either dimension, so that neither is copied for its transpose.
+    users = graph.users.get(node.output[0], [])
+    if len(users) == 1 and users[0].op_type == "Transpose" and node.output[0] not in graph.outputs:
+        graph.call("tensordot", [b, a, [int(over_b)], [0]], users[0].output)
+    else:
+        graph.call("tensordot", [a, b, [0], [int(over_b)]], node.output)
+    return True
+
+
+def _untransposed(graph: _Rewriting, name: str, transposed: int) -> tuple[str, bool]:
+    """A matrix before its transposes, and whether it is to be taken transposed."""
+    over = bool(transposed)
+    while name not in graph.made and name in graph.makers and graph.makers[name].op_type == "Transpose":
+        name, over = graph.makers[name].input[0], not over
+    return name, over

@@ -1,0 +1,1 @@
+"""Pure planning: hosts, world, batch, memory and DeepSpeed's settings."""

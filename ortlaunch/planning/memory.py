@@ -1,0 +1,232 @@
+"""Parameters, bytes per rank and FLOPs of a recipe, from its numbers alone, and from a
+pretrained model's config.json where that lies here.
+
+Weights, gradients and optimizer state are exact counts, held against the live tensors of two ranks in
+tests/worker/test_memory_use.py; activations are an estimate after Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (2022), section 4.1. Only BERT and Llama configs are counted here; other
+models give None and are counted by the worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.families import FAMILIES, complete
+from ortlaunch.recipe.models import Lora, TokenizerTraining
+from ortlaunch.recipe.pretrained import config_of
+
+_STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
+# DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
+_PERSISTENT, _BUCKET = 100_000, 500_000_000
+
+
+class Bytes(NamedTuple):
+    """Bytes on one rank; `buckets` hold gradients on their way to other ranks."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buckets: int = 0
+
+    @property
+    def model(self) -> int:
+        """What is exact: weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Memory(NamedTuple):
+    """What a plan says about memory: parameter counts, bytes per rank by ZeRO stage, bytes of a checkpoint."""
+
+    parameters: int
+    trainable: int
+    by_stage: tuple[tuple[str, Bytes], ...]
+    chosen: str
+    checkpoint: int
+
+
+def padded_vocabulary(size: int) -> int:
+    """The vocabulary rounded up to a multiple of 8, which tensor cores like."""
+    return (size + 7) // 8 * 8
+
+
+def full_config(recipe: Recipe) -> dict[str, Any] | None:
+    """The model's config with every default, or None where it cannot be known without transformers."""
+    if recipe.model.pretrained:
+        known = config_of(recipe.model.pretrained)
+        return None if known is None else complete({**known, **(recipe.model.config or {})})
+    config = complete(recipe.model.config)
+    if config is None:
+        return None
+    tokenizer = recipe.data.tokenizer
+    if isinstance(tokenizer, TokenizerTraining) and "vocab_size" not in (recipe.model.config or {}):
+        config["vocab_size"] = padded_vocabulary(tokenizer.vocab_size)
+    return config
+
+
+def count_parameters(config: dict[str, Any], task: str) -> int:
+    """Parameters of a BERT or Llama model with the head of `task`; tied weights count once."""
+    return sum(tensor_sizes(config, task))
+
+
+def tensor_sizes(config: dict[str, Any], task: str) -> list[int]:
+    """Elements of each parameter of a BERT or Llama model with the head of `task`; tied weights are one."""
+    return _bert(config, task) if config["model_type"] == "bert" else _llama(config, task)
+
+
+def _bert(c: dict[str, Any], task: str) -> list[int]:
+    h, i, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    embeddings = [vocab * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
+    layer = [*[h * h, h] * 4, h * i, i, i * h, h, *[h] * 4]
+    pooler = [h * h, h]
+    words = [h * h, h, h, h, vocab, *([] if c.get("tie_word_embeddings", True) else [vocab * h, vocab])]
+    labels = c.get("num_labels", 2)
+    heads = {
+        "pretraining": [*pooler, *words, 2 * h, 2],
+        "masked-lm": words,
+        "causal-lm": words,
+        "sequence-classification": [*pooler, labels * h, labels],
+    }
+    return [*embeddings, *layer * c["num_hidden_layers"], *heads[task]]
+
+
+def _llama(c: dict[str, Any], task: str) -> list[int]:
+    h, i, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    heads, kv = c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"]
+    width = c["head_dim"] or h // heads
+    attention = [h * heads * width, h * kv * width, h * kv * width, heads * width * h]
+    attention += [heads * width, kv * width, kv * width, h] if c["attention_bias"] else []
+    mlp = [h * i, h * i, i * h, *([i, i, h] if c["mlp_bias"] else [])]
+    head = [c.get("num_labels", 2) * h if task == "sequence-classification" else vocab * h]
+    if task != "sequence-classification" and c.get("tie_word_embeddings", False):
+        head = []
+    return [vocab * h, *[*attention, *mlp, h, h] * c["num_hidden_layers"], h, *head]
+
+
+def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu") -> Memory | None:
+    """Bytes per rank of a recipe on `ranks` data-parallel ranks, or None for models not known here."""
+    config = full_config(recipe)
+    if config is None or (config["model_type"] == "llama" and recipe.model.task in ("pretraining", "masked-lm")):
+        return None
+    tensors = trained = tensor_sizes(config, recipe.model.task)
+    if recipe.model.lora:
+        adapters = _lora_tensors(recipe.model.lora, config)
+        if adapters is None:
+            return None
+        tensors, trained = [*tensors, *adapters], adapters
+    parameters, trainable = sum(tensors), sum(trained)
+    activations = _activations(recipe, config, micro_samples)
+    stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
+    for stage in range(4):
+        exact = _zero(recipe, tensors, trainable, activations, stage, ranks)
+        stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
+    chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
+    return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable))
+
+
+def why_unknown(recipe: Recipe) -> str:
+    """Why `estimate` gives nothing, and what to do about it."""
+    model = recipe.model
+    if model.task == "custom":
+        return "your factory builds the model; train counts it (memory.json in the run folder)"
+    known = config_of(model.pretrained) if model.pretrained else {}
+    if known is None:
+        return (
+            f"the config of {model.pretrained} is not on this host, and a plan does not ask the hub; give the folder "
+            f"of a copy, or fetch it once: hf download {model.pretrained} config.json"
+        )
+    kind = {**known, **(model.config or {})}.get("model_type")
+    if kind not in FAMILIES:
+        return f"models of type {kind} are not counted before the run, only {' and '.join(FAMILIES)}; train counts them"
+    return "adapters on these target_modules are not counted before the run; train counts them (memory.json)"
+
+
+def _state_bytes(recipe: Recipe) -> int:
+    """Bytes of optimizer state a trained parameter."""
+    if recipe.optimizer.name == "sgd":
+        return 4 if recipe.optimizer.momentum else 0
+    return _STATE_BYTES[recipe.optimizer.name]
+
+
+def _plain(recipe: Recipe, parameters: int, trainable: int, activations: int) -> Bytes:
+    """Without DeepSpeed weights stay float32 and lower precision is autocast's."""
+    return Bytes(4 * parameters, 4 * trainable, _state_bytes(recipe) * trainable, activations)
+
+
+def _width(recipe: Recipe) -> int:
+    return 4 if recipe.precision == "fp32" else 2
+
+
+def _zero(recipe: Recipe, tensors: list[int], trainable: int, activations: int, stage: int, ranks: int) -> Bytes:
+    width = _width(recipe)
+    # DeepSpeed keeps a float32 master copy beside the weights, also in fp32 from stage 1 on.
+    master = 0 if stage == 0 and width == 4 else 4
+    optimizer = (master + _state_bytes(recipe)) * trainable
+    return Bytes(
+        weights=width * (sum(tensors) if stage < 3 else _kept_by_zero_3(recipe, tensors, ranks)),
+        gradients=-(-width * trainable // (ranks if stage >= 2 else 1)),
+        optimizer=-(-optimizer // (ranks if stage >= 1 else 1)),
+        activations=activations,
+    )
+
+
+def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:
+    """Elements on each rank: a piece of every tensor, and the small ones, once gathered, whole beside their pieces."""
+    small = int(_setting(recipe, "stage3_param_persistence_threshold", _PERSISTENT))
+    return sum(-(-size // ranks) for size in tensors) + sum(size for size in tensors if size <= small)
+
+
+def _bucket(recipe: Recipe, trainable: int, stage: int, ranks: int, device: str) -> int:
+    """What DeepSpeed takes to reduce gradients; the kernel gives a process only the pages that it writes, CUDA all."""
+    size = int(_setting(recipe, "reduce_bucket_size", _BUCKET)) if stage else _BUCKET
+    whole = stage > 0 and device == "cuda"
+    return _width(recipe) * (size if whole else min(size, trainable)) if ranks > 1 or stage else 0
+
+
+def _setting(recipe: Recipe, name: str, default: float) -> float:
+    """One of DeepSpeed's own settings under zero_optimization."""
+    section = recipe.zero.deepspeed.get("zero_optimization", {}) if recipe.zero else {}
+    value = section.get(name, default) if isinstance(section, dict) else default
+    return value if isinstance(value, (int, float)) else default
+
+
+def _checkpoint(recipe: Recipe, trainable: int) -> int:
+    """Bytes of one checkpoint, all ranks together; frozen weights come from where they came from."""
+    if recipe.zero is None:
+        return (4 + _state_bytes(recipe)) * trainable
+    return _width(recipe) * trainable + _zero(recipe, [trainable], trainable, 0, recipe.zero.stage, 1).optimizer
+
+
+def _lora_tensors(lora: Lora, c: dict[str, Any]) -> list[int] | None:
+    """Elements of each adapter's two matrices, or None where a target module is not known here."""
+    h, i, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
+    width = (c.get("head_dim") or h // heads) * heads
+    narrow = width // heads * (c.get("num_key_value_heads") or heads)
+    llama = {
+        "q_proj": (h, width), "k_proj": (h, narrow), "v_proj": (h, narrow), "o_proj": (width, h),
+        "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h),
+    }  # fmt: skip
+    shapes = llama if c["model_type"] == "llama" else {"query": (h, h), "key": (h, h), "value": (h, h)}
+    if not set(lora.target_modules) <= set(shapes):
+        return None
+    layer = [lora.r * side for name in sorted(set(lora.target_modules)) for side in shapes[name]]
+    return layer * int(c["num_hidden_layers"])
+
+
+def _activations(recipe: Recipe, c: dict[str, Any], micro: int) -> int:
+    s, h, layers = recipe.data.sequence_length or 0, c["hidden_size"], c["num_hidden_layers"]
+    width = 2 if recipe.precision == "fp32" else 1  # the paper counts 16-bit activations
+    # Engine ort writes sdpa out in its graph.
+    fused = recipe.model.attention == "sdpa" and (recipe.engine.name != "ort" or recipe.engine.aten_sdpa)
+    scores = 0.0 if fused else 5.0 * c["num_attention_heads"] * s / h
+    a_layer = s * micro * h * (34 + scores) * width
+    recomputed = recipe.model.gradient_checkpointing or recipe.engine.memory_optimization
+    kept = layers * 2 * s * micro * h * width + a_layer if recomputed else layers * a_layer
+    # Logits, their log-softmax and the gradients of both, in float32: seen on CPU with BERT and Llama, fp32 and bf16.
+    logits = 0 if recipe.model.task == "sequence-classification" else micro * s * c["vocab_size"] * 16
+    return int(kept + logits)

@@ -1,0 +1,238 @@
+"""Which hosts, which launcher, which device: the command line, the recipe and this machine settled into one answer.
+
+Looks at this machine (GPUs, cores, the launcher's environment) without torch; decides nothing twice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch.errors import PlanError
+from ortlaunch.plan import LOCAL_NAMES
+from ortlaunch.planning.hosts import Host, read_hostfile, select
+from ortlaunch.rank import Rank, detect
+from ortlaunch.recipe import Recipe
+
+# PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whatever interface they are told to use.
+_MPIRUN_LISTENS = (
+    "launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one host "
+    "launcher torchrun opens no port"
+)
+
+
+class Asked(NamedTuple):
+    """What the command line says of the world; None where it is silent."""
+
+    launcher: str | None = None
+    processes_per_node: int | None = None
+    hostfile: str | None = None
+    include: str | None = None
+    exclude: str | None = None
+    planned_only: bool = False  # to be looked at, not run: what this host lacks, others may have
+
+
+class World(NamedTuple):
+    """The answer, the rank of this very process where a launcher already started it, and notes for the user."""
+
+    hosts: tuple[Host, ...]
+    launcher: str  # local | torchrun | mpi | inside
+    device: str  # cpu | cuda
+    inside: Rank | None
+    notes: tuple[str, ...]
+
+
+def settle(recipe: Recipe, asked: Asked, environ: Mapping[str, str]) -> World:
+    """Settle the world of a run.
+
+    Raises:
+        PlanError, HostfileError, RankError: what was asked does not fit together, or not on this machine.
+    """
+    found = _enclosing(environ)
+    gpus = visible_gpus(environ)
+    device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")
+    hosts, notes = _hosts(recipe, asked, gpus if device == "cuda" else 0, found[0] if found else None)
+    launcher = _launcher(recipe, asked, hosts, found)
+    _check_nodes(recipe, hosts, asked)
+    _check_job(recipe, hosts, asked, environ)
+    if launcher != "inside":
+        notes += tuple(_check_this_host(hosts, device, gpus, asked))
+        if (recipe.launch.device, device) == ("auto", "cpu") and not all(is_this_host(host.name) for host in hosts):
+            notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
+    if launcher == "mpi":
+        notes += (_MPIRUN_LISTENS,)
+    return World(hosts, launcher, device, found[0] if found and launcher == "inside" else None, notes)
+
+
+def _enclosing(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
+    """The rank that a launcher made of this process; a shell in a Slurm allocation (`srun --pty`) is none."""
+    found = detect(environ)
+    return None if found and found[1] == "Slurm" and found[0].world_size == 1 else found
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that a process here would see, by CUDA_VISIBLE_DEVICES and the NVIDIA driver's files."""
+    present = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    visible = 0
+    for name in chosen.split(","):
+        # CUDA stops at the first name that is no GPU, such as -1; names may also be GPU-UUIDs.
+        index = name.strip()
+        if not index or index.startswith("-") or (index.isdigit() and int(index) >= present):
+            break
+        visible += 1
+    return min(present, visible)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _hosts(recipe: Recipe, asked: Asked, gpus: int, inside: Rank | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    per_node = asked.processes_per_node or recipe.launch.processes_per_node
+    if asked.hostfile:
+        return _from_file(asked, per_node)
+    if asked.include or asked.exclude:
+        raise PlanError("--include and --exclude choose from a host file: give --hostfile")
+    if inside is not None and not asked.processes_per_node:
+        return _of_launcher(inside), ()
+    if (recipe.launch.nodes or 1) > 1:
+        raise PlanError(
+            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or start under a scheduler, "
+            "or override launch.nodes=1 to train on this host alone"
+        )
+    slots = per_node or gpus or 1
+    return (Host("localhost", slots, tuple(range(slots))),), ()
+
+
+def _from_file(asked: Asked, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    assert asked.hostfile is not None
+    listed = read_hostfile(asked.hostfile, default_slots=per_node)
+    hosts = tuple(map(_by_name, select(listed.hosts, asked.include, asked.exclude)))
+    if asked.processes_per_node:
+        hosts = tuple(_first_slots(host, asked.processes_per_node) for host in hosts)
+    return hosts, (f"{asked.hostfile}: read as {listed.dialect}; hosts: {len(hosts)}",)
+
+
+def _by_name(host: Host) -> Host:
+    """No mpirun takes the address ::1."""
+    return host._replace(name="localhost") if host.name == "::1" else host
+
+
+def _first_slots(host: Host, slots: int) -> Host:
+    if slots > host.slots:
+        raise PlanError(f"--nproc-per-node is {slots}, and {host.name} has {host.slots} slots in the host file")
+    return host._replace(slots=slots, devices=host.devices[:slots])
+
+
+def _of_launcher(inside: Rank) -> tuple[Host, ...]:
+    """Hosts as the enclosing launcher made them; it does not tell their names."""
+    per_node = inside.local_world_size
+    if inside.world_size % per_node:
+        raise PlanError(
+            f"the launcher started {inside.world_size} ranks, {per_node} of them on this host: the hosts have "
+            "different numbers of ranks, so give --hostfile to say which has how many"
+        )
+    count = inside.world_size // per_node
+    names = ("localhost",) if count == 1 else tuple(f"node{i}" for i in range(count))
+    return tuple(Host(name, per_node, tuple(range(per_node))) for name in names)
+
+
+def _launcher(recipe: Recipe, asked: Asked, hosts: tuple[Host, ...], found: tuple[Rank, str] | None) -> str:
+    chosen = asked.launcher or recipe.launch.launcher
+    if found and chosen == "auto" and not asked.processes_per_node:
+        return "inside"
+    if found and found[0].world_size > 1:
+        raise PlanError(
+            f"this is already rank {found[0].rank} of {found[0].world_size} under {found[1]}; leave --launcher at auto "
+            f"to be that rank, or start `ortlaunch train` once, outside {found[1]}"
+        )
+    ranks = sum(host.slots for host in hosts)
+    here = len(hosts) == 1 and is_this_host(hosts[0].name)
+    if chosen == "auto":
+        return ("local" if ranks == 1 else "torchrun") if here else "mpi"
+    if chosen == "local" and (ranks > 1 or not here):
+        raise PlanError(
+            f"launcher local is one process on this host, and {ranks} ranks on {len(hosts)} hosts are asked for; "
+            "use torchrun or mpi"
+        )
+    if chosen == "torchrun" and not here:
+        raise PlanError(
+            "launcher torchrun starts the ranks of this host only, and the hosts are "
+            f"{', '.join(h.name for h in hosts[:4])}; use mpi, or run "
+            "`torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each"
+        )
+    return chosen
+
+
+def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], asked: Asked) -> None:
+    """hosts x slots must be what the recipe asks for: a world never shrinks by itself."""
+    nodes, per_node = recipe.launch.nodes, asked.processes_per_node or recipe.launch.processes_per_node
+    if nodes is not None and nodes != len(hosts):
+        raise PlanError(f"launch.nodes is {nodes}, and there are {len(hosts)} hosts; they must be equal")
+    uneven = [f"{host.name} {host.slots}" for host in hosts if per_node is not None and host.slots != per_node]
+    if uneven:
+        raise PlanError(
+            f"launch.processes_per_node is {per_node}, and hosts have other numbers of slots: {', '.join(uneven[:8])}"
+        )
+
+
+def _check_job(recipe: Recipe, hosts: tuple[Host, ...], asked: Asked, environ: Mapping[str, str]) -> None:
+    """A Slurm job's script runs once, on its first node; its tasks are srun's to start."""
+    job = environ.get("SLURM_JOB_ID")
+    if job is None or detect(environ) or asked.hostfile or recipe.launch.nodes is not None:
+        return
+    nodes = _count(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    tasks = _count(environ, "SLURM_NTASKS", "SLURM_NPROCS") or nodes
+    ranks = sum(host.slots for host in hosts)
+    chosen = asked.processes_per_node or recipe.launch.processes_per_node
+    if nodes > 1 or (tasks > ranks and not chosen):
+        raise PlanError(
+            f"Slurm job {job} has {tasks} tasks on {nodes} nodes, and this is its script or shell, not one of its "
+            f"tasks: {ranks} on this node alone would train; start all with `srun ortlaunch train ...`, or override "
+            "launch.nodes=1 to train on this node alone"
+        )
+
+
+def _count(environ: Mapping[str, str], *names: str) -> int:
+    """The first of these variables that is a number, or 0."""
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 0)
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a host file's name means this machine."""
+    bare = name.rpartition("@")[2]
+    return bare in LOCAL_NAMES or bare in (socket.gethostname(), socket.gethostname().split(".")[0])
+
+
+def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, asked: Asked) -> Iterator[str]:
+    """Slots of this host must exist; other hosts are checked by their ranks before a model is built."""
+    here = [host for host in hosts if is_this_host(host.name)]
+    if len(here) > 1:
+        raise PlanError(
+            f"{' and '.join(host.name for host in here)} are all this host; write it once, with all its slots"
+        )
+    for host in here:
+        if device == "cuda" and not gpus:
+            lacks = f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows"
+            if not asked.planned_only:
+                raise PlanError(
+                    f"{lacks}; start on a host that has one, name such hosts with --hostfile, or set launch.device=cpu"
+                )
+            yield f"{lacks}: planned for a host like it that has {host.slots}"
+        elif device == "cuda" and max(host.devices) >= gpus:
+            raise PlanError(
+                f"{host.name} has {gpus} GPUs, and {host.slots} ranks are asked for; give it at most {gpus} slots"
+            )
+        if device == "cpu" and asked.hostfile is not None and host.slots > cores():
+            raise PlanError(
+                f"{host.name} has {cores()} cores and no GPU, and the host file gives it {host.slots} slots; "
+                "lower them, or use --nproc-per-node without a host file to put more ranks than cores on this machine"
+            )

@@ -1,0 +1,43 @@
+"""A run that ended well: what to type to train it further, and whether another start has anything left to train."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.folder import RunDir, read_json
+
+_LENGTHS = ("train.max_steps=", "train.epochs=")
+
+
+def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
+    """Says that all steps are done and exported; None where the ranks have something to do."""
+    wanted = recipe.train.max_steps
+    if wanted is None and run.steps.exists():
+        begun = read_json(run.steps)
+        wanted = begun["max_steps"] if begun["epochs"] == recipe.train.epochs else None
+    saved = run.complete_checkpoints()
+    if wanted is None or not saved or not run.summary.exists() or not run.export.exists():
+        return None
+    done = saved[-1][0]  # not the summary's: who takes the last checkpoint away wants to go on from the one before
+    return f"nothing to train: {done} of {wanted} steps are done" if done >= wanted else None
+
+
+def with_next(said: str, typed: Sequence[str], recipe: Recipe, run: RunDir) -> str:
+    """The text, and the command that trains for twice as long: the typed one with its folder, where it was train."""
+    if typed[:1] != ["train"] or not run.summary.exists():
+        return said
+    epochs = recipe.train.epochs
+    length = f"train.epochs={2 * epochs:g}" if epochs else f"train.max_steps={2 * read_json(run.summary)['steps']}"
+    return f"{said}\nto train on: {shlex.join(['ortlaunch', *_kept(typed), f'--run-dir={run}', length])}"
+
+
+def _kept(typed: Sequence[str]) -> Iterator[str]:
+    """The words without the run's folder and length."""
+    words = iter(typed)
+    for word in words:
+        if word == "--run-dir":
+            next(words, None)
+        elif not word.startswith(("--run-dir=", *_LENGTHS)):
+            yield word

@@ -1,0 +1,111 @@
+"""One run at a time in a run folder: the command holds its lock, and so do its ranks until the last has ended.
+
+The kernel frees the lock with the processes, also after kill -9. To begin takes it exclusively, to go on shared: a
+second command finds the first, or ranks that outlived it for a moment. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from ortlaunch.errors import PlanError
+from ortlaunch.rank import GRACE_SECONDS, process_space
+from ortlaunch.run.folder import RunDir
+
+_MORE_SECONDS = 5.0  # than ranks have to end
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+class RunLock:
+    """A command's lock on its run folder."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    def take(self, run: RunDir, keep: bool = False) -> None:
+        """Begin a run there, once. The lock goes with this process, through what it becomes where `keep` is true.
+
+        Raises:
+            PlanError: another run is going on there; it is named.
+        """
+        if self._file is not None:
+            return
+        run.path.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666)
+        if _begin(self._file, run):
+            here = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(self._file, 0)
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+                os.pwrite(self._file, json.dumps({**here, "space": process_space()}).encode(), 0)
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.set_inheritable(self._file, keep)
+
+
+def share(run: RunDir) -> None:
+    """Hold a rank's part of the lock until this process and what it forks have ended."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _begin(file: int, run: RunDir) -> bool:
+    """Take the lock exclusively, once ranks that outlive a killed command have ended; False where there is none."""
+    deadline = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS
+    told = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in _HELD:
+                print(f"{run}: no file locks here ({error.strerror}): a second run in it would not be seen", flush=True)
+                return False
+        holder = _holder(file)
+        if not _has_gone(holder):
+            raise PlanError(f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give another folder")
+        if time.monotonic() > deadline:
+            raise PlanError(f"--run-dir {run}: {_named(holder)} has ended, but ranks of it are still alive; end them")
+        if not told:
+            print(f"{run}: waiting for the ranks of {_named(holder)}, which was killed, to end", flush=True)
+            told = True
+        time.sleep(0.1)
+
+
+def _holder(file: int) -> dict[str, Any]:
+    """Who began the run there; nothing is known while it is being written."""
+    with contextlib.suppress(ValueError):
+        found: dict[str, Any] = json.loads(os.pread(file, 4096, 0))
+        return found
+    return {}
+
+
+def _named(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "another run"
+    return f"process {holder['pid']} on host {holder['host']} (since {holder['since']})"
+
+
+def _has_gone(holder: dict[str, Any]) -> bool:
+    """Whether it was a process of this host, which has ended."""
+    if holder.get("space") != process_space():
+        return False
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

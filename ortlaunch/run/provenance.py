@@ -1,0 +1,68 @@
+"""Where a run came from: the typed command, the commit of the recipe's folder, the machine. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ortlaunch import __version__
+from ortlaunch.run.folder import RunDir
+
+_GIT_SECONDS = 5  # the state of a very large repository on a slow disk may take longer: then it is not known
+
+
+def record(run: RunDir, recipe: Path) -> None:
+    """Add a line to commands.jsonl: one for each start in this folder. Of the environment nothing is written."""
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "argv": sys.argv,
+        "cwd": os.getcwd(),
+        "recipe": os.path.abspath(recipe),
+        "git": commit(recipe.parent),
+    }
+    with run.commands.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def commit(folder: Path) -> dict[str, Any] | None:
+    """`commit`, and whether the work tree is `dirty` (None: not known in time); None outside git."""
+    head = _git(folder, "rev-parse", "HEAD")
+    if not head:
+        return None
+    changes = _git(folder, "status", "--porcelain")
+    return {"commit": head.strip(), "dirty": None if changes is None else bool(changes)}
+
+
+def environment() -> dict[str, Any]:
+    """What this run was made of: ortlaunch, Python, the machine, every installed package's version."""
+    from importlib import metadata  # takes time, and only a start needs it
+
+    packages = sorted({dist.metadata["Name"]: dist.version for dist in metadata.distributions()}.items())
+    return {
+        "ortlaunch": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "packages": dict(packages),
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints; None without git, outside a work tree, in another user's, or too late."""
+    # Reading only: no lock on the index, and no program that the repository's own configuration names.
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+        )
+        return ended.stdout if ended.returncode == 0 else None
+    return None

@@ -1,0 +1,130 @@
+"""What is shipped beside the code: recipes, constraints, host files.
+
+They lie in folders of these names in a checkout, and under share/ortlaunch in an installation. Printing them takes the
+standard library only, so that `ortlaunch constraints` runs before its dependencies are installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import site
+import sys
+from pathlib import Path
+
+from ortlaunch.errors import InputError, RecipeError
+
+
+def folder(kind: str = "recipes") -> Path:
+    """Where shipped files of a kind lie: in a checkout, else where pip puts data files (--target, plain, --user).
+
+    Raises:
+        InputError: they are nowhere.
+    """
+    package = Path(__file__).parents[2]
+    if (package / "pyproject.toml").is_file():
+        return package / kind
+    places = [Path(root, "share", "ortlaunch", kind) for root in (package, sys.prefix, site.getuserbase())]
+    there = next((place for place in places if place.is_dir()), None)
+    if there is None:
+        raise InputError(f"the shipped {kind} are in none of {', '.join(map(str, places))}; install ortlaunch again")
+    return there
+
+
+def names() -> list[str]:
+    """`family/recipe` of every one."""
+    return sorted(str(path.relative_to(folder()).with_suffix("")) for path in folder().rglob("*.yaml"))
+
+
+def find(name: str) -> Path:
+    """The file of a shipped recipe.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    return _named("recipe", name.removesuffix(".yaml"), {each: folder() / f"{each}.yaml" for each in names()})
+
+
+def text(kind: str, name: str) -> str:
+    """What a file of `constraints` or `hostfiles` holds.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    files = {path.name.removesuffix(".txt"): path for path in sorted(folder(kind).iterdir())}
+    return _named(kind.removesuffix("s"), name.removesuffix(".txt"), files).read_text(encoding="utf-8")
+
+
+def _named(what: str, name: str, files: dict[str, Path]) -> Path:
+    if name in files:
+        return files[name]
+    near = difflib.get_close_matches(name, files, n=1)
+    advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(files)}"
+    raise InputError(f"no shipped {what} {name!r}; {advice}")
+
+
+def resolve(given: Path) -> Path:
+    """The recipe file that is meant: a file of that name, else the shipped recipe that `recipes list` calls so.
+
+    Raises:
+        RecipeError: it is a folder, or neither.
+    """
+    if os.path.isdir(given):
+        raise RecipeError([f"{given}: {_of_folder(given)}"])
+    if os.path.lexists(given):
+        return given
+    bare = str(given).removesuffix(".yaml")
+    known = names()
+    if bare in known:
+        return find(bare)
+    from ortlaunch.recipe.dialects import closest
+
+    guess = closest(bare, known) if given.parent.name else None
+    if guess:
+        raise RecipeError(
+            [f"{given}: there is no such file, and no shipped recipe of that name; did you mean {guess}?"]
+        )
+    return given
+
+
+def _of_folder(folder: Path) -> str:
+    """What to type in place of a folder."""
+    if (folder / "plan.json").exists() and (folder / "recipe.yaml").exists():
+        return (
+            f"is the folder of a run; to continue it: ortlaunch train {folder / 'recipe.yaml'} --run-dir {folder} "
+            "(with more steps: train.max_steps=NUMBER)"
+        )
+    inside = sorted(path.name for path in folder.glob("*.yaml"))
+    of_it = f"give one of its recipes: {', '.join(inside[:8])}" if inside else "give a recipe, a YAML file"
+    return f"is a folder; {of_it}, or a name that `ortlaunch recipes list` prints"
+
+
+def copy(name: str, target: Path) -> list[Path]:
+    """Copy a recipe and what it extends to `target`, a .yaml file or a folder; returns the new files.
+
+    Raises:
+        InputError: a file of that name is there already.
+    """
+    source = find(name)
+    first = target if target.suffix in (".yaml", ".yml") and not target.is_dir() else target / source.name
+    pairs = [(source, first), *((base, first.parent / base.name) for base in _bases(source))]
+    there = [str(new) for _, new in pairs if new.exists()]
+    if there:
+        raise InputError(f"{', '.join(there)} exists already; give another name")
+    try:
+        first.parent.mkdir(exist_ok=True)  # one new folder, as cp -r makes; a path with more is a slip
+        for old, new in pairs:
+            text = old.read_text(encoding="utf-8")  # an editor finds the schema from anywhere
+            new.write_text(text.replace("$schema=../", f"$schema={folder().resolve()}/"), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
+    return [new for _, new in pairs]
+
+
+def _bases(path: Path) -> list[Path]:
+    match = re.search(r"^extends:\s*(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if match is None:
+        return []
+    base = path.parent / match[1]
+    return [base, *_bases(base)]

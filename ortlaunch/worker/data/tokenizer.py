@@ -1,0 +1,137 @@
+"""The tokenizer of a run: loaded from a folder or the hub, or trained on the corpus once and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from ortlaunch.cache import cache_folder, renew
+from ortlaunch.errors import InputError
+from ortlaunch.recipe.models import Data, TokenizerTraining
+from ortlaunch.worker.data.corpus import documents, fingerprint
+
+_BERT_WORDS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+_MOST_LETTERS = 1000  # as in the library: beyond them lie rare signs that would fill the vocabulary
+_LLAMA_WORDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+
+
+def load_tokenizer(data: Data) -> Any:
+    """A transformers tokenizer.
+
+    Raises:
+        InputError: it is neither a folder nor reachable on the hub.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if isinstance(data.tokenizer, TokenizerTraining):
+        return PreTrainedTokenizerFast.from_pretrained(_trained(data, data.tokenizer))
+    try:
+        return AutoTokenizer.from_pretrained(data.tokenizer)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"data.tokenizer: cannot load {data.tokenizer!r}: {str(error).splitlines()[0]}; "
+            "give a local folder, a hub id you can reach, or {train: wordpiece, vocab_size: 30522}"
+        ) from None
+
+
+def _trained(data: Data, training: TokenizerTraining) -> Path:
+    """Folder of the tokenizer trained on the corpus; trained by whoever comes first on this machine."""
+    key = hashlib.sha256(f"{fingerprint(data.train)} {training.train} {training.vocab_size}".encode()).hexdigest()[:16]
+    folder = cache_folder("tokenizers") / key
+    with FileLock(f"{folder}.lock"):
+        renew(folder.with_suffix(".seal"), lambda: _train_into(folder, data, training))
+    return folder
+
+
+def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[Path]:
+    """Train and write a tokenizer; its files."""
+    make = _wordpiece if training.train == "wordpiece" else _bpe
+    trained = make(data, training.vocab_size)
+    shutil.rmtree(folder, ignore_errors=True)
+    trained.save_pretrained(folder)
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def _wordpiece(data: Data, vocab_size: int) -> Any:
+    """Trained twice: in one pass the library numbers `##x` as they lie in a hash table, other in each process."""
+    from tokenizers import decoders, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special, counts = list(_BERT_WORDS.values()), Counter[str]()
+    found = _wordpiece_vocabulary(_counting(documents(data.train), counts), 0, [], None)
+    letters = sorted((c for c in counts if c in found), key=lambda c: (-counts[c], c))[:_MOST_LETTERS]
+    pieces = [f"##{c}" for c in sorted(letters) if f"##{c}" in found]
+    vocabulary = _wordpiece_vocabulary(documents(data.train), vocab_size, special + pieces, letters)
+    tokenizer = _bert_like(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    ends = [(word, vocabulary[word]) for word in ("[SEP]", "[CLS]")]
+    tokenizer.post_processor = processors.BertProcessing(*ends)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **_BERT_WORDS)
+
+
+def _wordpiece_vocabulary(
+    texts: Iterable[str], size: int, first: list[str], letters: list[str] | None
+) -> dict[str, int]:
+    """Words by number: `first` as they come, and no letters but `letters` (None: all that there are)."""
+    from tokenizers import models, trainers
+
+    tokenizer = _bert_like(models.WordPiece(unk_token="[UNK]"))
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size,
+        special_tokens=first,
+        initial_alphabet=letters or [],
+        limit_alphabet=1 << 20 if letters is None else len(letters),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return dict(tokenizer.get_vocab())
+
+
+def _bert_like(model: Any) -> Any:
+    from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
+    """The texts as they are, their letters counted in passing."""
+    from tokenizers import normalizers
+
+    normalize = normalizers.BertNormalizer(lowercase=True).normalize_str
+    for text in texts:
+        counts.update(normalize(text))
+        yield text
+
+
+def _bpe(data: Data, vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents(data.train), trainer)
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_WORDS)

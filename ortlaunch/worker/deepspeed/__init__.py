@@ -1,0 +1,1 @@
+"""DeepSpeed with a gradient norm that is right and fast; its sources are guarded."""

@@ -1,0 +1,153 @@
+"""DeepSpeed's ZeRO 1 and 2 optimizer, with its overflow check and its gradient norm made from one fused pass.
+
+DeepSpeed reads every gradient for the check, then casts each to double for the norm. Here the check squares and sums
+once and leaves the sums for the norm that follows. Collectives, clipping and all decisions stay DeepSpeed's. For
+every engine; what ONNX Runtime has of the kind is ortmodule/.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ortlaunch.worker.deepspeed.sources import unknown_source
+from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
+
+_REPLACED = ("has_overflow_partitioned_grads_serial", "has_overflow_serial", "get_grad_norm_direct")
+_DTYPES = {torch.float32, torch.float16, torch.bfloat16}
+
+
+class Applied(NamedTuple):
+    """Whether the fused pass is in force, whose it is ("onnxruntime", "ortlaunch", None), and why (not)."""
+
+    applied: bool
+    by: str | None
+    why: str
+
+
+def fuse_gradient_norm(optimizer: Any) -> Applied:
+    """Replace, on this optimizer alone, what reads all gradients; an optimizer it is not made for stays as it is."""
+    why = _left_to_deepspeed(optimizer)
+    if why:
+        return Applied(False, None, why)
+    stand_in = _FusedPass(optimizer)
+    for name in _REPLACED:
+        setattr(optimizer, name, getattr(stand_in, name))
+    return Applied(True, "ortlaunch", "")
+
+
+def restore(optimizer: Any) -> None:
+    """Give the optimizer DeepSpeed's own functions back."""
+    for name in _REPLACED:
+        vars(optimizer).pop(name, None)
+
+
+def _left_to_deepspeed(optimizer: Any) -> str:
+    """Why this optimizer is left as it is, or ""."""
+    import deepspeed
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    if type(optimizer) is not DeepSpeedZeroOptimizer:
+        return f"it is for ZeRO 1 and 2, this is {type(optimizer).__name__}"
+    why = unknown_source(DeepSpeedZeroOptimizer)
+    if why:
+        return f"DeepSpeed {deepspeed.__version__} is unknown to it: {why}"
+    if any(name in vars(optimizer) for name in _REPLACED):
+        return "the optimizer is modified already"
+    return next((reason for found, reason in _peculiarities(optimizer) if found), "")
+
+
+def _peculiarities(optimizer: Any) -> list[tuple[bool, str]]:
+    parameters = [parameter for group in optimizer.bit16_groups for parameter in group]
+    return [
+        (optimizer.cpu_offload, "with CPU offload DeepSpeed measures gradients as it copies them"),
+        (optimizer.has_moe_layers, "it is not made for mixtures of experts"),
+        (optimizer.model_parallel_group is not None, "it is not made for model parallelism"),
+        (any(getattr(p, "ds_pipe_replicated", False) for p in parameters), "it is not made for pipeline parallelism"),
+        (not {p.dtype for p in parameters} <= _DTYPES, "it is for float32, float16 and bfloat16"),
+        (not {p.device.type for p in parameters} <= {"cpu", "cuda"}, "it is for CPU and CUDA"),
+    ]
+
+
+class _FusedPass:
+    """The functions that stand in, and the sums of squares that the check leaves for the norm."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.left: list[tuple[_State, Tensor]] = []
+
+    def has_overflow_partitioned_grads_serial(self) -> Tensor:
+        """Whether one of this rank's gradients has an inf or nan: bool, shape [1]."""
+        optimizer, sums = self.optimizer, []
+        self.left = []
+        for i in range(len(optimizer.bit16_groups)):
+            gradients = [gradient for gradient in optimizer.averaged_gradients[i] if gradient is not None]
+            counted, others = _counted(gradients, optimizer.params_in_partition[i])
+            squares = [sum_of_squares(tensors) if tensors else None for tensors in (counted, others)]
+            if squares[0] is not None:
+                self.left.append((_State(counted), squares[0]))
+            sums += [square for square in squares if square is not None]
+        return self._any_not_finite(sums)
+
+    def has_overflow_serial(self, params: Any) -> Tensor:
+        """The same for the parameters' own gradients."""
+        gradients = [parameter.grad for parameter in params if parameter.grad is not None]
+        return self._any_not_finite([sum_of_squares(gradients)] if gradients else [])
+
+    def _any_not_finite(self, sums: list[Tensor]) -> Tensor:
+        if not sums:
+            return torch.zeros(1, dtype=torch.bool, device=self._device())
+        return torch.stack(sums).isfinite().all().logical_not().reshape(1)
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
+        """Norm of a parameter group over all ranks: a float32 scalar, -1 where it is inf or nan, as DeepSpeed says."""
+        optimizer = self.optimizer
+        if float(norm_type) != 2.0:
+            stock = types.MethodType(type(optimizer).get_grad_norm_direct, optimizer)
+            norm: Tensor = stock(gradients, params, norm_type)
+            return norm
+        import deepspeed.comm as dist
+
+        counted, _ = _counted(gradients, params)
+        total = self._squares(counted).float()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
+        total = total.sqrt()
+        return total.masked_fill_(total.isfinite().logical_not(), -1.0)
+
+    def _squares(self, counted: list[Tensor]) -> Tensor:
+        """What the check left for these very gradients, else measured now; used once."""
+        for i, (state, squares) in enumerate(self.left):
+            if state.is_of(counted):
+                del self.left[i]
+                return squares
+        return sum_of_squares(counted) if counted else torch.zeros((), dtype=torch.float64, device=self._device())
+
+    def _device(self) -> torch.device:
+        from deepspeed.accelerator import get_accelerator
+
+        return torch.device(get_accelerator().current_device_name())
+
+
+class _State:
+    """Which tensors, in which state: it keeps none alive, and sees that one was changed in place."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        return len(tensors) == len(self.tensors) and all(
+            version == tensor._version and reference() is tensor
+            for tensor, (reference, version) in zip(tensors, self.tensors)
+        )
+
+
+def _counted(gradients: Sequence[Tensor], params: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """(gradients of parameters, padding): the norm is of the first, an inf counts in both."""
+    real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
+    padding = [gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)]
+    return real[: len(params)], [*real[len(params) :], *padding]

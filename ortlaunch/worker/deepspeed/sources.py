@@ -1,0 +1,99 @@
+"""The DeepSpeed sources that zero_modifier knows, by fingerprint: what it replaces, and what it relies on.
+
+Read and compared for every release from 0.16.0 to 0.19.8. A new release is added by reading its differences, not by
+its number: `python -m ortlaunch.worker.deepspeed.sources` prints what the installed one has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+import textwrap
+from typing import Any
+
+# What each release changed in ZeRO 1 and 2, the first whole; between them nothing did. Cut sha256 of the source.
+_CHANGES = {
+    "0.16.0": {
+        "has_overflow_partitioned_grads_serial": "b54b01f27a954af8",
+        "has_overflow_serial": "c9c99f57c93fb452",
+        "get_grad_norm_direct": "c35896d15407cd6b",
+        "step": "fc7f5ac30b2f0e3f",
+        "check_overflow": "21e688469410dcb9",
+        "_check_overflow": "10eab3fe40cd7899",
+        "has_overflow": "48b5b96c45a23e4d",
+        "_has_inf_or_nan": "d3252aef4efb2f28",
+        "scaled_global_norm": "d8f83b0eae6c1634",
+    },
+    "0.16.3": {"get_grad_norm_direct": "2b14249a2e6c577d", "scaled_global_norm": "eeaf1a2751741401"},
+    "0.16.6": {"get_grad_norm_direct": "cad2fa322292007f"},
+    "0.17.0": {"step": "31af948dc0b7d65f"},
+    "0.17.1": {
+        "step": "5306deecd981056d",
+        "has_overflow": "0a194c8f91aaec8b",
+        "scaled_global_norm": "b8065427c8f0c587",
+    },
+    "0.17.5": {"step": "a5c01d63af4027cc"},
+    "0.17.6": {"step": "44750b4ab49af6bb"},
+    "0.18.0": {"has_overflow": "7bb9d1f516f05fc4"},
+    "0.19.2": {"step": "62d2f3516fdddcdc"},
+    "0.19.5": {"step": "758f2ba1b6953f7d"},
+    "0.19.6": {
+        "get_grad_norm_direct": "c9e4c5dbc9773ab8",
+        "_has_inf_or_nan": "d0f2050f1480e742",
+        "has_inf_or_nan": "df13dbbb19af2b66",
+    },
+    "0.19.7": {"get_grad_norm_direct": "3b3896f9c8f3c35c", "step": "383a3c95313e5269"},
+    "0.19.8": {
+        "step": "5a522828a63eded2",
+        "scaled_global_norm": "9b8484b91f2b73df",
+        "has_inf_or_nan": "1d63f8be1223ed84",
+    },
+}
+
+
+def known_sources() -> dict[str, dict[str, str]]:
+    """Release -> function -> fingerprint, each release whole."""
+    known: dict[str, dict[str, str]] = {}
+    whole: dict[str, str] = {}
+    for release, changes in _CHANGES.items():
+        whole = known[release] = {**whole, **changes}
+    return known
+
+
+def unknown_source(optimizer: type[Any]) -> str:
+    """Why the source of a ZeRO 1 or 2 optimizer class is not a known one, or ""."""
+    known = known_sources()
+    found = installed(optimizer, set().union(*known.values()))
+    strange = {release: _differing(found, whole) for release, whole in known.items()}
+    nearest = min(reversed(list(strange)), key=lambda release: len(strange[release]))
+    if not strange[nearest]:
+        return ""
+    return f"{', '.join(strange[nearest])} is not as in any known release (0.16.0 to {list(known)[-1]})"
+
+
+def _differing(found: dict[str, str], whole: dict[str, str]) -> list[str]:
+    return [name for name, print_ in whole.items() if found.get(name) != print_]
+
+
+def installed(optimizer: type[Any], names: set[str]) -> dict[str, str]:
+    """Fingerprints of the optimizer's methods, and of functions of its module, that have a source."""
+    module = sys.modules[optimizer.__module__]
+    functions = {name: getattr(optimizer, name, None) or getattr(module, name, None) for name in names}
+    return {name: fingerprint(function) for name, function in functions.items() if function is not None}
+
+
+def fingerprint(function: Any) -> str:
+    """The first 16 hex digits of the sha256 of a function's source, or "" where it has none."""
+    try:
+        source = textwrap.dedent(inspect.getsource(function)).strip()
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    for name, value in sorted(installed(DeepSpeedZeroOptimizer, set().union(*known_sources().values())).items()):
+        print(name, value)

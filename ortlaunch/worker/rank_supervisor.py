@@ -1,0 +1,210 @@
+"""One rank's guardian: a small process around the rank that sees how it ends. Standard library only.
+
+It forks before anything heavy is imported, copies the rank's output into its logs, passes signals on, and sees to it
+that errors/rank_N.json has the true cause. The rank dies with its guardian, and the guardian with the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from ortlaunch import machine
+from ortlaunch.rank import Rank
+from ortlaunch.run import lock
+from ortlaunch.run.folder import RunDir, progress_width, read_json
+from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
+from ortlaunch.worker.failure import SEEN, Account
+from ortlaunch.worker.rank_log import RankLog
+from ortlaunch.worker.terminal import Screen, Stream, Taken
+
+_FINISHED = b"finished"
+_EXIT_SECONDS = 30
+_FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
+_CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
+
+
+def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
+    """Run `live` as this rank in a child process; returns the exit status, or dies of the rank's own signal."""
+    die_with_parent(signal.SIGTERM, os.getppid())
+    if launcher_is_gone(os.environ, read_json(run.plan)["launcher"]):
+        return 128 + signal.SIGTERM
+    lock.share(run)
+    account, oom_kills = Account(rank, run), machine.oom_kills()
+    account.open()
+    streams = {name: os.pipe() for name in ("out", "err", "last", "finished")}
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a rank to pass them on to
+    guardian, pid = os.getpid(), os.fork()
+    if pid == 0:
+        _be_the_rank(account, guardian, live, {name: ends[1] for name, ends in streams.items()})
+    for _, write_end in streams.values():
+        os.close(write_end)
+    child = Child(pid, run.asked(rank.rank))
+    for number in PASSED_ON:
+        signal.signal(number, child.pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    finished, status = _relay(child, rank, run, {name: ends[0] for name, ends in streams.items()})
+    code = _conclude(account, child, status, finished, oom_kills)
+    account.close()
+    return _end_alike(code)
+
+
+def _be_the_rank(account: Account, guardian: int, live: Callable[[], None], ends: dict[str, int]) -> NoReturn:
+    """The child: live, say how it went, leave without finalizers that could hang or change the status."""
+    die_with_parent(signal.SIGKILL, guardian)
+    for number in NOTICES:  # until the user's own code handles them
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    os.dup2(ends["out"], 1)
+    os.dup2(ends["err"], 2)
+    status = 1
+    try:
+        live()
+        os.write(ends["finished"], _FINISHED)
+        status = 0
+    except BaseException as error:
+        status = account.of_exception(error, ends["last"])
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if status == 0 and "PMI_RANK" in os.environ:
+            _sign_off()
+        os._exit(status)
+
+
+def _sign_off() -> None:
+    """Run C's exit handlers: in one of them MPICH 5 takes leave of Hydra, which else kills the ranks that still run."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_EXIT_SECONDS)
+    ctypes.CDLL(None).exit(0)
+
+
+def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple[bool, int]:
+    """Copy output until the child is gone; rank 0's is also shown. Returns (finished, wait status)."""
+    said = b""
+    with (
+        RankLog(run.log(rank.rank, "out")) as out,
+        RankLog(run.log(rank.rank, "err")) as err,
+        selectors.DefaultSelector() as selector,
+    ):
+        # What ended the rank is for its log: the command, or `_tell`, shows it at the end.
+        sinks = {"out": (Stream(), out), "err": (Stream(), err), "last": (Stream(), err)}
+        screen = Screen({"out": 1, "err": 2}, progress_width()) if rank.rank == 0 else None
+        for name, end in ends.items():
+            os.set_blocking(end, False)
+            selector.register(end, selectors.EVENT_READ, name)
+        status: int | None = None
+        while status is None:
+            ready = selector.select(timeout=0.1)
+            screen.tick() if screen else None
+            status = child.poll()
+            for key, _ in ready if status is None else [(key, 0) for key in list(selector.get_map().values())]:
+                data = _read(key.fd)
+                if not data:
+                    selector.unregister(key.fd) if data == b"" else None
+                elif key.data == "finished":
+                    said += data
+                else:
+                    _copy(sinks[key.data][0].take(data), key.data, sinks[key.data][1], screen)
+        for name, (stream, log) in sinks.items():
+            _copy(Taken(stream.rest(), None), name, log, screen)
+        screen.close() if screen else None
+    return said == _FINISHED, status
+
+
+def _read(end: int) -> bytes | None:
+    """All that is there: b"" at the end of the stream, None when there is nothing now."""
+    data = b""
+    while True:
+        try:
+            piece = os.read(end, 1 << 16)
+        except BlockingIOError:
+            return data or None
+        if not piece:
+            return data
+        data += piece
+
+
+def _copy(taken: Taken, name: str, log: RankLog, screen: Screen | None) -> None:
+    log.write(taken.lines)
+    if screen is not None and name != "last":
+        screen.show(name, taken.lines)
+        screen.draw(taken.live) if taken.live is not None else None
+
+
+def _conclude(account: Account, child: Child, status: int, finished: bool, oom_kills: int | None) -> int:
+    """Account for what the rank could not tell itself; returns its status, negative for the signal that it died of."""
+    if finished:  # whatever became of it in exit handlers
+        child.forget_request()
+        return 0
+    number, echo = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None
+    if number == signal.SIGKILL and not child.was_killed_late:
+        echo = False  # nobody here sent that
+    if number == signal.SIGKILL and echo and child.asked:
+        what, number = f"was ended by SIGKILL, for it outlived its grace after {_name(child.asked)}", child.asked
+    elif number:
+        what = f"was ended by {_name(number)}{_memory(number, oom_kills)}"
+    else:
+        what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
+    code = 128 + number if number else os.WEXITSTATUS(status) or 1  # os._exit(0) in the middle of training
+    if not account.is_written:
+        record = {"exit_status": code, "signal": number, "type": "Signal" if number else "Exit"}
+        account.of_end(child.pid, what, {**record, "secondary": echo})
+    elif echo and account.read()["time"] > child.asked_at:
+        account.is_an_echo()
+    _tell(account, child)
+    return -number if number else code
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _memory(number: int, before: int | None) -> str:
+    """What the kernel says of its out-of-memory killer."""
+    after = machine.oom_kills() if number == signal.SIGKILL else None
+    if after is None or before is None or after <= before:
+        return ""
+    return f": the kernel's out-of-memory killer ended {after - before} of its control group meanwhile"
+
+
+def _end_alike(code: int) -> int:
+    """Return a status, or die of a signal as the rank did."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    return abs(code)
+
+
+def _tell(account: Account, child: Child) -> None:
+    """Say why this rank failed where nobody else will, under a launcher of the user's own; the cause speaks first."""
+    run = account.run
+    with contextlib.suppress(OSError):
+        record = account.read()
+        if read_json(run.plan)["launcher"] != "inside" or (record["secondary"] and _cause_is_told(run, child)):
+            return
+        shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
+        said = "" if shown else f"{record['traceback']}\n"
+        print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
+        time.sleep(_FORWARDED_SECONDS)
+        run.told.touch()
+
+
+def _cause_is_told(run: RunDir, child: Child) -> bool:
+    """Wait until another rank has told the cause, or a launcher that knows of it wants this one gone; else False."""
+    deadline = time.monotonic() + _CAUSE_SECONDS
+    while child.asked is None and not run.told.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,195 @@
+"""One variant of `ortlaunch bench`: built as `train` builds it, then it takes its turns and sleeps in between.
+
+Orders come from the run folder and results go back there, a JSON line each, by rank 0. Every rank reads the orders
+itself: waiting in a collective would run into its timeout, and on a GPU keep the card busy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.folder import RunDir, json_text, read_json, write_json
+from ortlaunch.worker.data import Batches
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.engine import Engine, build_engine
+from ortlaunch.worker.matmul_precision import matmul_precision
+from ortlaunch.worker.metrics import finish, measured_peak_flops
+from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.summary import plan_lines
+from ortlaunch.worker.tasks.parity import LEAST_LOSS, LIMITS, Comparison, compare
+from ortlaunch.worker.tasks.train import TrainState, train_step
+
+_POLL_SECONDS = 0.02
+
+
+def bench(recipe: Recipe, plan: Plan, run: RunDir, group: Group, model: LossModule, batches: Batches) -> None:
+    """Build the engine, warm up, then obey orders until told to leave."""
+    asked, begun = read_json(run.bench), time.perf_counter()
+    engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
+    if group.rank == 0:
+        print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
+    life = Life(recipe, plan, group, engine, batches)
+    life.steps(1)
+    first = {"since_launch": time.time() - asked["launched"], "since_model": time.perf_counter() - begun}
+    life.steps(asked["warm_up_steps"])
+    life.hold_still()
+    _write(run, group, {"order": "ready", "first_step": first, **_facts(recipe, group, engine)})
+    slept = time.perf_counter(), time.process_time()
+    for order in _orders(run):
+        waited = {"seconds": time.perf_counter() - slept[0], "processor_seconds": time.process_time() - slept[1]}
+        if order["do"] == "compare":
+            found: dict[str, Any] = {"parity": {**parity(life), **loss_from_highest(life)}}
+        else:
+            found = life.turn(order["steps"])
+        # Gathered, so that rank 0 tells of no order that another rank has not carried out.
+        memory = [int(text) for text in group.gather(str(peak_memory(group.device)))]
+        _write(run, group, {"order": order["number"], "waited": waited, "memory": memory, **found})
+        slept = time.perf_counter(), time.process_time()
+    if group.rank == 0:
+        write_json(run.engine, engine.truth())
+
+
+class Life:
+    """The training that is measured: the same steps as `train` takes."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches) -> None:
+        self.recipe, self.plan, self.group, self.engine, self.batches = recipe, plan, group, engine, batches
+        self.state = TrainState()
+
+    def steps(self, count: int) -> list[float]:
+        """Wall-clock of each of `count` optimizer steps, to the end of what the device does."""
+        took = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            train_step(self.recipe, self.plan, self.group, self.engine, self.batches, self.state)
+            finish(self.group.device)
+            took.append(time.perf_counter() - begun)
+            # A bench may be longer than the training, whose schedule ends.
+            self.state.step = (self.state.step + 1) % self.recipe.train.steps
+        return took
+
+    def hold_still(self) -> None:
+        """From now on the same work with learning rate 0.
+
+        Weights stay near where training begins, however long the bench: a model that has learned its few batches by
+        heart has gradients of rounding errors, which no two engines share.
+        """
+        still = self.recipe.optimizer.model_copy(update={"learning_rate": 0.0})
+        self.recipe = self.recipe.model_copy(update={"optimizer": still})
+
+    def turn(self, count: int) -> dict[str, Any]:
+        """`count` measured steps, after one that brings this variant back into the caches."""
+        self.steps(1)
+        self.group.barrier()
+        begun = time.time()
+        took = self.steps(count)
+        return {"begun": begun, "ended": time.time(), "seconds": took}
+
+
+def _orders(run: RunDir) -> Iterator[dict[str, Any]]:
+    """Each order once; ends with the one to leave. Between two looks the rank sleeps."""
+    last = 0
+    while True:
+        order = read_json(run.order) if run.order.exists() else {"number": 0}
+        if order["number"] <= last:
+            time.sleep(_POLL_SECONDS)
+            continue
+        if order["do"] == "leave":
+            return
+        last = order["number"]
+        yield order
+
+
+def _write(run: RunDir, group: Group, record: dict[str, Any]) -> None:
+    if group.rank == 0:
+        with run.results.open("a", encoding="utf-8") as file:
+            file.write(json_text(record) + "\n")
+
+
+def _facts(recipe: Recipe, group: Group, engine: Engine) -> dict[str, Any]:
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
+    peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
+    if group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(group.device)  # the product's own matrices are large
+    return {"engine": engine.truth(), "flops_per_token": engine.flops_per_token, "peak_flops": peak}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes that this rank has held: of the GPU by torch's allocator, else resident of the whole process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def parity(life: Life) -> dict[str, Any]:
+    """The verdict on this variant, the worst of its ranks: loss and gradients against plain PyTorch (collective)."""
+    if life.engine.report["engine"]["used"] == "eager":
+        return {"verdict": "reference"}
+    try:
+        mine = _told(_compared(life), life.recipe.engine.parity_tolerance or LIMITS[life.recipe.precision].tolerance)
+    except Exception as error:  # whatever an engine raises is a verdict too
+        mine = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
+    verdicts = [json.loads(text) for text in life.group.gather(json.dumps(mine))]
+    return max(verdicts, key=_badness)
+
+
+def loss_from_highest(life: Life) -> dict[str, float]:
+    """How far matmul_precision moves the loss of a batch without dropout, relative; the worst rank's (collective)."""
+    engine = life.engine
+    if life.recipe.engine.matmul_precision == "highest":
+        return {}
+    batch = engine.take(life.batches.micro_batch(0, 0, life.group.rank))
+    module = engine.eval_module.eval()
+    with engine.uncounted(compiled=True), torch.no_grad():
+        ours = float(module(**batch))
+        with matmul_precision("highest"):
+            exact = float((engine.plain if engine.own_precision else module)(**batch))
+    module.train()
+    mine = abs(ours - exact) / max(abs(exact), LEAST_LOSS)
+    return {"loss_from_highest": max(map(float, life.group.gather(str(mine))))}
+
+
+def _badness(verdict: dict[str, Any]) -> float:
+    largest = verdict.get("largest")
+    return math.inf if largest is None else float(largest)
+
+
+def _compared(life: Life) -> Comparison:
+    recipe, engine = life.recipe, life.engine
+    batch = engine.take(life.batches.micro_batch(0, 0, life.group.rank))
+    with engine.uncounted(compiled=True):
+        module, autocast = engine.to_compare(), life.plan.deepspeed is None
+        return compare(engine.plain, module, batch, precision=recipe.precision, autocast=autocast)
+
+
+def _told(found: Comparison, tolerance: float) -> dict[str, Any]:
+    told = {
+        "verdict": "passes" if found.largest <= tolerance else "differs",
+        # null where a number is not finite, for which JSON has no name
+        "largest": found.largest if math.isfinite(found.largest) else None,
+        "loss": found.loss_difference if math.isfinite(found.loss_difference) else None,
+        "gradient": found.gradient_difference if math.isfinite(found.gradient_difference) else None,
+        "parameter": found.gradients[0].name.removeprefix("model.") if found.gradients else None,
+        "tolerance": tolerance,
+    }
+    if found.largest > tolerance:
+        told["why"] = (
+            f"loss {found.loss:.6g} against {found.reference_loss:.6g}, largest difference of a gradient "
+            f"{found.gradient_difference:.1e} at {told['parameter']}; {tolerance:g} is allowed"
+        )
+    return told

@@ -1,0 +1,229 @@
+"""The training loop, top to bottom: batches -> passes -> step -> log -> evaluate -> save."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.worker import checkpoint
+from ortlaunch.worker.data import Batches, Samples, collate
+from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.engine import Engine
+from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
+from ortlaunch.worker.metrics import Metrics, finish, measured_peak_flops
+from ortlaunch.worker.parity_steps import parity_steps
+from ortlaunch.worker.progress import Progress
+from ortlaunch.worker.schedule import factor
+
+
+@dataclass
+class TrainState:
+    """All that a run needs beside weights and optimizer to go on."""
+
+    step: int = 0
+    skipped: int = 0
+    learning_rate: float | None = None  # the last step's; checkpoints of earlier versions lack it
+
+
+def train(
+    recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, batches: Batches, evaluation: Samples | None
+) -> TrainState:
+    """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
+    state = _resume(recipe, run, group, engine)
+    if state.step >= recipe.train.steps:
+        if group.rank == 0:
+            print(f"nothing to train: {state.step} of {recipe.train.steps} steps are done", flush=True)
+        return state
+    metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
+    meter = Meter(recipe, plan, group, engine)
+    parity = parity_steps(recipe, run, group, engine, batches, state.step)
+    progress = Progress(group.rank)
+    progress.begin(state.step, recipe.train.steps)
+    if recipe.engine.name == "inductor":
+        progress.doing("compiling in the first step")
+    while state.step < recipe.train.steps:
+        if parity is not None:
+            with meter.paused():
+                parity.check(state.step)
+            if recipe.engine.parity_only and state.step + 1 >= parity.end:
+                break
+        loss, stepped, rate = train_step(recipe, plan, group, engine, batches, state)
+        state.step += 1
+        meter.losses.append(loss)
+        progress.step()
+        last = state.step == recipe.train.steps
+
+        if state.step % recipe.log.every_steps == 0 or last:
+            losses, read = meter.losses, meter.read()
+            require_finite_loss(read["loss"], group, batches, state.step - len(losses), losses)
+            values = {
+                **read,
+                "learning_rate": rate,
+                "gradient_norm": stepped.gradient_norm,
+                "samples": state.step * plan.batch.global_samples,
+                "epoch": round(state.step * plan.batch.global_samples / len(batches.samples), 4),
+                "skipped_steps": state.skipped,
+            }
+            progress.show_loss(values["loss"])
+            if metrics:
+                metrics.write(state.step, values)
+                write_json(run.engine, engine.truth())
+
+        if evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
+            with meter.paused(), progress.during("evaluating"):
+                evaluated = evaluate(recipe, plan, group, engine, evaluation)
+            if metrics:
+                metrics.write(state.step, {"evaluation_loss": evaluated})
+
+        if last or _due(state.step, recipe.checkpoint.every_steps):
+            with meter.paused(), progress.during("saving a checkpoint"):
+                require_finite_weights(state.step, engine.stepper.weights())
+                checkpoint.save(run, recipe, group, engine.stepper, state.step, asdict(state))
+    if metrics:
+        metrics.close()
+        write_json(run.engine, engine.truth())
+    return state
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Dropout, too, is a function of seed, step and rank: a resumed run goes on with the same masks.
+
+    Far apart for neighbours: ONNX Runtime counts up from it, one for each Dropout, so that with a seed higher by one
+    each would have the mask that the next one had in the step before, or has on the rank before.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "big")
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """At `step`, from 0."""
+    return recipe.optimizer.learning_rate * factor(recipe.schedule, step, recipe.train.steps)
+
+
+def train_step(
+    recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, state: TrainState
+) -> tuple[torch.Tensor, Any, float]:
+    """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
+    rate = state.learning_rate = learning_rate(recipe, state.step)
+    losses = _passes(recipe, plan, group, engine, batches, state.step)
+    if engine.memory:
+        engine.memory.look(engine.stepper)
+    stepped = engine.stepper.apply(rate)
+    if engine.memory:
+        engine.memory.look(engine.stepper)
+    if stepped.skipped or stepped.failed:
+        bad = bad_losses(group, losses)
+        if stepped.failed or bad:
+            _passes(recipe, plan, group, engine, batches, state.step)
+            raise bad_step(group, batches, state.step, bad, engine.stepper.gradients())
+    state.skipped += int(stepped.skipped)
+    return _sum(losses) / len(losses), stepped, rate
+
+
+def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
+    return sum(losses, start=torch.zeros((), device=losses[0].device))
+
+
+def _passes(
+    recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, step: int
+) -> list[torch.Tensor]:
+    """Forward and backward of each micro batch of this rank; their losses, weighted."""
+    torch.manual_seed(step_seed(recipe.seed, step, group.rank))
+    last = plan.batch.accumulation_steps - 1
+    return [
+        engine.stepper.micro_step(engine.take(batch), accumulation == last, weight)
+        for accumulation, (batch, weight) in enumerate(engine.loss_weight.passes(batches, step, group))
+    ]
+
+
+@torch.no_grad()
+def evaluate(recipe: Recipe, plan: Plan, group: Group, engine: Engine, samples: Samples) -> float:
+    """Mean loss over the evaluation corpus, weighted as in training; ranks take turns, micro batch by micro batch."""
+    micro = plan.batch.micro_samples
+    module, total, seen = engine.eval_module, 0.0, 0.0
+    module.eval()
+    for turn in range(0, len(samples), group.size * micro):
+        first = turn + group.rank * micro
+        counted = range(first, min(first + micro, len(samples)))
+        # A rank without samples left still runs: with ZeRO 3 a forward pass is a collective.
+        batch = collate([samples.sample(i, epoch=0) for i in counted or range(1)])
+        weight = engine.loss_weight.of(batch, counted) if counted else 0.0
+        total, seen = total + float(module(**engine.take(batch))) * weight, seen + weight
+    module.train()
+    if not (of_all := group.sum(seen)):
+        raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
+    return group.sum(total) / of_all
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _resume(recipe: Recipe, run: RunDir, group: Group, engine: Engine) -> TrainState:
+    found = checkpoint.newest(run)
+    if found is None:
+        return TrainState()
+    step, folder = found
+    state = TrainState(**engine.stepper.load(folder))
+    if group.rank == 0:
+        print(f"resumed after step {step} from {folder}", *_schedule_notes(recipe, state), sep="\n", flush=True)
+    return state
+
+
+def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
+    """Where a changed length or schedule makes the learning rate jump."""
+    step, before = state.step, state.learning_rate
+    if before is None or step >= recipe.train.steps or math.isclose(before, learning_rate(recipe, step - 1)):
+        return
+    yield (
+        f"the learning rate goes from {before:.4g} at step {step} to {learning_rate(recipe, step):.4g} at step "
+        f"{step + 1}: the schedule runs over {recipe.train.steps} steps, or is another, than when step {step} was taken"
+    )
+
+
+class Meter:
+    """Loss and speed between two log lines; what is not training (evaluation, saving) does not count as time."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, group: Group, engine: Engine) -> None:
+        self.group, self.batch = group, plan.batch
+        self.flops_per_token = engine.flops_per_token
+        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
+        self.peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else 0.0
+        self.restart()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, time is not training's; the losses since the last reading stay."""
+        finish(self.group.device)  # what the steps before gave the device to do is
+        began = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - began
+
+    def restart(self) -> None:
+        """Count losses, steps and time from now on."""
+        self.losses: list[torch.Tensor] = []  # this rank's mean of each step
+        self.started = time.perf_counter()
+
+    def read(self) -> dict[str, Any]:
+        """Values since the last reading (collective)."""
+        steps = len(self.losses)
+        loss = self.group.mean(float(_sum(self.losses)) / steps)
+        seconds = (time.perf_counter() - self.started) / steps
+        tokens = self.batch.tokens_per_step
+        values: dict[str, Any] = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
+        if tokens:
+            values["tokens_per_second"] = tokens / seconds
+            if self.flops_per_token:
+                values["mfu"] = self.flops_per_token * tokens / seconds / (self.peak * self.group.size)
+        self.restart()
+        return values

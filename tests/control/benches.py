@@ -1,0 +1,38 @@
+"""What a bench has in hand, for tests: a recipe with engine auto, variants that took known times, their figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ortlaunch.bench import report
+from ortlaunch.bench.turns import Player
+from ortlaunch.bench.variants import Variant, settle
+from ortlaunch.planning.world import Asked
+from ortlaunch.run.control import Settled, settle_run
+from ortlaunch.run.folder import RunDir
+from tests.makers import CUSTOM
+
+
+def settled(environ: dict[str, str] | None = None, **sections: Any) -> Settled:
+    """A custom recipe with engine auto and these sections, read from a file here."""
+    path = Path("recipe.yaml")
+    path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "auto"}, **sections}))
+    return settle_run(path, (), Asked(), environ or {})
+
+
+def player(name: str, took: list[list[float]], parity: dict[str, Any] | None = None, *chosen: str) -> Player:
+    """A variant with these seconds of its steps, turn by turn."""
+    found = settle(Variant(name, chosen), settled())
+    made = Player(found, RunDir(f"out/{found.slug}"))
+    made.ready = {"flops_per_token": None, "peak_flops": None, "engine": {}, "first_step": {"since_launch": 3.0}}
+    made.turns = [{"seconds": seconds, "memory": [1 << 20]} for seconds in took]
+    made.parity = parity or {"verdict": "passes", "largest": 1e-6}
+    return made
+
+
+def rows(*players: Player) -> list[dict[str, Any]]:
+    """Their figures."""
+    return report.results([each.variant for each in players], players)

@@ -1,0 +1,208 @@
+"""`engine.name: auto`: which engine is chosen, what it is remembered by, and when nothing may be measured."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch import extensions, machine
+from ortlaunch.bench import auto, report
+from ortlaunch.errors import EngineError, PlanError
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.run import control
+from ortlaunch.run.control import Settled
+from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from tests.control.benches import player, rows, settled
+from tests.makers import OWN_MODULE
+
+pytestmark = pytest.mark.usefixtures("workbench")
+
+TORCH = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+DIFFERS = {"verdict": "differs", "largest": 0.25, "why": "loss 1 against 2"}
+UNKNOWN = {"verdict": "not compared", "why": "RuntimeError: x"}
+
+
+@pytest.mark.parametrize("parity", [DIFFERS, UNKNOWN])
+def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
+    """The fastest of all is not chosen where it computes something else, or nobody knows; the reason is told."""
+    made = rows(player("ort", [[1.0]], parity), player("inductor", [[2.0]]), player("eager", [[3.0]]))
+    choice = auto.decide(made)
+    assert choice["chosen"] == "inductor"
+    today = time.strftime("%Y-%m-%d")
+    assert choice["why"].startswith(f"measured 1.50 x eager on {today}; ort left out: parity: {parity['verdict']}")
+    assert choice["measured"]["ort"]["parity"] == parity
+    text = report.table(made)
+    assert ("DIFFERS 2e-01" if parity is DIFFERS else "NOT COMPARED") in text
+    assert f"ort: parity: {parity['why']}" in text
+
+
+def test_auto_picks_the_measured_fastest() -> None:
+    """By samples a second, whatever the order; the beaten ones are named with their ratios."""
+    made = rows(player("ort", [[3.0]]), player("inductor", [[2.0]]), player("eager", [[1.0]], {"verdict": "reference"}))
+    choice = auto.decide(made)
+    assert (choice["asked"], choice["chosen"]) == ("auto", "eager")
+    assert choice["why"].startswith("measured 3.00 x ort, 2.00 x inductor on ")
+
+
+def test_auto_without_any_engine() -> None:
+    """Where none can be chosen, every reason is in the error."""
+    broken = player("ort", [])
+    broken.failed = "Traceback (most recent call last):\n  x\nValueError: planted\n\nortlaunch: rank 0"
+    with pytest.raises(EngineError) as caught:
+        auto.decide(rows(broken, player("eager", [[1.0]], UNKNOWN)))
+    assert "ort failed: ValueError: planted" in str(caught.value)
+    assert "eager left out: parity: not compared: RuntimeError: x" in str(caught.value)
+
+
+def remembered_choice(base: Settled, chosen: str = "inductor") -> None:
+    """As a bench leaves it."""
+    choice = {"asked": "auto", "chosen": chosen, "why": "measured 2 x eager", "measured": {}, "key": auto.digest(base)}
+    auto._keep(base, choice)
+
+
+def never() -> None:
+    """In place of a check before measuring."""
+    raise AssertionError("nothing may be measured")
+
+
+def test_a_remembered_choice_is_taken() -> None:
+    """Without measuring; the note says which, why and that it is remembered; the run folder gets the choice."""
+    base = settled()
+    remembered_choice(base)
+    found = auto.choose(base, RunDir("run"), never)
+    assert found.file.recipe.engine == Engine(name="inductor")
+    assert found.world.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
+    control.write_run(found, RunDir("run"))
+    assert read_json(RunDir("run").choice)["chosen"] == "inductor"
+    assert auto.foreseen(base).file.recipe.engine.name == "inductor"
+
+
+def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    """What another hand has written is not taken for a measurement."""
+    base = settled()
+    remembered_choice(base)
+    path = auto._path(base)
+    before = path.stat().st_size
+    path.write_text(path.read_text().replace("inductor", "eager"))
+    assert auto.remembered(base) is None
+    assert capsys.readouterr().out == f"{path}: has {before - 3} bytes, and had {before}; forgotten\n"
+
+
+def test_a_run_keeps_its_engine() -> None:
+    """What the run folder says goes before what was measured since; another recipe without checkpoints does not."""
+    base, run = settled(), RunDir("run")
+    remembered_choice(base, "inductor")
+    write_json(run.choice, {"asked": "auto", "chosen": "eager", "why": "then", "key": auto.digest(base)})
+    assert auto.choose(base, run, never).world.notes[-1] == "engine auto: eager: then (as this run began)"
+    write_json(run.choice, {"asked": "auto", "chosen": "eager", "why": "then", "key": "of another model"})
+    assert auto.choose(base, run, never).file.recipe.engine.name == "inductor"
+    write_text(run.checkpoint(5) / "COMPLETE", "")
+    assert auto.choose(base, run, never).file.recipe.engine.name == "eager"
+
+
+def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
+    """The run folder's choice belongs to engine auto alone."""
+    run = RunDir("run")
+    write_json(run.choice, {"chosen": "ort"})
+    control.write_run(settled(engine={"name": "eager"}), run)
+    assert not run.choice.exists()
+
+
+def test_a_rank_cannot_measure() -> None:
+    """Under a launcher auto takes what is remembered, and refuses before anything is done where nothing is."""
+    base = settled(environ=TORCH)
+    with pytest.raises(PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"):
+        auto.choose(base, RunDir("run"), never)
+    assert not Path("run").exists()
+    remembered_choice(settled(batch={"micro_size": 8, "accumulation_steps": 1}))
+    with pytest.raises(PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"):
+        auto.choose(settled(environ=TORCH), RunDir("run"), never)
+    remembered_choice(settled())
+    assert auto.choose(base, RunDir("run"), never).choice is not None
+
+
+def test_what_would_fail_anyway_fails_before_measuring() -> None:
+    """The checks of the run come first: no minute is spent on a run that cannot start."""
+    Path("mine").write_text("")
+    with pytest.raises(PlanError, match="is a file; give a folder"):
+        control.train(settled(), Path("mine"))
+    assert not Path("bench").exists()
+
+
+def test_plan_and_dry_run_measure_nothing() -> None:
+    """They say that it will be measured, and plan nothing else until then."""
+    base = settled()
+    shown = control.foreseen(base)
+    assert shown.plan == base.plan
+    assert shown.world.notes[-1].startswith("engine auto: measured when training starts")
+
+
+def test_a_bench_refreshes_what_auto_remembers(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is shorter than auto's own is no reason to change the engine."""
+    base, made = settled(), rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
+    auto.remember(base, {"variants": made, "rounds": 3, "steps": 2}, Path("bench"))
+    assert (auto.remembered(base), capsys.readouterr().out) == (None, "")
+    auto.remember(base, {"variants": made, "rounds": 3, "steps": 3}, Path("bench"))
+    found = auto.remembered(base)
+    assert found is not None
+    assert (found["chosen"], found["bench"]) == ("ort", str(Path("bench").resolve()))
+    assert capsys.readouterr().out == "engine.name: auto will take ort for this recipe on this machine\n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch": {"micro_size": 4, "accumulation_steps": 1}},
+        {"batch": {"micro_size": 2, "accumulation_steps": 2}},
+        {"precision": "bf16"},
+        {"zero": {"stage": 1}},
+        {"optimizer": {"name": "adamw", "learning_rate": 0.1}},
+        {"model": {"task": "custom", "factory": "mine:model", "arguments": {"width": 3}}},
+        {"data": {"train": {"format": "custom", "factory": "mine:data", "arguments": {"length": 3}}}},
+        {"engine": {"name": "auto", "memory_optimization": 1}},
+        {"launch": {"processes_per_node": 2}},
+        {"launch": {"env": {"OMP_NUM_THREADS": "7"}}},
+    ],
+    ids=str,
+)
+def test_what_decides_speed_is_in_the_key(change: dict[str, Any]) -> None:
+    """Model, shape, batch, precision, sharding, optimizer, options, ranks and threads: another one, another key."""
+    assert auto.digest(settled(**change)) != auto.digest(settled())
+
+
+def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another torch, another processor, or another text of the user's module: measured anew."""
+    Path("mine.py").write_text(f"{OWN_MODULE}one = 1")
+    before = auto.digest(settled())
+    Path("mine.py").write_text(f"{OWN_MODULE}two = 2")
+    changed = {before, auto.digest(settled())}
+    monkeypatch.setattr(machine, "hardware", lambda: {"processor": "another"})
+    changed.add(auto.digest(settled()))
+    monkeypatch.setattr(extensions, "version", {"torch": "99"}.get)
+    changed.add(auto.digest(settled()))
+    assert len(changed) == 4
+
+
+def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sets OMP_NUM_THREADS=1, which its ranks do not heed: a bench under it and a rank of it share a key."""
+    two = {"launch": {"processes_per_node": 2}}
+    before = auto.digest(settled(**two))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert auto.digest(settled(**two)) == before
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert auto.digest(settled(**two)) != before
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one = auto.digest(settled())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert auto.digest(settled()) != one
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "other"}, {"seed": 7}, {"train": {"max_steps": 9}}, {"engine": {"name": "ort"}}]
+)
+def test_what_does_not_decide_speed_is_not_in_the_key(change: dict[str, Any]) -> None:
+    """A longer run, another seed or the recipe's own engine ask for no other measurement."""
+    assert auto.digest(settled(**change)) == auto.digest(settled())

@@ -1,0 +1,205 @@
+"""The pure parts of `ortlaunch bench`: variants, figures, the picture, and what is said of the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch import bench, machine
+from ortlaunch.bench import Length, picture, report
+from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, settle, split_values, variants
+from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.recipe.engine import Engine
+from tests.control.benches import player, rows, settled
+from tests.makers import BERT, WORDS
+
+pytestmark = pytest.mark.usefixtures("workbench")
+
+BERT_ON_WORDS: dict[str, Any] = {"model": {"task": "masked-lm", "config": BERT}, "data": WORDS}
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0,1", ["0", "1"]),
+        ("{a: [1, 2]}, {b: 2}", ["{a: [1, 2]}", "{b: 2}"]),
+        ("'a,b',\"c,d\",[1,[2,3]]", ["'a,b'", '"c,d"', "[1,[2,3]]"]),
+        ("one", ["one"]),
+        ("'it]s',x", ["'it]s'", "x"]),
+    ],
+)
+def test_values_of_vary(text: str, values: list[str]) -> None:
+    """Commas separate, but not inside brackets or quotes."""
+    assert list(split_values(text)) == values
+
+
+def test_variants_are_engines_times_values() -> None:
+    """Every engine with every combination, engines next to each other; names say only what was varied."""
+    found = variants(["ort", "eager"], ["engine.memory_optimization=0,1", "optimizer.learning_rate=0.1,1.5"])
+    assert len(found) == 8
+    assert [variant.engine for variant in found[:2]] == ["ort", "eager"]
+    assert found[0].name == "ort memory_optimization=0 learning_rate=0.1"
+    assert found[0].slug == "ort-memory_optimization=0-learning_rate=0.1"
+    assert len({variant.slug for variant in found}) == 8
+
+
+def test_all_engines_by_default() -> None:
+    """The three of the recipe's field, but auto."""
+    assert [variant.engine for variant in variants(ENGINES, ())] == ["ort", "inductor", "eager"]
+
+
+def test_an_engine_replaces_the_recipes() -> None:
+    """What is ort's stays behind where another engine comes; ort never falls back in a bench."""
+    before = Engine(name="auto", parity_steps=2, memory_optimization=1)
+    assert engine_overrides("inductor", before) == ('engine={"name": "inductor"}',)
+    assert engine_overrides("inductor", before, parity=True) == ('engine={"name": "inductor", "parity_steps": 2}',)
+    assert engine_overrides("eager", before, parity=True) == ('engine={"name": "eager"}',)
+    base = settled(engine={"name": "ort", "memory_optimization": 1, "allow_fallback": True})
+    assert base.again(*Variant("eager", ()).overrides(base.file.recipe.engine)).file.recipe.engine == Engine(
+        name="eager"
+    )
+    ort = base.again(*Variant("ort", ()).overrides(base.file.recipe.engine)).file.recipe.engine
+    assert (ort.memory_optimization, ort.allow_fallback) == (1, False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_keeps_the_precision_of_products(engine: str) -> None:
+    """engine.matmul_precision is no engine's own: what is compared side by side multiplies alike."""
+    base = settled(engine={"name": "ort", "matmul_precision": "medium"})
+    for chosen, word in (((), "medium"), (("engine.matmul_precision=high",), "high")):
+        found = settle(Variant(engine, chosen), base).settled
+        assert found is not None
+        assert found.file.recipe.engine.matmul_precision == word
+
+
+def test_a_refused_variant_says_why() -> None:
+    """The recipe's rules refuse a variant alone; when all are refused, that is an error with every reason."""
+    base = settled(precision="bf16")
+    refused = settle(Variant("ort", ()), base)
+    assert (refused.settled, "precision: got bf16 with engine ort" in refused.refused) == (None, True)
+    assert settle(Variant("eager", ()), base).settled is not None
+    with pytest.raises(InputError) as caught:
+        bench.prepared(base, ["ort"], ["seed=1,2"])
+    assert str(caught.value).count("ort seed=") == 2
+
+
+def test_medians_spread_and_ratios() -> None:
+    """Figures of known steps: the median of all steps of all turns, against eager with the same varied keys."""
+    ort, eager = rows(player("ort", [[1.0, 2.0], [3.0, 4.0]]), player("eager", [[5.0, 5.0], [5.0, 9.0]]))
+    assert ort["seconds"] == {"median": 2.5, "quartile_1": 1.75, "quartile_3": 3.25, "min": 1.0, "max": 4.0}
+    assert (ort["samples_per_second"], eager["samples_per_second"]) == (2 / 2.5, 2 / 5.0)
+    assert (ort["ratio"], eager["ratio"], ort["ratio_to"]) == (2.0, 1.0, "eager")
+    text = report.table([ort, eager])
+    cells = text.splitlines()[1].split()
+    assert (cells[:5], cells[-3:]) == (["ort", "2.5", "1.75", "-", "3.25"], ["1e-06", "2.00", "x"])
+
+
+def test_ratio_within_the_same_option() -> None:
+    """An option's own eager is the yardstick, not that of another option."""
+    made = rows(
+        player("eager", [[1.0]], None, "seed=1"),
+        player("eager", [[4.0]], None, "seed=2"),
+        player("ort", [[2.0]], None, "seed=2"),
+    )
+    assert (made[2]["ratio_to"], made[2]["ratio"]) == ("eager seed=2", 2.0)
+
+
+def test_mfu_has_one_yardstick() -> None:
+    """The highest rate that any variant measured is the peak of all of them."""
+    made = []
+    for name, peak in (("ort", 100.0), ("eager", 400.0)):
+        one = player(name, [[1.0]])
+        one.variant = settle(Variant(name, ()), settled(**BERT_ON_WORDS))
+        one.ready.update(flops_per_token=2.0, peak_flops=peak)
+        made.append(one)
+    tokens = made[0].variant.settled.plan.batch.tokens_per_step  # type: ignore[union-attr]
+    assert [row["mfu"] for row in rows(*made)] == [2.0 * tokens / 400.0] * 2
+
+
+def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
+    """A product at medium may be six times as fast as one at highest, which is no yardstick for the other."""
+    made = []
+    for word, peak in (("highest", 100.0), ("medium", 600.0)):
+        one = player("eager", [[1.0]], None, f"engine.matmul_precision={word}")
+        assert one.variant.settled is not None
+        batch = one.variant.settled.plan.batch._replace(tokens_per_step=100)
+        plan = dataclasses.replace(one.variant.settled.plan, batch=batch)
+        one.variant = one.variant._replace(settled=one.variant.settled._replace(plan=plan))
+        one.ready.update(flops_per_token=2.0, peak_flops=peak)
+        made.append(one)
+    assert [row["mfu"] for row in rows(*made)] == [pytest.approx(200 / 100), pytest.approx(200 / 600)]
+
+
+def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
+    """Parity is compared at highest, so it cannot."""
+    moved = {"verdict": "passes", "largest": 1e-6, "loss_from_highest": 2.5e-4}
+    one = player("eager", [[1.0]], moved, "engine.matmul_precision=medium")
+    text = report.table(rows(one))
+    assert "eager matmul_precision=medium: matmul_precision medium moves the loss by 2.5e-04; parity is" in text
+
+
+def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the bench ends before anything is run, with what to type."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        MissingDependency, match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture'
+    ):
+        bench.bench(settled(), ["eager"], (), Length(), None, picture=True)
+    assert not Path("bench").exists()
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    """A bar a variant, as a PNG."""
+    pytest.importorskip("matplotlib")
+    picture.draw(rows(player("ort", [[1.0, 2.0]]), player("eager", [[3.0]])), "title", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said, with both figures; where they fit, or nobody can tell, all stay resident."""
+    said: list[str] = []
+    made = [player("eager", [[1.0]]), player("ort", [[1.0]])]
+    assert bench._that_fits(Length(), made, said.append) == Length()
+    for each in made:
+        each.variant = settle(each.variant, settled(**BERT_ON_WORDS))
+    assert bench._that_fits(Length(), made, said.append) == Length()
+    monkeypatch.setattr(machine, "free_memory", lambda: 1 << 20)
+    assert bench._that_fits(Length(), made, said.append).one_at_a_time
+    assert "1.0 MiB are free: one at a time" in said[0]
+
+
+def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that works beside the bench is named."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            assert any(f"({busy.pid}): " in line for line in machine.others_at_work())
+        finally:
+            busy.kill()
+    said: list[str] = []
+    monkeypatch.setattr(machine, "others_at_work", list)
+    bench._say_busy(said.append, (0.0, 0.0, 0.0))
+    assert said == []
+    bench._say_busy(said.append, (1000.0, 0.0, 0.0))
+    assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
+
+
+def test_a_job_that_works_while_it_waits_is_told() -> None:
+    """Half a core in the others' time spoils their figures."""
+    made, said = player("ort", [[1.0]]), []
+    made.turns[0]["waited"] = {"seconds": 10.0, "processor_seconds": 5.0}
+    bench._say_spinning([made], said.append)
+    assert said[0].startswith("WARNING: ort used 5.0 s of processor time in 10.0 s of waiting")
+
+
+def test_hardware_names_processor_and_cores() -> None:
+    """What the key and bench.json say of this machine."""
+    found = machine.hardware()
+    assert (found["cores"] > 0, bool(found["processor"]), found["gpus"]) == (True, True, machine._gpus())
+    json.dumps(found)

@@ -1,0 +1,79 @@
+"""What the ranks of this host take, against its cores and memory: notes, and a refusal of what cannot be."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ortlaunch.errors import PlanError
+from ortlaunch.machine import most_memory
+from ortlaunch.planning import capacity
+from ortlaunch.planning.capacity import PROCESS, crowded
+from ortlaunch.recipe import Recipe
+from tests.makers import bert, host, plan, recipe
+
+GiB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores, and a control group of 16 GiB."""
+    monkeypatch.setattr(capacity, "cores", lambda: 2)
+    monkeypatch.setattr(capacity, "most_memory", lambda: ("control group /job", 16 * GiB))
+
+
+def notes(made: Recipe, slots: int, name: str = "localhost", planned_only: bool = False) -> list[str]:
+    """What is said of that many ranks on one host."""
+    return list(crowded(plan(made, [host(name, slots)], "torchrun"), planned_only))
+
+
+def large(layers: int) -> Recipe:
+    """A BERT of 12.6 million parameters a layer, with Adam 16 bytes each."""
+    config = {"model_type": "bert", "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
+              "vocab_size": 1000, "num_hidden_layers": layers}  # fmt: skip
+    words = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
+    return bert(model={"task": "masked-lm", "config": config}, data=words, optimizer={"learning_rate": 1.0})
+
+
+def test_more_ranks_than_cores_are_noted() -> None:
+    """They train, slowly; as many as there are cores need no word, nor do other hosts' ranks."""
+    assert notes(recipe(), 2) == []
+    assert notes(recipe(), 3) == ["localhost: 3 ranks share 2 cores, and wait for each other"]
+    assert notes(recipe(), 1000, "other") == []
+
+
+@pytest.mark.parametrize("planned_only", [False, True])
+def test_more_processes_than_memory_are_refused(planned_only: bool) -> None:
+    """A rank takes its 200 MiB before there is a model: 81 of them are 15.8 GiB, 82 are too many, also for a plan."""
+    assert len(notes(recipe(), 81)) == 1
+    with pytest.raises(PlanError) as caught:
+        notes(recipe(), 82, planned_only=planned_only)
+    assert str(caught.value) == (
+        "localhost: 82 ranks x (200.0 MiB a process + 0 B of weights, gradients and optimizer state) = 16.0 GiB at "
+        "least, and control group /job is 16.0 GiB; ask for fewer ranks, a smaller model or more hosts"
+    )
+    assert 81 * PROCESS < 16 * GiB < 82 * PROCESS
+
+
+def test_a_model_beyond_memory_is_refused_and_can_be_planned() -> None:
+    """By what is exact: weights, gradients, Adam; a plan is shown, with a note: its table says what would fit."""
+    assert notes(large(24), 2) == []
+    with pytest.raises(
+        PlanError, match=r"2 ranks x \(200.0 MiB a process \+ 9.\d GiB of weights.* = 19.\d GiB at least"
+    ):
+        notes(large(50), 2)
+    assert notes(large(50), 2, planned_only=True)[0].startswith("localhost: 2 ranks x (200.0 MiB")
+
+
+def test_an_estimate_beyond_memory_is_a_note() -> None:
+    """Activations are estimated, and what is estimated refuses nothing."""
+    made = large(24).model_copy(update={"batch": large(24).batch.model_copy(update={"micro_size": 128})})
+    assert notes(made, 1)[0].startswith("localhost: by the estimate its ranks take ")
+
+
+def test_the_nearest_limit() -> None:
+    """This machine's memory, or a control group's below it."""
+    where, most = most_memory()
+    assert where
+    assert GiB // 4 < most <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,383 @@
+"""The command line: every verb, what goes to which stream, and the exit status."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from ortlaunch import __version__, cli, doctor, start
+from ortlaunch.plan import Plan
+from ortlaunch.planning import world
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.reference import markdown
+from ortlaunch.recipe.schema import json_schema
+from ortlaunch.run import control
+from tests.makers import BERT, CUSTOM, OWN_MODULE, WORDS
+
+ROOT = Path(__file__).parents[2]
+VERBS = {
+    "validate": "Check a recipe",
+    "plan": "Show ranks, batch, memory",
+    "train": "Train a recipe.",
+    "bench": "Measure engines and options",
+    "parity": "Compare a recipe's engine with plain PyTorch",
+    "setup": "Build the torch extensions",
+    "schema": "Print the recipe's JSON schema",
+    "constraints": "Print a tested set of versions",
+    "hostfile": "Print an example of a host file",
+    "recipes": "The shipped recipes",
+    "recipes list": "Name the shipped recipes.",
+    "recipes show": "Print a shipped recipe.",
+    "recipes copy": "Copy a shipped recipe",
+}
+
+
+class Ended(NamedTuple):
+    """A command's exit status and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def ortlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in a folder with a good recipe and a bad one."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN_MODULE)
+    Path("good.yaml").write_text(yaml.safe_dump(CUSTOM))
+    Path("bert.yaml").write_text(
+        yaml.safe_dump({**CUSTOM, "name": "bert", "model": {"task": "masked-lm", "config": BERT}, "data": WORDS})
+    )
+    Path("bad.yaml").write_text(yaml.safe_dump({**CUSTOM, "presicion": "fp32", "seed": "x", "train": {}}))
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["ortlaunch", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        gc.unfreeze()
+        gc.enable()
+        code = caught.value.code
+        return Ended(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str, flag: str, ortlaunch: Run) -> None:
+    """Help of each verb is on stdout, with its first sentence."""
+    ended = ortlaunch(*verb.split(), flag)
+    assert (ended.status, ended.err) == (0, "")
+    assert f"Usage: ortlaunch {verb}" in ended.out
+    assert VERBS[verb] in ended.out
+
+
+def test_help_names_every_verb(ortlaunch: Run) -> None:
+    """The front page has every verb and nothing that is not there; no argument at all shows it too."""
+    ended = ortlaunch("--help")
+    listed = [line.split()[0] for line in ended.out.partition("Commands:")[2].splitlines() if line.startswith("  ")]
+    assert set(listed) & set(VERBS) == {verb for verb in VERBS if " " not in verb}
+    assert "ONNX Runtime" in ended.out
+    assert ended.out.strip() in {ortlaunch().out.strip(), ortlaunch().err.strip()}
+
+
+def test_version(ortlaunch: Run) -> None:
+    """The package's version alone."""
+    assert ortlaunch("--version") == Ended(0, f"{__version__}\n", "")
+
+
+def test_schema(ortlaunch: Run) -> None:
+    """The schema alone; tests/control/test_shipped_recipes.py holds recipes/schema.json to it."""
+    assert ortlaunch("schema") == Ended(0, json_schema(), "")
+    assert json.loads(json_schema())["title"] == "ortlaunch recipe"
+    assert ortlaunch("schema", "--markdown") == Ended(0, markdown(), "")
+
+
+def test_validate(ortlaunch: Run) -> None:
+    """A good recipe is one line on stdout."""
+    assert ortlaunch("validate", "good.yaml") == Ended(0, "good.yaml: valid (made)\n", "")
+    assert ortlaunch("validate", "good.yaml", "name=other") == Ended(0, "good.yaml: valid (other)\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate", "bad.yaml"],
+        ["plan", "bad.yaml"],
+        ["plan", "bad.yaml", "--json"],
+        ["train", "bad.yaml"],
+        ["train", "bad.yaml", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
+    """Every verb that reads a recipe gives all errors on stderr, nothing on stdout, status 2, and starts nothing."""
+    ended = ortlaunch(*arguments)
+    assert (ended.status, ended.out) == (2, "")
+    lines = ended.err.splitlines()
+    assert all(line.startswith("bad.yaml:") for line in lines)
+    assert [word for word in ("presicion", "precision", "seed", "train.max_steps") if word not in ended.err] == []
+    assert len(lines) == 3
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["validate", "absent.yaml"], "absent.yaml"),
+        (["validate", "good.yaml", "trian.max_steps=1"], "train"),
+        (["validate", "good.yaml", "train.max_steps"], "train.max_steps"),
+        (["plan", "good.yaml", "--hostfile", "/nope"], "/nope: cannot be read"),
+        (["plan", "good.yaml", "--include", "a"], "ortlaunch: --include and --exclude choose from a host file"),
+        (["plan", "good.yaml", "--launcher", "srun"], "got srun; one of auto, local, torchrun, mpi"),
+        (["plan", "good.yaml", "--nproc-per-node", "0"], "--nproc-per-node"),
+        (
+            ["plan", "good.yaml", "--launcher", "local", "--nproc-per-node", "2"],
+            "ortlaunch: launcher local is one process",
+        ),
+        (["train", "good.yaml", "launch.forward=[NOT_SET]"], "ortlaunch: launch.forward: NOT_SET is not set"),
+        (["train", "good.yaml", "--run-dir", "good.yaml"], "ortlaunch: --run-dir good.yaml: is a file"),
+        (["train"], "Missing argument"),
+        (["trian"], "No such command 'trian'"),
+        (["recipes", "show", "bert-large/tinny"], "did you mean bert-large/tiny?"),
+        (["recipes", "copy", "nothing-like-it"], "ortlaunch: no shipped recipe 'nothing-like-it'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_user_got_wrong(arguments: list[str], said: str, ortlaunch: Run) -> None:
+    """Status 2, the reason on stderr without a traceback, nothing on stdout."""
+    ended = ortlaunch(*arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--num-gpus 4", "--num-gpus; it is --nproc-per-node 4 here"),
+        ("--num_gpus=4", "--num_gpus; it is --nproc-per-node 4 here"),
+        ("--nproc_per_node 4", "--nproc_per_node; it is written --nproc-per-node"),
+        (
+            "--resume",
+            "--resume; PyTorch says resume; here it is the command line option --run-dir with the folder of the",
+        ),
+        ("--max_steps=5", "--max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--max-steps 5", "--max-steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--train.max_steps=5", "--train.max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--learning-rate 0.1", "a key of the recipe is given without dashes: optimizer.learning_rate=0.1"),
+        ("--lr name=x", "a key of the recipe is given without dashes: optimizer.learning_rate=VALUE"),
+        ("--seed 4", "a key of the recipe is given without dashes: seed=4"),
+        ("--bf16", "--bf16; Hugging Face says bf16; here it is precision: bf16"),
+        ("--config x.yaml", "the recipe is given without an option, as in `ortlaunch train RECIPE`"),
+        ("--partition gpu", "Slurm's partition is not needed here: give it to sbatch, salloc or srun"),
+    ],
+)
+def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
+    """One line with what to type, by the tables that recipe keys have; nothing is started."""
+    ended = ortlaunch("train", "good.yaml", *typed.split())
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("ortlaunch: there is no option --")
+    assert hint in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("typed", ["--nproc-per-nod", "--zork", "-n"])
+def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None:
+    """Where only a letter is wrong, or nothing is like it."""
+    assert f"No such option: {typed}" in ortlaunch("plan", "good.yaml", typed).err
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("eval good.yaml", "there is no verb eval; what comes nearest is ortlaunch train: a recipe's data.evaluation"),
+        ("evaluate", "there is no verb evaluate; what comes nearest is ortlaunch train: a recipe's data.evaluation"),
+        ("resume runs/x", "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
+        ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
+        ("trian good.yaml", "No such command 'trian'. Did you mean 'train'?"),
+        ("recipes lst", "No such command 'lst'. Did you mean 'list'?"),
+    ],
+)
+def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
+    """What the other tool's verb does, in our words; a recipe without a verb; a mistyped one."""
+    ended = ortlaunch(*typed.split())
+    assert (ended.status, ended.out) == (2, "")
+    assert hint in ended.err
+
+
+def test_plan(ortlaunch: Run) -> None:
+    """The page for a person ends with the command that `train` would run."""
+    ended = ortlaunch("plan", "bert.yaml", "--nproc-per-node", "2")
+    assert (ended.status, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert lines[0] == "bert: 2 ranks on 1 host, cpu, launcher torchrun"
+    assert any(line.startswith("batch: 4 samples = 2 micro") for line in lines)
+    assert any(line.startswith("memory: ") for line in lines)
+    assert lines[-1].startswith("command: OMP_NUM_THREADS=1 ")
+    assert lines[-1].endswith(f"{start.__file__} ortlaunch.worker runs/bert-TIME")
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("hosts", [None, "a slots=2\nb slots=1\n"])
+def test_plan_json_is_json_only(hosts: str | None, ortlaunch: Run) -> None:
+    """Nothing but the plan, which reads back as itself, also where there are notes for a person."""
+    more = []
+    if hosts:
+        Path("hosts").write_text(hosts)
+        more = ["--hostfile", "hosts"]
+    ended = ortlaunch("plan", "bert.yaml", "--json", *more)
+    assert (ended.status, ended.err) == (0, "")
+    assert json.loads(ended.out)["world_size"] == (3 if hosts else 1)
+    assert Plan.from_json(ended.out).to_json() + "\n" == ended.out
+
+
+BIG = ("bert-large/phase1", "llama2-7b/pretrain", "llama2-7b/finetune", "llama2-7b/lora")
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_a_big_recipe_on_a_login_node(name: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU here launch.device=cuda is what to try first, and it plans; a host file is named."""
+    monkeypatch.setattr(world, "visible_gpus", lambda environ: 0)
+    path = str(ROOT / "recipes" / f"{name}.yaml")
+    assert "use launch.device=cuda if the run's hosts have GPUs, else precision: fp32" in ortlaunch("plan", path).err
+    ended = ortlaunch("plan", path, "launch.device=cuda")
+    assert (ended.status, ended.err) == (0, "")
+    assert "has no GPU that CUDA_VISIBLE_DEVICES shows: planned for a host like it that has 1" in ended.out
+    Path("hosts").write_text("a slots=8\nb slots=8\n")
+    assert "launch.device=cuda if those of hosts have GPUs" in ortlaunch("plan", path, "--hostfile", "hosts").err
+    assert ortlaunch("plan", path, "--hostfile", "hosts", "launch.device=cuda").status == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["good.yaml"], "memory: not known here: your factory builds the model; train counts it"),
+        (["llama2-7b/finetune", "launch.device=cuda"], "memory: not known here: the config of meta-llama/Llama-2-7b-hf "
+         "is not on this host, and a plan does not ask the hub; give the folder of a copy, or fetch it once: hf"),
+        (["bert.yaml", "model.config={model_type: gpt2}"], "memory: not known here: models of type gpt2 are not"),
+        (["llama2-7b/finetune", "launch.device=cuda", "model.pretrained=here"], "memory: 6,738,415,616 parameters"),
+    ],
+)  # fmt: skip
+def test_plan_says_why_there_is_no_memory_table(
+    arguments: list[str], said: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose model it is, or which config is missing; a copy of the config is enough, also in the hub's cache."""
+    monkeypatch.setenv("HF_HOME", str(Path("hub").resolve()))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    Path("here").mkdir()
+    config = {"model_type": "llama", "torch_dtype": "float16", "vocab_size": 32000, "hidden_size": 4096}
+    Path("here/config.json").write_text(json.dumps(config))
+    ended = ortlaunch("plan", *arguments)
+    assert ended.status == 0, ended.err
+    assert said in ended.out
+    model = Path("hub/hub/models--meta-llama--Llama-2-7b-hf")
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text("abc123")
+    (model / "snapshots").mkdir()
+    Path("here").rename(model / "snapshots/abc123")
+    if "pretrained" not in arguments[-1] and "finetune" in arguments[0]:
+        assert "memory: 6,738,415,616 parameters" in ortlaunch("plan", *arguments).out
+
+
+def test_plan_tells_how_a_host_file_was_read(ortlaunch: Run) -> None:
+    """Notes come first."""
+    Path("hosts").write_text("localhost slots=1\n")
+    assert ortlaunch("plan", "good.yaml", "--hostfile", "hosts").out.startswith("hosts: read as DeepSpeed / Open MPI")
+
+
+def test_ten_thousand_hosts(ortlaunch: Run) -> None:
+    """80,000 ranks plan, print and read back; benchmarks/startup.py takes the time."""
+    Path("hosts").write_text("".join(f"node{number} slots=8\n" for number in range(10_000)))
+    ended = ortlaunch("plan", "good.yaml", "--hostfile", "hosts", "--json")
+    plan = Plan.from_json(ended.out)
+    assert (plan.world_size, plan.ranks[-1].rank) == (80_000, 79_999)
+    assert plan.to_json() + "\n" == ended.out
+
+
+def test_dry_run(ortlaunch: Run) -> None:
+    """The command alone, and nothing written."""
+    ended = ortlaunch("train", "good.yaml", "--dry-run", "--run-dir", "here")
+    assert ended == Ended(0, f"{sys.executable} {start.__file__} ortlaunch.worker here\n", "")
+    assert not Path("here").exists()
+
+
+def test_parity_is_a_training_that_ends_early(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe with the number of steps, three by default, and nothing else changed; eager has nothing to compare."""
+    asked = []
+    monkeypatch.setattr(control, "train", lambda settled, folder: asked.append(settled.file.recipe) or 0)
+    for arguments, steps in (([], 3), (["--steps", "5"], 5)):
+        assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(0, "", "")
+        engine = {"name": "inductor", "parity_steps": steps, "parity_only": True}
+        assert asked.pop() == Recipe.model_validate({**CUSTOM, "engine": engine})
+    ended = ortlaunch("parity", "good.yaml")
+    assert (ended.status, ended.out) == (2, "")
+    assert "engine.parity_steps: does nothing with engine eager" in ended.err
+
+
+def test_recipes_list(ortlaunch: Run) -> None:
+    """One name a line, each of which can be shown."""
+    ended = ortlaunch("recipes", "list")
+    names = ended.out.splitlines()
+    assert {"bert-large/phase1", "bert-large/phase2", "bert-large/tiny", "llama2-7b/tiny"} <= set(names)
+    assert len(names) == len(list((ROOT / "recipes").rglob("*.yaml")))
+
+
+def test_recipes_show(ortlaunch: Run) -> None:
+    """The file as it is."""
+    text = (ROOT / "recipes" / "bert-large" / "phase2.yaml").read_text(encoding="utf-8")
+    assert ortlaunch("recipes", "show", "bert-large/phase2") == Ended(0, text, "")
+
+
+def test_recipes_copy(ortlaunch: Run) -> None:
+    """What it extends comes along, the copy is valid, and a second copy overwrites nothing."""
+    assert ortlaunch("recipes", "copy", "bert-large/phase2", "mine") == Ended(
+        0, "mine/phase2.yaml\nmine/phase1.yaml\n", ""
+    )
+    Path("mine/phase2.yaml").unlink()
+    ended = ortlaunch("recipes", "copy", "bert-large/phase2", "mine")
+    assert ended == Ended(2, "", "ortlaunch: mine/phase1.yaml exists already; give another name\n")
+    assert not Path("mine/phase2.yaml").exists()
+    assert ortlaunch("recipes", "copy", "bert-large/tiny", "own.yaml").status == 0
+    assert ortlaunch("validate", "own.yaml").status == 0
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_setup_builds_in_a_process_of_its_own(status: int, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verb ends as the build does, and this process never imports torch for it."""
+    sent: list[Any] = []
+
+    def run(command: list[str], **_: object) -> Any:
+        sent.append(command)
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert ortlaunch("setup") == Ended(status, "", "")
+    assert sent == [(sys.executable, start.__file__, "ortlaunch.extensions")]
+    assert doctor.set_up() == status
+
+
+def test_the_installed_command(tmp_path: Path) -> None:
+    """The entry point is this command, with its statuses and streams."""
+    (tmp_path / "bad.yaml").write_text("name: [\n")
+    command = str(Path(sys.executable).with_name("ortlaunch"))
+    good = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
+    assert (good.returncode, good.stdout, good.stderr) == (0, f"{__version__}\n", "")
+    bad = subprocess.run([command, "validate", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (bad.returncode, bad.stdout, bad.stderr.startswith("bad.yaml:")) == (2, "", True)
+    env = {**os.environ, "PYTHONWARNINGS": "error"}
+    module = [sys.executable, "-m", "ortlaunch.cli", "--version"]
+    assert subprocess.run(module, env=env, capture_output=True, text=True, check=False).stdout == good.stdout

@@ -1,0 +1,332 @@
+"""The control side between recipe and ranks: run folders, what they may hold, and what ranks of one launch agree on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch import doctor, extensions, start
+from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
+from ortlaunch.planning.world import Asked
+from ortlaunch.rank import Rank
+from ortlaunch.run import control
+from ortlaunch.run.control import Settled, differences, run_folder, settle_run
+from ortlaunch.run.folder import RunDir, write_text
+from tests.makers import CUSTOM, OWN_MODULE, host
+from tests.makers import plan as made_plan
+from tests.makers import recipe as made_recipe
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "0",
+         "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_ID": "77"}  # fmt: skip
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+       "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test works in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN_MODULE)
+
+
+def settled(asked: Asked | None = None, environ: dict[str, str] | None = None, **sections: Any) -> Settled:
+    """A custom recipe with these sections, read from a file here."""
+    path = Path("recipe.yaml")
+    path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
+    return settle_run(path, (), asked or Asked(), environ or {})
+
+
+def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> None:
+    """The worker is this interpreter's, and the user's modules lie beside the recipe."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
+    plan = settle_run(Path("sub/recipe.yaml"), ["train.max_steps=7"], Asked(), {}).plan
+    assert plan.argv[1:] == (start.__file__, "ortlaunch.worker")
+    assert (os.path.isabs(plan.argv[0]), plan.modules) == (True, "sub")
+
+
+def test_device_rules_are_checked_against_this_machine() -> None:
+    """A recipe that fits another device only is refused here, with its place."""
+    with pytest.raises(RecipeError) as caught:
+        settled(precision="fp16", zero={"stage": 1}, launch={"launcher": "local"})
+    assert str(caught.value).startswith("recipe.yaml:")
+    assert "precision: got fp16 with DeepSpeed on CPU" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "folder"),
+    [
+        ({**TORCH, "TORCHELASTIC_RUN_ID": "job 1/é"}, "runs/made-job-1-é"),
+        ({**MPI, "PMIX_NAMESPACE": "prterun-vm-3307@1"}, "runs/made-prterun-vm-3307-1"),
+        (SLURM, "runs/made-slurm-77.0.0"),
+        ({**SLURM, "SLURM_RESTART_COUNT": "2"}, "runs/made-slurm-77.0.2"),
+    ],
+)
+def test_folder_of_ranks_on_several_hosts(environ: dict[str, str], folder: str) -> None:
+    """The launcher's own name for the launch names the folder, the same on every rank."""
+    assert str(run_folder(None, settled(environ=environ), environ)) == folder
+    assert str(run_folder(Path("mine"), settled(environ=environ), environ)) == "mine"
+
+
+@pytest.mark.parametrize("environ", [{**TORCH, "TORCHELASTIC_RUN_ID": "none"}, MPI])
+def test_ranks_without_a_common_name(environ: dict[str, str]) -> None:
+    """Where the launcher gives no name, the user must; with one it goes on."""
+    with pytest.raises(PlanError) as caught:
+        run_folder(None, settled(environ=environ), environ)
+    message = "the ranks' launcher gives no name that they could agree on; add --run-dir, the same for all ranks"
+    assert str(caught.value) == message
+    assert str(run_folder(Path("mine"), settled(environ=environ), environ)) == "mine"
+
+
+def test_folder_of_ranks_on_this_host() -> None:
+    """Ranks of one launcher on one host have one parent, which no other launch has."""
+    environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    folder = str(run_folder(None, settled(environ=environ), environ))
+    assert folder == str(run_folder(None, settled(environ={**environ, "RANK": "0", "LOCAL_RANK": "0"}), environ))
+    assert folder.startswith(f"runs/made-{os.getppid()}-")
+
+
+def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name and the time; runs that start in the same second get folders of their own."""
+    monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
+    run = run_folder(None, settled(), {})
+    assert str(run) == "runs/made-20260102-030405"
+    assert [str(control._claimed(run)) for _ in range(3)] == [f"{run}", f"{run}-2", f"{run}-3"]
+
+
+def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
+    """The folder of an earlier run, with a checkpoint after some steps."""
+    run = RunDir(folder)
+    write_text(run.recipe, control.recipe.to_yaml(settled(**sections).file.recipe))
+    if steps:
+        write_text(run.checkpoint(steps) / "COMPLETE", "")
+    return run
+
+
+def test_a_file_is_no_run_folder() -> None:
+    """--run-dir with a file's name is refused."""
+    Path("mine").write_text("")
+    with pytest.raises(PlanError, match=r"^--run-dir mine: is a file; give a folder$"):
+        control.train(settled(), Path("mine"))
+
+
+def test_a_folder_of_something_else() -> None:
+    """--run-dir with files of another kind in it is refused, and nothing is written there."""
+    write_text(Path("mine/thesis.tex"), "")
+    with pytest.raises(PlanError, match=r"^--run-dir mine: is not empty and not a run folder; give a new one$"):
+        control.train(settled(), Path("mine"))
+    assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
+
+
+def test_an_edited_recipe_in_a_run_folder() -> None:
+    """A run folder whose recipe is no valid one any more is refused with file, line and column."""
+    run = older("mine")
+    write_text(run.recipe, run.recipe.read_text().replace("name: made", "nam: made"))
+    with pytest.raises(RecipeError) as caught:
+        control.train(settled(), Path("mine"))
+    assert caught.value.problems[0].startswith("mine/recipe.yaml:1:1: nam: unknown key; did you mean name?")
+
+
+CHANGED = {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "train": {"max_steps": 9}}
+
+
+def test_checkpoints_of_another_training() -> None:
+    """What would make a resumed run another training is listed, old and new; what may change is not."""
+    older("mine", steps=2)
+    with pytest.raises(PlanError) as caught:
+        control.train(settled(**CHANGED), Path("mine"))
+    assert str(caught.value) == (
+        "--run-dir mine: holds checkpoints of another training; these differ:\n"
+        "  optimizer.learning_rate: 0.1 -> 0.2\n"
+        "Give a new --run-dir, or the recipe that it was trained with"
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "sections", "lines"),
+    [
+        (2, {}, ["continuing mine"]),
+        (2, {"train": {"max_steps": 9}}, ["continuing mine", "  changed: train.max_steps: 3 -> 9"]),
+        (
+            2,
+            {"model": {**CUSTOM["model"], "gradient_checkpointing": True}},  # the same numbers in less memory
+            ["continuing mine", "  changed: model.gradient_checkpointing: False -> True"],
+        ),
+        (
+            None,
+            CHANGED,
+            [
+                "continuing mine",
+                "  changed: optimizer.learning_rate: 0.1 -> 0.2",
+                "  changed: train.max_steps: 3 -> 9",
+            ],
+        ),
+    ],
+)
+def test_a_folder_is_continued(
+    steps: int | None, sections: dict[str, Any], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
+    control._check_folder(older("mine", steps), settled(**sections).file.recipe)
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_comparison_in_the_folder_of_a_training() -> None:
+    """`ortlaunch parity` does not overwrite the recipe and records that belong to checkpoints; else it may continue."""
+    engine = {"name": "inductor", "parity_steps": 1, "parity_only": True}
+    with pytest.raises(PlanError, match=r"^--run-dir mine: holds the checkpoints of a training, whose records"):
+        control._check_folder(older("mine", steps=2), settled(engine=engine).file.recipe)
+    control._check_folder(older("other"), settled(engine=engine).file.recipe)
+
+
+def test_preparing_forgets_old_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    """A continued run is not blamed for what ended the one before."""
+    run = older("mine")
+    write_text(run.error(3), "{}")
+    run.told.touch()
+    control._prepare(settled(zero={"stage": 1}), run)
+    assert list(run.errors.iterdir()) == []
+    assert json.loads(run.deepspeed.read_text())["zero_optimization"] == {"stage": 1}
+    assert json.loads(run.environment.read_text())["packages"]["pydantic"]
+    assert capsys.readouterr().out.splitlines()[-1] == "run folder: mine"
+
+
+def test_missing_means_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that lacks a package ends before its folder is made."""
+    monkeypatch.setattr(doctor, "_installed", lambda package: False)
+    with pytest.raises(MissingDependency):
+        control.train(settled(zero={"stage": 1}), None)
+    assert {path.name for path in Path().iterdir()} == {"mine.py", "recipe.yaml"}
+
+
+ABSENT = {
+    "deepspeed": ({"zero": {"stage": 1}},
+                  'zero: DeepSpeed is not installed: pip install "ortlaunch[deepspeed]", or set zero=null'),
+    "peft": ({"model": {"task": "causal-lm", "config": {"model_type": "llama", "num_hidden_layers": 1}, "lora": {}},
+              "data": {"train": "python-docs", "tokenizer": "here", "sequence_length": 8}},
+             'model.lora: peft is not installed: pip install "ortlaunch[lora]"'),
+    "tensorboard": ({"log": {"trackers": ["tensorboard"]}},
+                    'log.trackers: tensorboard is not installed: pip install "ortlaunch[tensorboard]"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", ABSENT)
+def test_what_to_type_for_a_missing_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each optional package has its line; what the recipe does not use is not asked for."""
+    sections, line = ABSENT[package]
+    made = settled(**sections)
+    monkeypatch.setattr(doctor, "_installed", lambda name: name != package)
+    with pytest.raises(MissingDependency) as caught:
+        doctor.require(made.file.recipe, made.plan)
+    assert str(caught.value) == line
+    plain = settled()
+    doctor.require(plain.file.recipe, plain.plan)
+
+
+def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpi4py is asked for where ranks of several hosts must meet; those of one host meet in the run folder."""
+    monkeypatch.setattr(doctor, "_installed", lambda package: package != "mpi4py")
+    made = made_recipe()
+    doctor.require(made, made_plan(made, [host("a", 2)], "mpi"))
+    with pytest.raises(MissingDependency) as caught:
+        doctor.require(made, made_plan(made, [host("a", 1), host("b", 1)], "mpi"))
+    assert str(caught.value) == (
+        'launcher mpi on more than one host: mpi4py is not installed: pip install "ortlaunch[mpi]"'
+    )
+
+
+def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two missing packages are two lines of one error."""
+    made = settled(zero={"stage": 1}, log={"trackers": ["tensorboard"]})
+    monkeypatch.setattr(doctor, "_installed", lambda name: False)
+    with pytest.raises(MissingDependency) as caught:
+        doctor.require(made.file.recipe, made.plan)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("package", "missing", "line"),
+    [
+        (None, ["a", "b"], "its torch extensions are not built for this torch (a, b): run `ortlaunch setup` once"),
+        (MissingDependency("no wheel"), [], "no wheel"),
+        (None, [], None),
+    ],
+)
+def test_what_engine_ort_takes(
+    package: Exception | None, missing: list[str], line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engine ort asks for its package, then for its built extensions; other engines ask for neither."""
+
+    def ort_package() -> str:
+        if package:
+            raise package
+        return "onnxruntime-training-cpu"
+
+    monkeypatch.setattr(extensions, "ort_package", ort_package)
+    monkeypatch.setattr(extensions, "missing", lambda: missing)
+    eager, made = settled(), settled(engine={"name": "ort"})
+    doctor.require(eager.file.recipe, eager.plan)
+    if line is None:
+        doctor.require(made.file.recipe, made.plan)
+        return
+    with pytest.raises(MissingDependency) as caught:
+        doctor.require(made.file.recipe, made.plan)
+    assert str(caught.value) == f"engine ort: {line}"
+
+
+def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that never sees the prepared folder says what may be wrong, and does not wait for ever."""
+    environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    monkeypatch.setattr(control, "_JOIN_SECONDS", 0.1)
+    with pytest.raises(LaunchError) as caught:
+        control.train(settled(environ=environ), Path("mine"))
+    assert str(caught.value) == "rank 0 did not prepare mine within 0.1 s; is it on a disk that all hosts share?"
+
+
+@pytest.mark.parametrize("environ", [{**TORCH, "TORCHELASTIC_RUN_ID": "none"}, {**TORCH, "TORCHELASTIC_RUN_ID": "a"}])
+def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 prepares the folder and tells so; then each rank is the worker's command, with the recipe's variables."""
+    sent = []
+    monkeypatch.setattr(os, "execve", lambda path, argv, env: sent.append((path, argv, env["NOTE"])))
+    launch = {"env": {"NOTE": "x"}}
+    for rank in ("0", "1"):
+        one = {**environ, "RANK": rank, "LOCAL_RANK": rank}
+        made = settled(environ=one, launch=launch)
+        assert made.world.inside == Rank(int(rank), 4, int(rank), 2)
+        control.train(made, Path("mine"))
+        assert sent[-1] == (made.plan.argv[0], (*made.plan.argv, "mine"), "x")
+    assert json.loads(Path("mine/plan.json").read_text())["world_size"] == 4
+
+
+def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes the old mark away before it prepares, so that others do not start with the old files."""
+    environ = {**TORCH, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    made = settled(environ=environ)
+    write_text(RunDir("mine").ready / "launch", "")
+    seen = []
+    monkeypatch.setattr(control, "_prepare", lambda *_: seen.append((RunDir("mine").ready / "launch").exists()))
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    control.train(made, Path("mine"))
+    assert seen == [False]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lines"),
+    [
+        ({"a": 1}, {"a": 1}, []),
+        ({"a": 1}, {"a": 2}, ["a: 1 -> 2"]),
+        ({"a": {"b": [1], "c": "x"}}, {"a": {"b": [2], "c": "x"}}, ["a.b: [1] -> [2]"]),
+        ({"a": None}, {"a": {"b": 1}}, ["a: None -> {'b': 1}"]),
+        ({"a": 1}, {"b": 2}, ["a: 1 -> None", "b: None -> 2"]),
+    ],
+)
+def test_differences(before: dict[str, Any], after: dict[str, Any], lines: list[str]) -> None:
+    """Each leaf that differs, with its path, old and new."""
+    assert list(differences(before, after)) == lines

@@ -1,0 +1,79 @@
+"""DeepSpeed's JSON: everything from the recipe and the plan, raw settings last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ortlaunch.planning.deepspeed_config import deepspeed_config
+from ortlaunch.recipe.models import Zero
+from tests.makers import host, plan, recipe
+
+# As DeepSpeed 0.19 names them; large numbers keep it quiet.
+PLAIN = {
+    "train_batch_size": 48,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 1},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "steps_per_print": 10**9,
+    "gradient_clipping": 0.0,  # without it DeepSpeed clips to 1.0
+}
+
+
+def config(**sections: Any) -> dict[str, Any] | None:
+    """For micro batches of 4, 2 of them a step, on 6 ranks."""
+    return deepspeed_config(recipe(**sections), 4, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"zero": None}, None),
+        ({"zero": {}}, PLAIN),
+        ({"zero": {"stage": 0}}, {**PLAIN, "zero_optimization": {"stage": 0}}),
+        ({"zero": {"stage": 3}}, {**PLAIN, "zero_optimization": {"stage": 3}}),
+        ({"zero": {}, "train": {"max_steps": 1, "max_grad_norm": 0.5}}, {**PLAIN, "gradient_clipping": 0.5}),
+        ({"zero": {}, "precision": "fp16"}, {**PLAIN, "fp16": {"enabled": True}}),
+        ({"zero": {}, "precision": "bf16"}, {**PLAIN, "bf16": {"enabled": True}}),
+        ({"zero": {"deepspeed": {"wall_clock_breakdown": True}}}, {**PLAIN, "wall_clock_breakdown": True}),
+        (
+            {"zero": {"stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 5}}}},
+            {**PLAIN, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5}},
+        ),
+        (
+            {"zero": {"deepspeed": {"fp16": {"initial_scale_power": 8}}}, "precision": "fp16"},
+            {**PLAIN, "fp16": {"enabled": True, "initial_scale_power": 8}},
+        ),
+        (
+            {"zero": {"deepspeed": {"zero_allow_untested_optimizer": False}}},
+            {**PLAIN, "zero_allow_untested_optimizer": False},
+        ),
+    ],
+)
+def test_config(sections: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    """The whole JSON for each recipe."""
+    assert config(**sections) == expected
+
+
+def test_raw_settings_stay_the_recipes() -> None:
+    """Merging changes neither the recipe nor an earlier config."""
+    raw = {"zero_optimization": {"reduce_bucket_size": 5}}
+    made = recipe(zero=Zero(stage=2, deepspeed=raw))
+    first = deepspeed_config(made, 4, 2, 6)
+    assert deepspeed_config(made, 4, 2, 6) == first
+    assert raw == {"zero_optimization": {"reduce_bucket_size": 5}}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6])
+def test_the_plans_batch_is_deepspeeds(ranks: int) -> None:
+    """The three batch fields are the plan's, which DeepSpeed itself checks against each other."""
+    given = {"global_size": 48, "micro_size": 4, "accumulation_steps": None}
+    made = plan(recipe(batch=given, zero={"stage": 1}), [host("localhost", ranks)], "torchrun")
+    assert made.deepspeed is not None
+    batch = made.batch
+    assert made.deepspeed["train_batch_size"] == batch.global_samples == 48
+    assert made.deepspeed["train_micro_batch_size_per_gpu"] == batch.micro_samples == 4
+    assert made.deepspeed["gradient_accumulation_steps"] == batch.accumulation_steps == 12 // ranks

@@ -1,0 +1,203 @@
+"""How a run ended, told from its folder: which rank was first, with which status, and what it said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.launch import failure
+from ortlaunch.launch.failure import End, explain_end
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from tests.makers import host, plan, recipe
+
+TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: planted\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """The folder of a run of 2 + 2 ranks on hosts a and b, of which every rank has begun."""
+    run = RunDir(tmp_path / "run")
+    write_text(run.plan, plan(recipe(), [host("a", 2), host("b", 2)], "mpi").to_json())
+    write_text(run.request, "")
+    for rank in range(4):
+        write_text(run.log(rank, "err"), "")
+    return run
+
+
+def ended(run: RunDir, rank: int, time: float = 1.0, **fields: Any) -> None:
+    """What a failed rank leaves, as far as it is read here."""
+    how = {"exit_status": 1, "traceback": TRACEBACK, "summary": f"rank {rank} failed", "secondary": False}
+    write_json(run.error(rank), {"rank": rank, **how, "time": time, **fields})
+
+
+def echo(run: RunDir, rank: int, time: float) -> None:
+    """What a rank leaves that lost its peer."""
+    ended(run, rank, time, traceback="RuntimeError: Connection closed by peer", secondary=True)
+
+
+def test_a_good_end(run: RunDir) -> None:
+    """Status 0 and no error: the run folder is all there is to say."""
+    assert explain_end(run, 0) == End(0, f"done: {run}")
+
+
+def test_the_first_failure_is_the_cause(run: RunDir) -> None:
+    """Of several failures the earliest counts, and its traceback comes before the last line."""
+    ended(run, 1, time=5.0, traceback="KeyError: later", exit_status=3)
+    ended(run, 2, time=4.0)
+    assert explain_end(run, 1) == End(1, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 2 failed")
+
+
+def test_an_echo_is_not_the_cause(run: RunDir) -> None:
+    """A rank that lost its peer before the peer's own account was written is not blamed."""
+    echo(run, 0, time=1.0)
+    ended(run, 3, time=2.0, exit_status=7)
+    assert explain_end(run, 1) == End(7, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 3 failed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank(number: int, run: RunDir) -> None:
+    """A rank without last words is told in one line, with its own status."""
+    echo(run, 0, time=1.0)
+    ended(run, 1, 2.0, traceback="", exit_status=128 + number)
+    assert explain_end(run, 1) == End(128 + number, "ortlaunch: rank 1 failed")
+
+
+LOST = (
+    "ortlaunch: {} vanished without a word, as a process killed by SIGKILL does (often the kernel's out-of-memory "
+    "killer: see dmesg there)\nlogs: {}"
+)
+
+
+@pytest.mark.parametrize(
+    ("silent", "names"),
+    [
+        ([2], "rank 2 on host b"),
+        ([0, 1], "rank 0 on host a, rank 1 on host a"),
+        ([0, 1, 2, 3], "rank 0 on host a, rank 1 on host a, rank 2 on host b, rank 3 on host b"),
+    ],
+)
+def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: RunDir) -> None:
+    """Ranks that began and left nothing are the cause where the others only lost them."""
+    for rank in {0, 1, 2, 3} - set(silent):
+        echo(run, rank, time=1.0)
+    assert explain_end(run, 1) == End(137, LOST.format(names, run.logs))
+
+
+@pytest.mark.parametrize(
+    ("kills", "host", "hint"),
+    [
+        (None, "localhost", " (often the kernel's out-of-memory killer: see dmesg there)"),
+        (0, "localhost", ""),
+        (2, "localhost", "; the kernel's out-of-memory killer ended 2 of this control group's processes meanwhile"),
+        (0, "b", " (often the kernel's out-of-memory killer: see dmesg there)"),
+    ],
+)
+def test_memory_is_named_where_the_kernel_counts_it(kills: int | None, host: str, hint: str, run: RunDir) -> None:
+    """The control group's own count of out-of-memory kills is told, and speaks for this host only."""
+    write_text(run.plan, json.dumps({"launcher": "mpi", "world_size": 4, "nodes": [{"host": host, "first_rank": 0}]}))
+    for rank in range(3):
+        echo(run, rank, time=1.0)
+    lost = f"rank 3 on host {host} vanished without a word, as a process killed by SIGKILL does"
+    assert explain_end(run, 1, oom_kills=kills) == End(137, f"ortlaunch: {lost}{hint}\nlogs: {run.logs}")
+
+
+@pytest.mark.parametrize(("launcher", "program"), [("torchrun", "torchrun"), ("mpi", "mpirun")])
+def test_a_killed_launcher_is_named(launcher: str, program: str, run: RunDir) -> None:
+    """Where the launcher died first, its ranks did nothing wrong: neither echoes nor silence are the cause."""
+    write_text(run.plan, json.dumps({**json.loads(run.plan.read_text()), "launcher": launcher}))
+    echo(run, 0, time=1.0)
+    said = f"ortlaunch: {program} was ended by SIGKILL, and the ranks with it; none of them had failed before"
+    assert explain_end(run, 137, ended_by=signal.SIGKILL) == End(137, said)
+    memory = "; the kernel's out-of-memory killer ended 1 of this control group's processes meanwhile"
+    assert explain_end(run, 137, ended_by=signal.SIGKILL, oom_kills=1) == End(137, said + memory)
+    ended(run, 3, time=2.0, exit_status=7)
+    assert explain_end(run, 137, ended_by=signal.SIGKILL).status == 7
+
+
+def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
+    """SIGTERM to mpirun leaves a rank no time to tell its end; that it was asked, and first, is known."""
+    for rank, when in enumerate((5.0, 4.0, 6.0, 7.0)):
+        write_text(run.asked(rank), f"15 {when}")
+    said = "rank 1 on host a was ended by SIGTERM, sent to it or to mpirun from outside this run"
+    assert explain_end(run, 137) == End(143, f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}")
+    run.asked(3).write_text("")  # killed while it wrote
+    assert explain_end(run, 137).text.startswith("ortlaunch: rank 3 on host b vanished")
+
+
+def test_a_rank_that_never_began(run: RunDir) -> None:
+    """A guardian that is killed before it opens its logs is named, though others tell that they were asked to end."""
+    run.log(2, "err").unlink()
+    for rank in (0, 1, 3):
+        write_text(run.asked(rank), "15 1.0")
+        echo(run, rank, time=1.0)
+    said = f"rank 2 on host b ended before it began, and the launcher ended with status 1; see above, and {run.logs}"
+    assert explain_end(run, 1) == End(1, f"ortlaunch: {said}")
+
+
+def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
+    """A guardian that ends gives back the room of its account; one that is killed does not."""
+    echo(run, 0, time=1.0)
+    echo(run, 1, time=1.0)
+    write_text(run.spare(3), "")
+    assert explain_end(run, 1) == End(137, LOST.format("rank 3 on host b", run.logs))
+
+
+def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that could not write how they ended did not vanish, and memory has nothing to do with it."""
+    monkeypatch.setattr(failure, "is_full", lambda path: path == run.path)
+    said = f"ortlaunch: no space left on device ({run}), where no rank could write how it ended"
+    assert explain_end(run, 1) == End(1, said)
+    ended(run, 3, time=2.0, exit_status=7)
+    assert explain_end(run, 1).status == 7
+
+
+def test_a_silent_rank_is_not_the_cause_beside_a_real_one(run: RunDir) -> None:
+    """Ranks that were ended without a word after the first failure are not blamed."""
+    ended(run, 1)
+    assert explain_end(run, 1).status == 1
+
+
+def test_no_rank_began(run: RunDir) -> None:
+    """A launcher that fails by itself keeps its status, and the place to look is named."""
+    for log in run.logs.iterdir():
+        log.unlink()
+    ranks = "rank 0 on host a, rank 1 on host a, rank 2 on host b, rank 3 on host b"
+    said = f"no rank began ({ranks}), and the launcher ended with status 213; see above, and {run.logs}"
+    assert explain_end(run, 213) == End(213, f"ortlaunch: {said}")
+
+
+def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:
+    """In a continued folder, ranks that began only in the earlier run have not vanished from this one."""
+    for log in run.logs.iterdir():
+        os.utime(log, (1, 1))
+    assert explain_end(run, 213).status == 213
+    os.utime(run.log(3, "err"))
+    assert explain_end(run, 213) == End(137, LOST.format("rank 3 on host b", run.logs))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("status", [0, 1, 143])
+def test_stopped_by_the_user(number: int, status: int, run: RunDir) -> None:
+    """A signal of the user's gives its own status and line, whatever launcher and ranks made of it."""
+    ended(run, 0, exit_status=143, secondary=True)
+    end = explain_end(run, status, stopped_by=number)
+    assert end == End(128 + number, f"ortlaunch: stopped by {signal.Signals(number).name}")
+
+
+def test_stopped_with_a_checkpoint(run: RunDir) -> None:
+    """Where there is something to go on from, it is said how."""
+    write_text(run.checkpoint(20) / "COMPLETE", "")
+    expected = f"ortlaunch: stopped by SIGINT; to go on after step 20, give --run-dir {run}"
+    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)
+
+
+def test_stopped_after_a_failure(run: RunDir) -> None:
+    """A failure that the user saw and stopped is still told."""
+    ended(run, 1)
+    expected = f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 1 failed\nortlaunch: stopped by SIGINT"
+    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)

@@ -1,0 +1,77 @@
+"""Whether another start has anything to train, and the command that trains further."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.run.finished import nothing_left, with_next
+from ortlaunch.run.folder import RunDir, write_json
+from tests.makers import recipe
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> RunDir:
+    """A run of two epochs, which were 10 steps, that ended and was exported."""
+    run = RunDir(tmp_path)
+    write_json(run.summary, {"steps": 10})
+    write_json(run.steps, {"epochs": 2.0, "samples": 80, "max_steps": 10})
+    run.export.mkdir()
+    for step in (5, 10):
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / "COMPLETE").touch()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"max_steps": 10}, "nothing to train: 10 of 10 steps are done"),
+        ({"max_steps": 6}, "nothing to train: 10 of 6 steps are done"),
+        ({"epochs": 2}, "nothing to train: 10 of 10 steps are done"),
+        ({"max_steps": 11}, None),
+        ({"epochs": 3}, None),
+    ],
+)
+def test_what_is_left(train: dict[str, Any], said: str | None, ended: RunDir) -> None:
+    """Fewer steps than were done are done; more, or more epochs, are for the ranks."""
+    assert nothing_left(recipe(train=train), ended) == said
+
+
+@pytest.mark.parametrize("lost", ["summary", "export"])
+def test_a_run_that_was_cut_off_is_not_finished(lost: str, ended: RunDir) -> None:
+    """Without its summary or its export there is something to do."""
+    path = getattr(ended, lost)
+    path.rmdir() if path.is_dir() else path.unlink()
+    assert nothing_left(recipe(), ended) is None
+
+
+def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
+    """Who takes the last checkpoint away wants the steps after the one before it again."""
+    (ended.checkpoint(10) / "COMPLETE").unlink()
+    assert nothing_left(recipe(train={"max_steps": 10}), ended) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "train", "expected"),
+    [
+        (
+            ["train", "a b.yaml", "zero.stage=1"],
+            {"max_steps": 10},
+            "train 'a b.yaml' zero.stage=1 {} train.max_steps=20",
+        ),
+        (["train", "r", "--run-dir", "old", "train.max_steps=5"], {"max_steps": 5}, "train r {} train.max_steps=20"),
+        (["train", "r", "--run-dir=old", "-n"], {"epochs": 1.5}, "train r -n {} train.epochs=3"),
+    ],
+)
+def test_the_command_that_trains_further(typed: list[str], train: dict[str, Any], expected: str, ended: RunDir) -> None:
+    """What was typed, with this run's folder in place of another, and twice the length."""
+    command = expected.format(f"--run-dir={ended}")
+    assert with_next("done", typed, recipe(train=train), ended) == f"done\nto train on: ortlaunch {command}"
+
+
+def test_another_verb_has_no_next_command(ended: RunDir) -> None:
+    """A comparison or a bench is not trained further."""
+    assert with_next("done", ["parity", "r"], recipe(), ended) == "done"

@@ -1,0 +1,204 @@
+"""Who imports whom: the control side stays light, and nothing but the run folder crosses to the worker."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.makers import CUSTOM, OWN_MODULE
+
+ROOT = Path(__file__).parents[2] / "ortlaunch"
+HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft",
+         "matplotlib"}  # fmt: skip
+ANY = None
+
+# What either side may import; of planning and run, only the modules named here.
+SHARED = {"errors", "rank", "cache", "run.folder", "run.lock", "recipe", "plan", "planning.memory", "extensions",
+          "machine", "file_errors", "user_modules"}  # fmt: skip
+CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
+# What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
+ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
+    "__init__": (set(), set()),
+    "errors": (set(), set()),
+    "rank": ({"errors"}, set()),
+    "cache": ({"errors", "run.folder"}, set()),
+    "file_errors": ({"errors", "cache"}, set()),
+    "output": ({"errors"}, set()),
+    "machine": (set(), set()),
+    "start": (set(), set()),
+    "extensions": ({"errors", "cache", "extension_sources"}, {"filelock"}),
+    "extension_sources": (set(), set()),
+    "recipe": ({"errors", "recipe"}, {"pydantic", "pydantic_core", "yaml"}),
+    "user_modules": ({"errors", "recipe"}, set()),
+    "plan": ({"errors", "recipe", "rank", "planning"}, set()),
+    "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning"}, set()),
+    "planning.memory": ({"recipe"}, set()),
+    "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
+    "run": ({"__init__", *SHARED, *CONTROL} - {"cli"}, set()),
+    "run.folder": (set(), set()),
+    "run.lock": ({"errors", "rank", "run.folder"}, set()),
+    "launch": ({"errors", "plan", "rank", "run.folder", "machine", "launch", "start"}, set()),
+    "bench": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"matplotlib"}),
+    "cli": ({"__init__", *SHARED, *CONTROL}, {"typer"}),
+    "ortmodule": ({"errors", "cache", "machine", "recipe", "extensions", "run.folder", "worker", "ortmodule"}, ANY),
+    "worker": ({*SHARED, "worker", "ortmodule"}, ANY),
+}
+MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module or package of ours."""
+    path = ROOT.parent.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """Dotted names of everything that a module imports, wherever in it; relative ones made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ("ortlaunch", *package)[: 1 + len(package) - (node.level - 1)] if node.level else ()
+            module = ".".join((*above, *([node.module] if node.module else [])))
+            # `from ortlaunch import plan` imports a module, `from ortlaunch import __version__` the package.
+            yield from (f"{module}.{name}" if is_module(f"{module}.{name}") else module
+                        for name in (alias.name for alias in node.names))  # fmt: skip
+
+
+def group(module: str) -> str:
+    """The line of the table for a name inside ortlaunch, such as launch for ortlaunch.launch.mpi."""
+    parts = module.split(".")[1:]
+    lines = {*ALLOWED, *SHARED}
+    return next((name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in lines), "__init__")
+
+
+def in_standard_library(name: str) -> bool:
+    """Whether a top-level module comes with Python itself."""
+    if name in sys.builtin_module_names:
+        return True
+    spec = importlib.util.find_spec(name)
+    origin = (spec.origin if spec else None) or ""
+    if origin in ("built-in", "frozen"):
+        return True
+    return origin.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in origin
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_module_imports_only_what_the_table_allows(module: Path) -> None:
+    """Each import, also one inside a function, is in the module's line of the table or in the standard library."""
+    ours, theirs = ALLOWED[group(".".join(("ortlaunch", *module.with_suffix("").parts)))]
+    names = set(imported(ast.parse((ROOT / module).read_text(encoding="utf-8")), module.parts[:-1]))
+    inside = {name for name in names if name.split(".")[0] == "ortlaunch"}
+    outside = {name.split(".")[0] for name in names - inside}
+    assert {name for name in inside if not {group(name), group(name).split(".")[0]} & ours} == set()
+    if theirs is not ANY:
+        assert {name for name in outside - theirs if not in_standard_library(name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "package", "names"),
+    [
+        ("import ortlaunch.worker.tasks.train", (), ["ortlaunch.worker.tasks.train"]),
+        ("from ortlaunch import plan, __version__", (), ["ortlaunch.plan", "ortlaunch"]),
+        ("from ortlaunch.launch.mpi import request", (), ["ortlaunch.launch.mpi"]),
+        ("from . import mpi", ("launch",), ["ortlaunch.launch.mpi"]),
+        ("from .. import worker", ("launch",), ["ortlaunch.worker"]),
+        ("from ..worker import model", ("launch",), ["ortlaunch.worker.model"]),
+        ("def f():\n    import torch.nn", (), ["torch.nn"]),
+    ],
+)
+def test_imports_are_found(source: str, package: tuple[str, ...], names: list[str]) -> None:
+    """The reader of imports sees every way to write one."""
+    assert list(imported(ast.parse(source), package)) == names
+
+
+def test_only_the_engine_names_ort_classes() -> None:
+    """ORTModule, FusedAdam and FP16_Optimizer are used in worker/engine.py and ortmodule/ alone."""
+    classes = {"ORTModule", "FusedAdam", "FP16_Optimizer"}
+    users = set()
+    for module in MODULES:
+        for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            aliases = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            if classes & {name, *aliases}:
+                users.add(str(module))
+    allowed = {user for user in users if user == "worker/engine.py" or user.startswith("ortmodule/")}
+    assert users == allowed
+    assert users != set()
+
+
+def loaded_by(code: str, folder: Path, *arguments: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `code`."""
+    tell = "import sys, json\nprint('\\n' + json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    command = [sys.executable, "-c", f"{code}\n{tell}", *arguments]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "ortlaunch.cli",
+        "ortlaunch.run.control",
+        "ortlaunch.plan",
+        "ortlaunch.launch.mpi, ortlaunch.launch.local, ortlaunch.launch.torchrun",
+        "ortlaunch.extensions",
+        "ortlaunch.bench, ortlaunch.bench.auto",
+    ],
+)
+def test_importing_the_control_side_is_light(modules: str, tmp_path: Path) -> None:
+    """None of the control side's modules brings a heavy package with it."""
+    loaded = loaded_by(f"import {modules}", tmp_path)
+    assert loaded & HEAVY == set()
+    assert "ortlaunch" in loaded
+
+
+VERB = (
+    "import sys\nfrom ortlaunch.cli import main\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["bench", "--help"],
+        ["schema"],
+        ["recipes", "list"],
+        ["hostfile"],
+        ["validate", "recipe.json"],
+        ["plan", "recipe.json"],
+        ["plan", "recipe.json", "--json"],
+        ["train", "recipe.json", "--dry-run"],
+        ["plan", "recipe.json", "engine.name=auto"],
+        ["parity", "recipe.json", "--dry-run", "engine.name=inductor"],
+        ["train", "recipe.json", "--dry-run", "--nproc-per-node=2"],
+    ],
+    ids=" ".join,
+)
+def test_verbs_that_answer_are_light(arguments: list[str], tmp_path: Path) -> None:
+    """A verb that only answers imports no heavy package."""
+    (tmp_path / "recipe.json").write_text(json.dumps(CUSTOM))
+    (tmp_path / "mine.py").write_text(OWN_MODULE)
+    assert loaded_by(VERB, tmp_path, *arguments) & HEAVY == set()
+
+
+def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) -> None:
+    """`pip install --no-deps ortlaunch` and typer (which may bring pydantic) are enough to ask for tested versions."""
+    assert loaded_by(VERB, tmp_path, "constraints") & {"yaml", "filelock", *HEAVY} == set()
+
+
+@pytest.mark.parametrize("module", ["errors", "rank", "cache", "start", "run.folder", "planning.hosts", "extensions"])
+def test_the_lowest_modules_are_standard_library(module: str, tmp_path: Path) -> None:
+    """Reading hosts, ranks and run folders takes neither pydantic nor yaml."""
+    assert loaded_by(f"import ortlaunch.{module}", tmp_path) & {"pydantic", "yaml", *HEAVY} == set()

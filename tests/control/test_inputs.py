@@ -1,0 +1,118 @@
+"""What a recipe reads is looked for on this host before anything starts: files, folders and functions of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch.errors import RecipeError
+from ortlaunch.planning.world import Asked
+from ortlaunch.run.control import Settled, settle_run
+from ortlaunch.run.inputs import broken_factories, missing_files
+from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
+
+HOSTS = "a slots=1\nb slots=1\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the user's module and one data file."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(OWN_MODULE)
+    Path("data").mkdir()
+    Path("data/a.txt").touch()
+
+
+def says(factory: str) -> list[str]:
+    """What is wrong with a model's factory."""
+    made = recipe(model={"task": "custom", "factory": factory})
+    return [text.replace(str(Path.cwd()), "HERE") for paths, text in broken_factories(made, Path("beside"))]
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("mine:model", None),
+        ("mine:modell", "got mine:modell; HERE/mine.py has no modell; did you mean model?"),
+        ("minne:model", "got minne:model; there is no module minne beside the recipe, in HERE or installed"),
+        ("pkg.models:net", None),
+        ("pkg.models:other", "got pkg.models:other; HERE/beside/pkg/models.py has no other"),
+        ("pkg.absent:net", "got pkg.absent:net; there is no module pkg.absent beside the recipe, in HERE or installed"),
+        ("broken:net", "got broken:net; HERE/broken.py:2: invalid syntax"),
+        ("dynamic:net", None),
+        ("os.path:join", None),
+        ("json:loads", None),
+    ],
+)
+def test_a_factory_is_found_without_being_run(factory: str, said: str | None) -> None:
+    """Beside the recipe, in this folder or installed; a module that would end the process is only read."""
+    package = Path("beside/pkg")
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('was run')\n")
+    (package / "models.py").write_text("if True:\n    from x import (\n        y as net,\n    )\nraise SystemExit\n")
+    Path("broken.py").write_text("x = 1\ndef net(:\n")
+    Path("dynamic.py").write_text("globals()['net'] = len\n")
+    assert says(factory) == ([said] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"data": {**WORDS, "train": {"format": "text", "path": ["data/*.txt"]}}}, []),
+        ({"data": {**WORDS, "train": {"format": "text", "path": ["data"]}}}, ["got data, which matches no file here"]),
+        (
+            {"data": {**WORDS, "train": {"format": "text", "path": ["a.txt", "data/a.txt", "data/*.json"]}}},
+            ["got a.txt, which matches no file here", "got data/*.json, which matches no file here"],
+        ),
+        (
+            {"data": {**WORDS, "evaluation": {"format": "text", "path": ["no.txt"]}, "tokenizer": "./none"}},
+            ["got no.txt, which matches no file", "got ./none, and there is no such folder here"],
+        ),
+        ({"model": {"task": "masked-lm", "pretrained": "/none/bert"}}, ["got /none/bert, and there is no such folder"]),
+        ({"model": {"task": "masked-lm", "pretrained": "bert-base-uncased"}}, []),
+    ],
+)
+def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
+    """Each pattern that matches nothing, from here; what is named as the hub names it may be there."""
+    found = [text for paths, text in missing_files(bert(**sections))]
+    assert [text.startswith(part) for text, part in zip(found, said)] == [True] * len(said)
+    assert len(found) == len(said)
+
+
+def settled(asked: Asked, **sections: Any) -> Settled:
+    """The run of a recipe that lies here."""
+    Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
+    return settle_run(Path("recipe.yaml"), (), asked, {})
+
+
+NO_FILE = {"model": {"task": "masked-lm", "config": {"model_type": "bert"}},
+           "data": {**WORDS, "train": {"format": "text", "path": ["no.txt"]}}}  # fmt: skip
+NO_FUNCTION = {"model": {"task": "custom", "factory": "mine:none"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "planned_only", "refused"),
+    [(NO_FILE, True, False), (NO_FILE, False, True), (NO_FUNCTION, True, True), (NO_FUNCTION, False, True)],
+)
+def test_a_run_here_needs_them_here(sections: dict[str, Any], planned_only: bool, refused: bool) -> None:
+    """A plan notes files that may still come; a run, and a function that is not in its module, end with its place."""
+    asked = Asked(planned_only=planned_only)
+    if refused:
+        with pytest.raises(RecipeError, match=r"^recipe.yaml:\d+:\d+: (data.train.path|model.factory): got (no|mine)"):
+            settled(asked, **sections)
+    else:
+        assert settled(asked, **sections).world.notes[0].endswith(f"no file here (seen from {Path.cwd()})")
+
+
+@pytest.mark.parametrize("sections", [NO_FILE, NO_FUNCTION])
+def test_other_hosts_may_have_them(sections: dict[str, Any]) -> None:
+    """With hosts that are not this one it is a note, not an error."""
+    Path("hosts").write_text(HOSTS)
+    asked = Asked(hostfile="hosts")
+    assert any(
+        ": got " in note
+        for note in settled(asked, batch={"micro_size": 2, "accumulation_steps": 1}, **sections).world.notes
+    )

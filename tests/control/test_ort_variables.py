@@ -1,0 +1,188 @@
+"""ORTModule's environment variables: one that says something else than the recipe, or nothing at all, is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch.errors import PlanError
+from ortlaunch.planning.world import Asked
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.ort_variables import FIELDS, HARMLESS, LEFT_OUT, contradictions, seen
+from ortlaunch.run.control import settle_run
+from tests.makers import CUSTOM, OWN_MODULE
+
+# variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
+TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "ORTMODULE_ONNX_OPSET_VERSION": ("18", {"opset": 18}, "17"),
+    "ORTMODULE_CONV_ALGO_SEARCH": ("EXHAUSTIVE", {"conv_algorithm_search": "exhaustive"}, "HEURISTIC"),
+    "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": ("1", {}, "0"),
+    "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": ("0", {"sparsity_optimizer": False}, "1"),
+    "ORTMODULE_MEMORY_OPT_LEVEL": ("0", {}, "1"),
+    "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": ("0", {}, "1"),
+    "ORTMODULE_PRINT_INPUT_DENSITY": ("0", {}, "1"),
+    "ORTMODULE_PRINT_MEMORY_STATS": ("0", {}, "yes"),
+    "ORTMODULE_FALLBACK_POLICY": ("FALLBACK_DISABLE", {}, "FALLBACK_UNSUPPORTED_DATA|FALLBACK_UNSUPPORTED_DEVICE"),
+    "ORTMODULE_USE_TRITON": ("1", {"triton": True}, "0"),
+    "ORTMODULE_USE_FLASH_ATTENTION": ("0", {}, "1"),
+    "ORTMODULE_USE_EFFICIENT_ATTENTION": ("0", {}, "1"),
+    "ORTMODULE_ATEN_SDPA_FALLBACK": ("", {}, "0"),
+    "ORTMODULE_ENABLE_TUNING": ("0", {}, "true"),
+    "ORTMODULE_MAX_TUNING_DURATION_MS": ("5", {"tuning_duration_ms": 5}, "6"),
+    "ORTMODULE_TUNING_RESULTS_PATH": ("here", {"tuning_results": "here"}, "there"),
+    "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": ("0", {"deepcopy_before_export": False}, "1"),
+    "ORTMODULE_ENABLE_CUSTOM_AUTOGRAD": ("0", {"custom_autograd": "inline"}, "1"),
+    "ORTMODULE_LOG_LEVEL": ("ERROR", {}, "INFO"),
+    "ORTMODULE_SAVE_ONNX_PATH": ("here", {"save_onnx": "here"}, "there"),
+}
+FILES = {"ORTMODULE_MEMORY_OPT_CONFIG": "memory_optimization_config", "ORTMODULE_TRITON_CONFIG_FILE": "triton_config"}
+
+
+@pytest.fixture(autouse=True)
+def own_model(tmp_path: Path) -> None:
+    """The module that the recipes here name lies beside them."""
+    (tmp_path / "mine.py").write_text(OWN_MODULE)
+
+
+def said(name: str, text: str, **engine: Any) -> str:
+    """What is wrong with a variable, or ""."""
+    return "".join(message for _, message in contradictions(Engine(**engine), {name: text, "HOME": "x"}))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_variable_must_say_what_its_field_says(name: str) -> None:
+    """The field is named with its value, so that a person knows what to set."""
+    agreeing, engine, other = TEXTS[name]
+    assert said(name, agreeing, **engine) == ""
+    value = getattr(Engine(**engine), FIELDS[name].field)
+    shown = str(value).lower() if isinstance(value, bool) else value
+    assert said(name, other, **engine) == f"contradicts engine.{FIELDS[name].field} ({shown}); set the field instead"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_settings_is_never_the_recipes_own(name: str) -> None:
+    """ORT reads a file there; the recipe holds what would be in it."""
+    assert said(name, "some.json").startswith(f"contradicts engine.{FILES[name]} (")
+
+
+def test_an_open_field_contradicts_every_text() -> None:
+    """null lets ortlaunch decide, which a variable would not."""
+    name = "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"
+    assert said(name, "1") == "contradicts engine.deepcopy_before_export (null); set the field instead"
+
+
+def test_each_field_has_at_most_one_variable() -> None:
+    """Every variable's field exists, and the tables above have all of them."""
+    assert {variable.field for variable in FIELDS.values()} <= set(Engine.model_fields)
+    assert set(TEXTS) | set(FILES) == set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ORTMODULE_MEMORY_OPT_LVL", "did you mean ORTMODULE_MEMORY_OPT_LEVEL? That is engine.memory_optimization"),
+        ("ORTMODULE_MEM_OPT_LEVEL", "did you mean ORTMODULE_MEMORY_OPT_LEVEL? That is engine.memory_optimization"),
+        ("ORTMODULE_ENABLE_TRITON", "did you mean ORTMODULE_USE_TRITON? That is engine.triton"),
+        ("ORTMODULE_FOO", "is no variable of ORTModule 1.19.2; take it out"),
+        ("ORTMODULE_ENABLE_SPARSE_OPTIMIZER", "is documented, and 1.19.2 reads it nowhere; see engine.sparsity_opt"),
+        ("ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER", "does nothing in 1.19.2"),
+        ("ORTMODULE_SKIPCHECK_POLICY", "SKIP_CHECK_DISABLED ends models with buffers"),
+        ("ORTMODULE_CACHE_DIR", "makes evaluation run the training graph"),
+    ],
+)
+def test_a_variable_without_a_field_is_refused(name: str, expected: str) -> None:
+    """With its reason, or the name that was meant."""
+    assert expected in said(name, "1")
+
+
+def test_a_dump_for_developers_is_shown_and_not_refused() -> None:
+    """It changes nothing that is trained."""
+    assert [said(name, "1") for name in HARMLESS] == [""]
+    assert seen({"ORTMODULE_TRITON_DEBUG": "1", "HOME": "x"}) == {"ORTMODULE_TRITON_DEBUG": "1"}
+
+
+def test_every_variable_that_onnx_runtime_reads_is_known() -> None:
+    """All names in the installed source are in the tables."""
+    package = importlib.util.find_spec("onnxruntime")
+    if package is None or package.origin is None:
+        pytest.skip('needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')
+    sources = list(Path(package.origin).parent.joinpath("training").rglob("*.py"))
+    found = {name for path in sources for name in re.findall(r'"(ORTMODULE_[A-Z0-9_]+)"', path.read_text())}
+    assert len(found) >= 25
+    assert found <= {*FIELDS, *LEFT_OUT, *HARMLESS}
+
+
+# ----------------------------------------------------------------------------------------------- before a launch
+
+
+def settled(folder: Path, environ: dict[str, str], **engine: Any) -> tuple[str, ...]:
+    """The notes of a run with this engine in this environment."""
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", **engine}}))
+    return settle_run(path, (), Asked(), environ).world.notes
+
+
+def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
+    """All of them at once."""
+    environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1", "ORTMODULE_LOG_LVL": "INFO"}
+    with pytest.raises(PlanError) as caught:
+        settled(tmp_path, environ)
+    lines = str(caught.value).splitlines()
+    assert lines[1] == (
+        "ORTMODULE_MEMORY_OPT_LEVEL=1 in your environment contradicts engine.memory_optimization (0); set the field "
+        "instead"
+    )
+    assert lines[0].startswith("ORTMODULE_LOG_LVL=INFO in your environment is no variable of ORTModule 1.19.2")
+
+
+def test_settings_and_variables_are_shown(tmp_path: Path) -> None:
+    """What differs from the defaults, and what the environment says beside it."""
+    environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}
+    assert settled(tmp_path, environ, memory_optimization=1, opset=18) == (
+        "engine ort: memory_optimization: 1, opset: 18",
+        "in your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (as the recipe says)",
+    )
+    assert settled(tmp_path, {}) == ()
+
+
+def test_another_engine_has_no_use_for_them(tmp_path: Path) -> None:
+    """They are shown, and nothing is refused."""
+    (note,) = settled(tmp_path, {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}, name="eager")
+    assert note == "in your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (nothing with engine eager)"
+
+
+def test_the_command_says_so_and_plan_shows_settings(tmp_path: Path) -> None:
+    """`ortlaunch plan`: status 2 and no traceback, or the settings above the plan."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", "log_level": "info"}}))
+    command = [sys.executable, "-m", "ortlaunch.cli", "plan", str(path)]
+    environ = {**os.environ, "ORTMODULE_USE_TRITON": "1"}
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("ortlaunch: ORTMODULE_USE_TRITON=1 in your environment contradicts engine.triton")
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert 'engine ort: log_level: "info"' in shown.stdout.splitlines()[0]
+
+
+def test_the_run_record_keeps_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """environment.json has those of the shell and of launch.env."""
+    from ortlaunch.run import control
+    from ortlaunch.run.folder import RunDir
+
+    monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
+    path = tmp_path / "recipe.yaml"
+    sections = {"engine": {"name": "ort"}, "launch": {"env": {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}}}
+    path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
+    run = RunDir(tmp_path / "run")
+    control._prepare(settle_run(path, (), Asked(), os.environ), run)
+    kept = json.loads(run.environment.read_text())["ortmodule_variables"]
+    assert kept == {"ORTMODULE_LOG_LEVEL": "ERROR", "ORTMODULE_MEMORY_OPT_LEVEL": "0"}

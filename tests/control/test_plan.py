@@ -1,0 +1,257 @@
+"""The plan: batch equation, ranks, what is handed to them, its text and its JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import PlanError
+from ortlaunch.plan import BatchPlan, Node, Plan, describe, human
+from ortlaunch.planning.hosts import Host
+from ortlaunch.rank import Rank
+from ortlaunch.recipe.rules import broken
+from tests.makers import bert, host, plan, recipe
+
+UNEVEN = (host("a", 2), Host("b", 1, (3,)), host("c", 3))
+
+
+def batch(global_size: int | None, micro: int | None, steps: int | None) -> dict[str, int | None]:
+    """The recipe's section."""
+    return {"global_size": global_size, "micro_size": micro, "accumulation_steps": steps}
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "solved"),
+    [
+        (batch(None, 4, 2), 1, (8, 4, 2)),
+        (batch(None, 4, 2), 6, (48, 4, 2)),
+        (batch(None, 4, None), 3, (12, 4, 1)),
+        (batch(64, 4, None), 1, (64, 4, 16)),
+        (batch(64, 4, None), 8, (64, 4, 2)),
+        (batch(64, None, 2), 8, (64, 4, 2)),
+        (batch(64, None, None), 8, (64, 8, 1)),
+        (batch(64, 4, 2), 8, (64, 4, 2)),
+        (batch(65536, 64, None), 32, (65536, 64, 32)),
+    ],
+)
+def test_batch_equation(given: dict[str, Any], ranks: int, solved: tuple[int, int, int]) -> None:
+    """What the recipe leaves out follows from the rest and the ranks."""
+    total, micro, steps = solved
+    made = plan(recipe(batch=given), [host("localhost", ranks)], "torchrun").batch
+    assert made == BatchPlan(total, micro, steps, ranks, None)
+    assert made.global_samples == made.micro_samples * made.accumulation_steps * made.data_parallel_ranks
+
+
+@pytest.mark.parametrize("given", [batch(64, None, None), batch(None, 4, 2)])
+def test_what_is_enough_for_the_equation(given: dict[str, Any]) -> None:
+    """The global batch alone says how many samples a step takes; so do the other two together."""
+    assert list(broken(recipe(batch=given))) == []
+
+
+NOT_WHOLE = "batch: global_size (%s) is not a multiple of %s; %s would do"
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "message"),
+    [
+        (batch(64, 6, None), 2, NOT_WHOLE % (64, "micro_size (6) x 2 ranks = 12", "60 or 72")),
+        (batch(4, 4, None), 2, NOT_WHOLE % (4, "micro_size (4) x 2 ranks = 8", "8")),
+        (batch(64, None, 3), 2, NOT_WHOLE % (64, "accumulation_steps (3) x 2 ranks = 6", "60 or 66")),
+        (
+            batch(64, 4, 4),
+            3,
+            "batch: global_size (64) != micro_size (4) x accumulation_steps (4) x 3 ranks = 48; "
+            "leave one of the three out, or run on 4 ranks",
+        ),
+    ],
+)
+def test_batch_without_a_whole_solution(given: dict[str, Any], ranks: int, message: str) -> None:
+    """The error shows the equation and what would be right."""
+    with pytest.raises(PlanError) as caught:
+        plan(recipe(batch=given), [host("localhost", ranks)], "torchrun")
+    assert str(caught.value) == message
+
+
+def test_tokens_per_step() -> None:
+    """A step's tokens are samples times sequence length; custom data has none."""
+    assert plan(bert(batch=batch(64, 4, None))).batch.tokens_per_step == 64 * 128
+    assert plan(recipe()).batch.tokens_per_step is None
+
+
+def test_ranks_follow_the_hosts_in_order() -> None:
+    """Every slot becomes a rank, host by host, and each knows its place on its host."""
+    made = plan(recipe(), UNEVEN, "mpi")
+    assert made.nodes == (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (3,)), Node("c", 3, 3, (0, 1, 2)))
+    assert made.world_size == 6
+    assert made.ranks == (
+        Rank(0, 6, 0, 2), Rank(1, 6, 1, 2), Rank(2, 6, 0, 1), Rank(3, 6, 0, 3), Rank(4, 6, 1, 3), Rank(5, 6, 2, 3),
+    )  # fmt: skip
+    assert [made.node_of(rank).host for rank in range(6)] == ["a", "a", "b", "c", "c", "c"]
+
+
+ZERO = {"stage": 2, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 5e8}, "wall_clock_breakdown": True}}
+PLANS = {
+    "custom": plan(recipe()),
+    "uneven hosts": plan(recipe(), UNEVEN, "mpi"),
+    "inside": plan(recipe(), [host("localhost", 2)], "inside"),
+    "bert": plan(bert()),
+    "deepspeed": plan(bert(zero=ZERO, precision="bf16"), [host("localhost", 4)], "torchrun"),
+    "environment": plan(recipe(launch={"env": {"B": "two words", "A": "é"}}), environ={"HF_TOKEN": "s3cret"}),
+}
+
+
+@pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
+def test_json_comes_back(made: Plan) -> None:
+    """A plan reads back from its JSON as itself, and writes the same bytes again."""
+    text = made.to_json()
+    again = Plan.from_json(text)
+    assert again == made
+    assert again.to_json() == text
+    assert again.ranks == made.ranks
+    assert json.loads(text)["world_size"] == made.world_size
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Plan)])
+def test_every_field_is_in_the_json(field: str) -> None:
+    """No field is lost on the way: another value gives another text, and comes back."""
+    made = PLANS["deepspeed"]
+    other: dict[str, Any] = {"nodes": (Node("elsewhere", 4, 0, (0, 1, 2, 3)),), "memory": None, "deepspeed": None}
+    other |= {"batch": made.batch._replace(micro_samples=99), "argv": ("x",), "env": (("K", "v"),), "forward": ("F",)}
+    changed = dataclasses.replace(made, **{field: other.get(field, "another")})
+    assert changed != made
+    assert changed.to_json() != made.to_json()
+    assert Plan.from_json(changed.to_json()) == changed
+
+
+def test_json_is_stable() -> None:
+    """The order of variables in recipe and shell does not show, so that two plans can be compared by diff."""
+    names = {"NCCL_DEBUG": "1", "PATH": "2", "HF_HOME": "3", "OMP_NUM_THREADS": "4"}
+    texts = {
+        plan(recipe(launch={"env": dict(ours)}), environ=dict(theirs)).to_json()
+        for ours in itertools.permutations({"A": "1", "B": "2", "C": "3"}.items())
+        for theirs in itertools.permutations(names.items())
+    }
+    assert len(texts) == 1
+
+
+def test_json_of_another_format_is_refused() -> None:
+    """A plan.json that another ortlaunch wrote is not half understood."""
+    text = PLANS["custom"].to_json().replace('"format": 1', '"format": 2')
+    with pytest.raises(PlanError, match=r"^plan\.json was written by another version of ortlaunch$"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch", "forward"),
+    [
+        ({}, {}, ()),
+        ({"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "LANG": "C", "XNCCL_DEBUG": "1"}, {}, ()),
+        ({"PATH": "/bin", "LD_LIBRARY_PATH": "/lib", "PYTHONPATH": "."}, {}, ("LD_LIBRARY_PATH", "PATH", "PYTHONPATH")),
+        (
+            {"NCCL_DEBUG": "1", "HF_TOKEN": "x", "OMP_NUM_THREADS": "1"},
+            {},
+            ("HF_TOKEN", "NCCL_DEBUG", "OMP_NUM_THREADS"),
+        ),
+        ({"WANDB_API_KEY": "x", "HOME": "y"}, {"forward": ["WANDB_API_KEY"]}, ("WANDB_API_KEY",)),
+        ({"NCCL_DEBUG": "INFO"}, {"env": {"NCCL_DEBUG": "WARN"}}, ()),
+        ({"KEY": "x"}, {"env": {"KEY": "y"}, "forward": ["KEY"]}, ()),
+    ],
+)
+def test_forwarded_names(environ: dict[str, str], launch: dict[str, Any], forward: tuple[str, ...]) -> None:
+    """Known and asked-for names are forwarded, sorted, once; the recipe's own value wins over the shell's."""
+    made = plan(recipe(launch=launch), environ=environ)
+    assert made.forward == forward
+    assert made.env == tuple(sorted(launch.get("env", {}).items()))
+
+
+def test_forwarding_what_is_not_set() -> None:
+    """A name to forward that this shell lacks is an error that names it."""
+    with pytest.raises(PlanError) as caught:
+        plan(recipe(launch={"forward": ["API_KEY", "HOME", "TOKEN"]}), environ={"HOME": "/root"})
+    assert str(caught.value) == "launch.forward: API_KEY, TOKEN is not set in this shell; export it, or take it out"
+
+
+def test_a_forwarded_value_is_nowhere_in_the_plan() -> None:
+    """Only the name of a secret is written."""
+    asked = recipe(launch={"forward": ["API_KEY"]})
+    made = plan(asked, environ={"API_KEY": "s3cret", "HF_TOKEN": "s3cret"})
+    assert made.forward == ("API_KEY", "HF_TOKEN")
+    for text in (made.to_json(), describe(made, asked), repr(made)):
+        assert "s3cret" not in text
+        assert "API_KEY" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "shown"),
+    [
+        ((0, 1, 2), "0,1,2"),
+        (tuple(range(9_999)), "0-9998"),
+        (tuple(range(0, 200, 2)), "0,2,4,6,8,10,12,14,16,18,20,22,24,26,28,30,...,198"),
+    ],
+)
+def test_the_slots_of_a_host_are_one_short_line(devices: tuple[int, ...], shown: str) -> None:
+    """However many there are."""
+    lines = describe(plan(recipe(), [Host("a", len(devices), devices)], "mpi"), recipe()).splitlines()
+    assert lines[1].endswith(f", slot {shown}")
+
+
+def test_describe_names_every_part() -> None:
+    """The page for a person: hosts with their ranks, rendezvous, batch, memory with a mark at the chosen stage."""
+    asked = bert(zero={"stage": 1}, batch=batch(64, 4, None))
+    made = plan(asked, [host("a", 2), Host("b", 2, (0, 3))], "mpi", environ={"NCCL_DEBUG": "WARN"})
+    lines = describe(made, asked).splitlines()
+    assert lines[:4] == [
+        "made: 4 ranks on 2 hosts, cpu, launcher mpi",
+        "  a: ranks 0-1, slot 0,1",
+        "  b: ranks 2-3, slot 0,3",
+        "  rendezvous: on one host a file in the run folder, else a port of rank 0's address, told through MPI",
+    ]
+    assert lines[4] == "  forwarded by name: NCCL_DEBUG"
+    assert lines[5] == "batch: 64 samples = 4 micro x 4 accumulation x 4 ranks, 8,192 tokens a step"
+    assert lines[6] == "steps: 3, 192 samples"
+    assert [line[:12] for line in lines[9:14]] == [
+        "    DDP     ",
+        *(f"  {'->' if n == 1 else '  '}ZeRO {n}  " for n in range(4)),
+    ]
+
+
+def test_the_plain_case_is_told_briefly() -> None:
+    """One process without ZeRO: no rendezvous, nothing forwarded, no table of what cannot be sharded."""
+    asked = bert(train={"epochs": 3})
+    lines = describe(plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[:5]] == ["made", "localhost", "batch", "steps", "memory"]
+    assert lines[3] == "steps: as many as 3 epochs take, known when the data are read"
+    assert [line for line in lines if "ZeRO" in line] == []
+    assert lines[6].startswith("  ->         ")
+
+
+def test_describe_many_hosts_briefly() -> None:
+    """Ten thousand hosts do not fill the screen."""
+    made = plan(recipe(), [host(f"n{i}", 8) for i in range(10_000)], "mpi")
+    lines = describe(made, recipe()).splitlines()
+    assert lines[0] == "made: 80,000 ranks on 10,000 hosts, cpu, launcher mpi"
+    assert lines[5] == "  ... 9994 more hosts"
+    assert lines[7].startswith("  n9999: ranks 79992-79999,")
+    assert len(lines) < 15
+
+
+def test_describe_a_model_that_is_not_known() -> None:
+    """A model whose size only transformers knows has no table of memory."""
+    unknown = bert(model={"task": "causal-lm", "config": {"model_type": "gpt2"}})
+    assert plan(unknown).memory is None
+    assert "memory" not in describe(plan(unknown), unknown)
+    assert "memory" in describe(plan(bert()), bert())
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**30, "5.0 GiB"),
+     (2**40, "1.0 TiB"), (2**50, "1024.0 TiB")],
+)  # fmt: skip
+def test_bytes_for_a_person(size: int, text: str) -> None:
+    """Bytes are shown with the unit that fits."""
+    assert human(size) == text

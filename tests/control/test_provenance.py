@@ -1,0 +1,67 @@
+"""commands.jsonl: the typed command and the recipe's commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.run import provenance
+from ortlaunch.run.folder import RunDir
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Git's answer, by somebody."""
+    who = {f"GIT_{role}_{what}": "a@b" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment = {**os.environ, **who, "GIT_CONFIG_GLOBAL": "/dev/null"}
+    return subprocess.run(
+        ["git", *arguments], cwd=folder, env=environment, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_every_start_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start in the folder adds its command; the first one's stays."""
+    run = RunDir(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        monkeypatch.setattr("sys.argv", ["ortlaunch", "train", "a.yaml", f"train.max_steps={step}"])
+        provenance.record(run, Path("a.yaml"))
+    lines = [json.loads(line) for line in run.commands.read_text().splitlines()]
+    assert [line["argv"][-1] for line in lines] == ["train.max_steps=1", "train.max_steps=2"]
+    assert {(line["cwd"], line["recipe"], line["git"]) for line in lines} == {
+        (str(tmp_path), f"{tmp_path}/a.yaml", None)
+    }
+
+
+def test_the_commit_of_the_recipes_folder(tmp_path: Path) -> None:
+    """The commit, and whether files differ from it or are not in it."""
+    assert provenance.commit(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    assert provenance.commit(tmp_path) is None  # nothing was committed yet
+    (tmp_path / "a.yaml").write_text("name: a\n")
+    git(tmp_path, "add", "a.yaml")
+    git(tmp_path, "commit", "-qm", "first")
+    head = git(tmp_path, "rev-parse", "HEAD").strip()
+    assert provenance.commit(tmp_path) == {"commit": head, "dirty": False}
+    (tmp_path / "new.py").write_text("")
+    assert provenance.commit(tmp_path) == {"commit": head, "dirty": True}
+
+
+def test_a_repository_starts_no_program_of_its_own(tmp_path: Path) -> None:
+    """Looking at a folder runs nothing that its configuration names."""
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a.yaml").write_text("name: a\n")
+    git(tmp_path, "add", "a.yaml")
+    git(tmp_path, "commit", "-qm", "first")
+    git(tmp_path, "config", "core.fsmonitor", f"touch {tmp_path}/ran; false")
+    assert provenance.commit(tmp_path) is not None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without git has no commit to tell."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance.commit(Path(__file__).parent) is None

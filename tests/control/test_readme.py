@@ -1,0 +1,85 @@
+"""Every `ortlaunch` command in README.md and docs/ is run as it stands there, training as a dry run; links lead."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+# Half a minute and more; distributed/test_extensions.py and launch/test_bench.py run them for real.
+NOT_RUN = ("setup", "bench")
+
+
+def _blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def _commands() -> list[list[str]]:
+    lines = [line for text in (README, DOCS) for block in _blocks("sh", text) for line in block.splitlines()]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("ortlaunch ")]
+
+
+def test_the_commands_of_the_readme_work(tmp_path):
+    """From copying a recipe to training one's own model, nothing in README is out of date."""
+    (tmp_path / "my_model.py").write_text(_blocks("python")[0])
+    (tmp_path / "my_recipe.yaml").write_text(_blocks("yaml")[0])
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    commands = _commands()
+    assert len(commands) >= 7
+    for words in commands:
+        if words[0] not in NOT_RUN:
+            _run([*words, "--dry-run"] if words[0] in ("train", "parity") else words, tmp_path)
+
+
+def _run(words: list[str], folder: Path) -> None:
+    command = [sys.executable, "-m", "ortlaunch.cli", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"ortlaunch {shlex.join(words)}: {done.stderr}"
+
+
+def test_the_tree_of_contributing_exists() -> None:
+    """Files that the tree in CONTRIBUTING.md names are there."""
+    tree = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The tree")[2].partition("\n## ")[0]
+    named = set(re.findall(r"(?<=\s)[\w/]+\.py|(?<=\s)[a-z]+/", tree)) - {"ortlaunch/"}
+    source = ROOT / "ortlaunch"
+    missing = [name for name in named if not (source / name).exists() and not (source / "worker" / name).exists()]
+    assert named
+    assert not missing
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    """Each relative link of a page names a file, and a place in it where it says one."""
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith("http"):
+            file, _, place = target.partition("#")
+            there = page.parent / file if file else page
+            assert there.exists(), target
+            assert not place or f'<a id="{place}"></a>' in there.read_text(encoding="utf-8"), target
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    """No page of docs/ is out of reach of who begins with README."""
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        links = re.findall(r"\]\(([\w./-]+\.md)\b", page.read_text(encoding="utf-8"))
+        waiting += [there for link in links if (there := (page.parent / link).resolve()) not in seen]
+    assert set(PAGES) - seen == set()
+
+
+def test_the_readme_stays_short() -> None:
+    """A newcomer reads README whole; what is more goes to docs/."""
+    assert len(README.splitlines()) <= 215

@@ -1,0 +1,131 @@
+"""One run at a time in a run folder: who holds it, until when, and what a second one is told."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.errors import PlanError
+from ortlaunch.run import lock as run_lock
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lock import RunLock
+
+COMMAND = """
+import os, sys, time
+from ortlaunch.run.lock import RunLock, share
+from ortlaunch.run.folder import RunDir
+run, how = RunDir(sys.argv[1]), sys.argv[2]
+lock = RunLock()
+lock.take(run, keep=how == "becomes another")
+rank = os.fork() if how == "with a rank" else 1
+if not rank:
+    share(run)
+if how == "becomes another":
+    os.execvp("sh", ["sh", "-c", "echo begun; exec sleep 60"])
+if rank < 2:  # one of them says it, the rank once it holds its part
+    print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run folder that is not there yet."""
+    return RunDir(tmp_path / "run")
+
+
+@contextlib.contextmanager
+def command(run: RunDir, how: str = "alone") -> Iterator[subprocess.Popen[str]]:
+    """Another command that has begun a run there."""
+    words = [sys.executable, "-c", COMMAND, str(run), how]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("how", ["alone", "becomes another"])
+def test_a_second_run_is_refused(how: str, run: RunDir) -> None:
+    """While the first lives, also as what a launcher's rank becomes; it is named: process, host and since when."""
+    with command(run, how) as first:
+        begun = time.monotonic()
+        with pytest.raises(PlanError) as caught, RunLock() as lock:
+            lock.take(run)
+        assert time.monotonic() - begun < 1
+        since = json.loads(run.lock.read_text())["since"]
+        holder = f"process {first.pid} on host {socket.gethostname()} (since {since})"
+        expected = f"--run-dir {run}: {holder} trains there; wait for its end, or give another folder"
+        assert str(caught.value) == expected
+        assert caught.value.exit_status == 2
+
+
+def test_a_killed_command_frees_it(run: RunDir) -> None:
+    """The kernel frees the lock also after kill -9, whatever the file says."""
+    with command(run) as first:
+        first.kill()
+        first.wait()
+        with RunLock() as lock:
+            lock.take(run)
+            assert json.loads(run.lock.read_text())["pid"] == os.getpid()
+
+
+def test_ranks_hold_it_too(run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks that outlive a killed command are waited for, and after their grace the folder is refused."""
+    monkeypatch.setattr(run_lock, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(run_lock, "_MORE_SECONDS", 0.0)
+    with command(run, "with a rank") as first:
+        first.kill()
+        first.wait()
+        with pytest.raises(PlanError) as caught, RunLock() as lock:
+            lock.take(run)
+        assert "has ended, but ranks of it are still alive; end them" in str(caught.value)
+        assert f"waiting for the ranks of process {first.pid} on host" in capsys.readouterr().out
+    with RunLock() as lock:
+        lock.take(run)
+
+
+def test_ranks_of_the_run_share_it(run: RunDir) -> None:
+    """A rank joins its own command's lock, and a freed folder is taken again by this process."""
+    for _ in range(2):
+        with RunLock() as lock:
+            lock.take(run)
+            lock.take(run)
+            run_lock.share(run)
+            break
+    file = os.open(run.lock, os.O_RDWR)
+    with pytest.raises(BlockingIOError):  # the rank's part, which ends with this process
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(file)
+
+
+def test_a_disk_without_locks_is_told(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some network disks have none: the run goes on, and says what is not watched."""
+
+    def flock(*_: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunLock() as lock:
+        lock.take(run)
+    run_lock.share(run)
+    said = f"{run}: no file locks here (Operation not supported): a second run in it would not be seen\n"
+    assert capsys.readouterr().out == said

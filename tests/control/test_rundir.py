@@ -1,0 +1,130 @@
+"""The run folder: its paths, whole files or none, checkpoints that were written to their end."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+
+PATHS = {
+    "recipe": "recipe.yaml",
+    "plan": "plan.json",
+    "deepspeed": "deepspeed.json",
+    "environment": "environment.json",
+    "request": "request.sh",
+    "hostfile": "hostfile",
+    "store": "store",
+    "rendezvous": "rendezvous",
+    "steps": "steps.json",
+    "logs": "logs",
+    "errors": "errors",
+    "told": "errors/told",
+    "ready": "ready",
+    "commands": "commands.jsonl",
+    "modules": "modules",
+    "lock": "lock",
+    "summary": "summary.json",
+    "metrics": "metrics.jsonl",
+    "parity": "parity.jsonl",
+    "engine": "engine.json",
+    "memory": "memory.json",
+    "micro_size": "micro_size.json",
+    "trials": "micro_size",
+    "trial": "trial.json",
+    "tensorboard": "tensorboard",
+    "checkpoints": "checkpoints",
+    "export": "export",
+    "choice": "choice.json",
+    "bench": "bench.json",
+    "order": "order.json",
+    "results": "results.jsonl",
+}
+
+
+def test_paths() -> None:
+    """Every path of a run is where ARCHITECTURE.md says."""
+    run = RunDir("runs/x")
+    found = {name: str(path) for name, path in vars(run).items() if name != "path"}
+    assert found == {name: f"runs/x/{path}" for name, path in PATHS.items()}
+    assert str(run) == "runs/x"
+    assert str(run.log(3, "err")) == "runs/x/logs/rank_00003.err"
+    assert str(run.log(123456, "out")) == "runs/x/logs/rank_123456.out"
+    assert str(run.error(3)) == "runs/x/errors/rank_00003.json"
+    assert str(run.checkpoint(500)) == "runs/x/checkpoints/step_00000500"
+
+
+def test_complete_checkpoints(tmp_path: Path) -> None:
+    """Only folders with their last file count, by step and not by name."""
+    run = RunDir(tmp_path)
+    assert run.complete_checkpoints() == []
+    for name in ("step_00000300", "step_00000020", "step_100000000", "other", "step_x", "step_00000001.tmp"):
+        write_text(run.checkpoints / name / "COMPLETE", "")
+    (run.checkpoints / "step_00000400").mkdir()
+    assert run.complete_checkpoints() == [
+        (20, run.checkpoint(20)),
+        (300, run.checkpoint(300)),
+        (100_000_000, run.checkpoint(100_000_000)),
+    ]
+
+
+def test_write_text(tmp_path: Path) -> None:
+    """A file is written with its folders, in UTF-8, over an older one; nothing else stays."""
+    path = tmp_path / "a" / "b" / "file.txt"
+    write_text(path, "old and longer")
+    write_text(path, "né\nw\n")
+    assert path.read_bytes() == "né\nw\n".encode()
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_files_follow_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
+    """Who may read a run is the user's choice, as for every file that the user makes."""
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_broken_write_leaves_the_old_file(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up in the middle leaves what was there, and no piece of the new."""
+    path = tmp_path / "file.json"
+    write_text(path, "old")
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, step, full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True], "é": {"b": "x"}}, [], "text", 0])
+def test_json(value: Any, tmp_path: Path) -> None:
+    """What is written as JSON reads back as itself, and the file ends in a line end."""
+    write_json(tmp_path / "x.json", value)
+    assert read_json(tmp_path / "x.json") == value
+    assert (tmp_path / "x.json").read_text().endswith("\n")
+
+
+def test_json_that_cannot_be_written(tmp_path: Path) -> None:
+    """A value that JSON does not know leaves no file."""
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "x.json", {"a": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_has_no_infinity(tmp_path: Path) -> None:
+    """What is not finite becomes a word that float() reads, however deep it lies, for JSON has no number for it."""
+    inf, nan = float("inf"), float("nan")
+    write_json(tmp_path / "x.json", {"a": [inf, 1.0], "b": {"c": (-inf, nan)}})
+    assert read_json(tmp_path / "x.json") == {"a": ["inf", 1.0], "b": {"c": ["-inf", "nan"]}}

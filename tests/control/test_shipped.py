@@ -1,0 +1,180 @@
+"""The shipped recipes by name: found, copied with what they extend, never over a file of the user's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ortlaunch import recipe
+from ortlaunch.errors import InputError, RecipeError
+from ortlaunch.run import shipped
+
+ROOT = Path(__file__).parents[2] / "recipes"
+FILES = ("bert/base", "bert/tiny", "llama/tiny")
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of three recipes, of which bert/tiny extends bert/base."""
+    folder = tmp_path / "library"
+    for name in FILES:
+        path = folder / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# yaml-language-server: $schema=../schema.json\nname: {path.stem}\n")
+    with (folder / "bert" / "tiny.yaml").open("a") as file:
+        file.write("extends: base.yaml  # and changes nothing\n")
+    (folder / "schema.json").write_text("{}")
+    monkeypatch.setattr(shipped, "folder", lambda: folder)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_names(library: Path) -> None:
+    """Recipes are named by family and file, and nothing else is listed."""
+    assert shipped.names() == list(FILES)
+
+
+@pytest.mark.parametrize("name", ["bert/tiny", "bert/tiny.yaml"])
+def test_find(name: str, library: Path) -> None:
+    """With and without its ending."""
+    assert shipped.find(name) == library / "bert" / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bert/tinny", "no shipped recipe 'bert/tinny'; did you mean bert/tiny?"),
+        ("lama/tiny", "no shipped recipe 'lama/tiny'; did you mean llama/tiny?"),
+        ("zebra", "no shipped recipe 'zebra'; there are bert/base, bert/tiny, llama/tiny"),
+        ("../secret", "no shipped recipe '../secret'; there are bert/base, bert/tiny, llama/tiny"),
+        ("", "no shipped recipe ''; there are bert/base, bert/tiny, llama/tiny"),
+    ],
+)
+def test_there_is_no_such_recipe(name: str, message: str, library: Path) -> None:
+    """The error has the near name, or all of them."""
+    with pytest.raises(InputError) as caught:
+        shipped.find(name)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "new"),
+    [
+        ("llama/tiny", ".", ["tiny.yaml"]),
+        ("llama/tiny", "mine.yaml", ["mine.yaml"]),
+        ("llama/tiny", "new/mine.yml", ["new/mine.yml"]),
+        ("llama/tiny", "new", ["new/tiny.yaml"]),
+        ("bert/tiny", ".", ["tiny.yaml", "base.yaml"]),
+        ("bert/tiny", "new/mine.yaml", ["new/mine.yaml", "new/base.yaml"]),
+    ],
+)
+def test_copy(name: str, target: str, new: list[str], library: Path) -> None:
+    """To a file or a folder, with what it extends beside it; the editor's line leads to the schema from there too."""
+    assert shipped.copy(name, Path(target)) == [Path(path) for path in new]
+    text = (library / f"{name}.yaml").read_text()
+    assert Path(new[0]).read_text() == text.replace("../schema.json", str(library / "schema.json"))
+    assert sorted(str(path) for path in Path().rglob("*.y*ml") if "library" not in path.parts) == sorted(new)
+
+
+@pytest.mark.parametrize("there", ["tiny.yaml", "base.yaml"])
+def test_copy_never_overwrites(there: str, library: Path) -> None:
+    """A file in the way, also of what it extends, stops the copy before anything is written."""
+    Path(there).write_text("mine")
+    with pytest.raises(InputError, match=rf"^{there} exists already; give another name$"):
+        shipped.copy("bert/tiny", Path())
+    assert [path.name for path in Path().glob("*.yaml")] == [there]
+    assert Path(there).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("bert/tiny", "library/bert/tiny.yaml"), ("llama/tiny.yaml", "library/llama/tiny.yaml"),
+     ("mine.yaml", "mine.yaml"), ("bert/base", "bert/base"), ("absent.yaml", "absent.yaml")],
+)  # fmt: skip
+def test_a_recipe_is_a_file_or_a_shipped_name(given: str, found: str, library: Path) -> None:
+    """A file of that name wins; what is neither goes on to the error of a missing file."""
+    Path("mine.yaml").touch()
+    Path("bert").mkdir()
+    Path("bert/base").touch()
+    assert shipped.resolve(Path(given)) in (Path(found), library.parent / found)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("bert/tinny", "bert/tinny: there is no such file, and no shipped recipe of that name; did you mean "
+                       "bert/tiny?"),
+        ("runs/net", "runs/net: is the folder of a run; to continue it: ortlaunch train runs/net/recipe.yaml --run-dir "
+                     "runs/net (with more steps: train.max_steps=NUMBER)"),
+        ("library/llama", "library/llama: is a folder; give one of its recipes: tiny.yaml, or a name that `ortlaunch "
+                          "recipes list` prints"),
+        ("runs", "runs: is a folder; give a recipe, a YAML file, or a name that `ortlaunch recipes list` prints"),
+    ],
+)  # fmt: skip
+def test_what_is_no_recipe_says_what_to_type(given: str, said: str, library: Path) -> None:
+    """A near name, the folder of a run, a folder of recipes, any other folder."""
+    Path("runs/net").mkdir(parents=True)
+    for name in ("plan.json", "recipe.yaml"):
+        Path("runs/net", name).touch()
+    with pytest.raises(RecipeError) as caught:
+        shipped.resolve(Path(given))
+    assert str(caught.value) == said
+
+
+def test_copy_makes_one_folder_at_most(library: Path) -> None:
+    """A path with more that is not there is a slip."""
+    with pytest.raises(InputError, match=r"^new/folder: cannot be written: No such file or directory$"):
+        shipped.copy("llama/tiny", Path("new/folder/mine.yaml"))
+    assert not Path("new").exists()
+
+
+def test_copy_to_an_impossible_place(library: Path) -> None:
+    """The system's reason is in the message."""
+    Path("file").write_text("")
+    with pytest.raises(InputError, match=r"^file: cannot be written: File exists$|file/x: .*Not a directory$"):
+        shipped.copy("llama/tiny", Path("file/x/tiny.yaml"))
+
+
+def test_the_real_ones_copy_and_load(tmp_path: Path) -> None:
+    """Every shipped recipe is valid where it lies and where it was copied to."""
+    assert shipped.folder() == ROOT
+    assert len(shipped.names()) >= 7
+    for number, name in enumerate(shipped.names()):
+        here = recipe.load(shipped.find(name)).recipe
+        copied = shipped.copy(name, tmp_path / str(number))
+        assert recipe.load(copied[0]).recipe == here
+        assert str(ROOT / "schema.json") in copied[0].read_text()
+
+
+@pytest.mark.parametrize("root", ["target", "environment", "user"])
+def test_installed_recipes_are_found(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkout around the package, they lie in the share folder that pip chose."""
+    monkeypatch.setattr(shipped, "__file__", str(tmp_path / "target" / "ortlaunch" / "run" / "shipped.py"))
+    monkeypatch.setattr(shipped.sys, "prefix", str(tmp_path / "environment"))
+    monkeypatch.setattr(shipped.site, "getuserbase", lambda: str(tmp_path / "user"))
+    with pytest.raises(InputError, match=r"^the shipped recipes are in none of .*; install ortlaunch again$"):
+        shipped.folder()
+    there = tmp_path / root / "share" / "ortlaunch" / "recipes"
+    there.mkdir(parents=True)
+    assert shipped.folder() == there
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("constraints", "torch-2.7", "no shipped constraint 'torch-2.7'; did you mean torch-2.6?"),
+        ("hostfiles", "zebra", "no shipped hostfile 'zebra'; there are deepspeed, mpich, openmpi"),
+    ],
+)
+def test_there_is_no_such_text(kind: str, name: str, message: str) -> None:
+    """The error has the near name, or all of them."""
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        shipped.text(kind, name)
+
+
+@pytest.mark.parametrize("name", ["torch-2.6", "torch-2.6.txt"])
+def test_text(name: str) -> None:
+    """With and without its ending."""
+    assert shipped.text("constraints", name) == (ROOT.parent / "constraints" / "torch-2.6.txt").read_text()

@@ -1,0 +1,151 @@
+"""What tests on ONNX Runtime share: small modules, how they are wrapped, and a fresh process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ortlaunch.ortmodule import options
+from ortlaunch.ortmodule.graph import Graph
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.wrap import wrap
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.rules import broken, device_rules
+from ortlaunch.worker.model import LossModule
+from tests.makers import recipe
+
+IDS = torch.arange(32).reshape(4, 8) % 30
+
+
+def wrapped(module: nn.Module, threads: int = 1, allow_fallback: bool = False, **settings: Any) -> Any:
+    """An ORTModule with these settings."""
+    return wrap(module, Engine(**settings), threads=threads, allow_fallback=allow_fallback)
+
+
+def manager_of(module: Any, training: bool = True) -> Any:
+    """What ORT has of an ORTModule for training or evaluation: settings, graph, session."""
+    return module._torch_module._execution_manager(training)
+
+
+def training_graph(module: Any) -> Any:
+    """The graph of forward and backward pass, as ORT built it."""
+    return manager_of(module)._onnx_models.optimized_model.graph
+
+
+def python(code: str, *arguments: str, timeout: float = 120, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process that runs this code."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def same(ours: nn.Module, eager: nn.Module, atol: float = 1e-6) -> None:
+    """Gradients and buffers are eager's."""
+    theirs = dict(eager.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=atol, msg=name)
+    others = dict(eager.named_buffers())
+    for name, buffer in ours.named_buffers():
+        torch.testing.assert_close(buffer, others[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Layers(nn.Module):
+    """Two layers with a scalar output."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).square().mean()
+
+
+class Checkpointed(Layers):
+    """Gradient checkpointing of the first layer; the exporter cannot trace a reentrant one."""
+
+    def __init__(self, reentrant: bool, width: int = 8) -> None:
+        super().__init__(width)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(lambda y: torch.relu(self.first(y)), x, use_reentrant=self.reentrant)
+        return self.second(hidden).square().mean()
+
+
+class Reverse(torch.autograd.Function):
+    """Gradient reversal: its backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+class Words(nn.Module):
+    """Embedding, LayerNorm, GELU and a loss on the first word only, which the compute optimizer moves up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.first, self.norm = nn.Embedding(30, 16), nn.Linear(16, 32), nn.LayerNorm(32)
+        self.second, self.last = nn.Linear(32, 16), nn.Linear(16, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(nn.functional.gelu(self.norm(self.first(self.words(ids)))))
+        return self.last(hidden)[:, 0].square().mean()
+
+
+def language_model(family: str, attention: str, dropout: float = 0.0) -> LossModule:
+    """A two-layer BERT or Llama with random weights, as the worker builds it: a batch in, the loss out."""
+    import transformers
+
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes.update(num_attention_heads=4, max_position_embeddings=32)
+    if family == "bert":
+        drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        config = transformers.BertConfig(**sizes, **drops)
+        kind = transformers.AutoModelForMaskedLM
+    else:
+        config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, attention_dropout=dropout, use_cache=False)
+        kind = transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    return LossModule(kind.from_config(config, attn_implementation=attention))
+
+
+def stepped(module: nn.Module, **settings: Any) -> Any:
+    """The module under engine ort with these settings, after one pass forward and backward on IDS."""
+    options.prepare(Engine(**settings), {})
+    ours = wrapped(module, **settings)
+    ours(IDS).backward()
+    return ours
+
+
+def executed(witness: Witness, module: nn.Module, **settings: Any) -> Graph:
+    """The training graph that such a pass runs; its gradients are those of eager PyTorch."""
+    eager = copy.deepcopy(module)
+    eager(IDS).backward()
+    stepped(module, **settings)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, eager.get_parameter(name).grad, msg=name)
+    return witness.graphs[-1]
+
+
+def refused(device: str = "cpu", **settings: Any) -> str:
+    """What the recipe's rules say of these settings."""
+    made = recipe(engine={"name": "ort", **settings})
+    return "\n".join(text for _, text in [*broken(made), *device_rules(made, device)])

@@ -1,0 +1,253 @@
+"""A change in place shows in every tensor that shares the memory, on ONNX Runtime as in eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch import extensions
+from tests.ort import needs_ort
+from tests.ortmodule.modules import Reverse, same, training_graph, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+
+Forward = Callable[["Two", torch.Tensor], torch.Tensor]
+View = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Two(nn.Module):
+    """Two layers, a weight, and what a test does with them."""
+
+    def __init__(self, called: Forward) -> None:
+        super().__init__()
+        self.first, self.second, self.called = nn.Linear(6, 6), nn.Linear(6, 3), called
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.called(self, x)
+
+
+def equal(called: Forward) -> Any:
+    """Trains on batches of two sizes as eager does, and evaluates; the module."""
+    torch.manual_seed(0)
+    model = Two(called)
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for training in (True, False):
+        module.train(training)
+        eager.train(training)
+        for size in (4, 6):
+            x = torch.randn(size, 6)
+            with torch.set_grad_enabled(training):
+                losses = [each(x.clone()) for each in (module, eager)]
+            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+            if training:
+                for loss in losses:
+                    loss.backward()
+                same(model, eager)
+    return module
+
+
+VIEWS: dict[str, View] = {
+    "slice": lambda h: h[:, 1:4],
+    "slice of a slice": lambda h: h[1:][:, ::2],
+    "row": lambda h: h[1],
+    "narrow": lambda h: h.narrow(1, 2, 2),
+    "view": lambda h: h.view(-1),
+    "part of a view": lambda h: h.view(-1, 3)[:, 1],
+    "flatten": lambda h: h.flatten(),
+    "transposed": lambda h: h.T,
+    "part of a transposed": lambda h: h.transpose(0, 1)[:2],
+    "permuted": lambda h: h.permute(1, 0),
+    "one more dimension": lambda h: h[:, None],
+    "diagonal": lambda h: h.diagonal(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_a_change_through_a_view_or_under_it(view: View) -> None:
+    """The view is made in one line and changed in another: the exporter knows but those of one line."""
+
+    def called(model: Two, x: torch.Tensor) -> torch.Tensor:
+        hidden, other = model.first(x) + 0, model.first(x) + 0
+        part = view(hidden)
+        part += 2
+        beside = view(other)
+        other.add_(3)
+        part[0] = 5
+        return model.second(hidden).square().mean() + model.second(other).mean() + (part.sum() + beside * 2).mean()
+
+    equal(called)
+
+
+def through_several(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x) + 0
+    turned, flat, rows = hidden.t(), hidden.view(-1), hidden[1:]
+    turned[0].add_(2.0)
+    flat[1] = 7.0
+    hidden[:, 3] += 1
+    rows += turned[:, 1:].t()
+    flat.add_(hidden.sum())
+    return model.second(hidden).square().mean() + (turned * 2).sum() + flat.square().sum()
+
+
+def in_a_function(model: Two, x: torch.Tensor) -> torch.Tensor:
+    def change(hidden: torch.Tensor) -> None:
+        part = hidden[:, 1:3]
+        part.mul_(3)
+
+    hidden = model.first(x) + 0
+    change(hidden)
+    first, second = hidden[:2], hidden.view(-1)
+    del hidden
+    first.add_(1)
+    return first.sum() + second.square().sum()
+
+
+def a_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(x.shape[0], 6, dtype=torch.bool)
+    inner = mask[:, 1:]
+    inner.logical_and_(x[:, 1:] > 0)
+    first = mask.view(-1)
+    first[0] = True
+    return model.first(x)[mask].square().mean()
+
+
+def the_batch(model: Two, x: torch.Tensor) -> torch.Tensor:
+    part = x[:, :3]
+    part.zero_()
+    return model.first(x).square().mean()
+
+
+def without_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden, target = model.first(x), torch.zeros(x.shape[0], 6)
+    with torch.no_grad():
+        flat = target.view(-1)
+        flat.copy_((hidden * 2).view(-1))
+    return (model.second(target) * model.second(hidden)).mean()
+
+
+def into_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x) + 0
+    part = hidden[:2]
+    part.mul_(3.0)
+    return model.second(hidden * Reverse.apply(hidden)).mean()  # type: ignore[no-untyped-call]
+
+
+def detached_data(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x) * model.weight.data
+    return (hidden * hidden.data).mean() + (model.weight.detach() * model.weight).sum()
+
+
+def asked_for_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x)
+    asked = (hidden.requires_grad, hidden.detach().requires_grad, x.requires_grad, model.weight.requires_grad)
+    return model.second(hidden).square().mean() * (1 + sum(2**place for place, yes in enumerate(asked) if yes))
+
+
+CASES = [through_several, in_a_function, a_mask, the_batch, without_gradients, into_a_custom_function]
+CASES += [detached_data, asked_for_gradients]
+
+
+@pytest.mark.parametrize("called", CASES)
+def test_a_model_is_eagers(called: Forward) -> None:
+    """Changes through several views, of masks, of the batch, under no_grad; what is asked of data and gradients."""
+    if called is into_a_custom_function and extensions.interop_refusal():
+        pytest.skip(extensions.interop_refusal())
+    equal(called)
+
+
+def test_a_changed_tensor_is_the_models_result() -> None:
+    """No function of torch's sees it leave the model."""
+
+    def changed(model: Two, x: torch.Tensor) -> Any:
+        hidden = model.first(x) + 0
+        part = hidden[:, :3]
+        part.mul_(2)
+        return model.second(hidden).mean(), hidden
+
+    torch.manual_seed(0)
+    model, x = Two(changed), torch.randn(4, 6)
+    eager = copy.deepcopy(model)
+    torch.testing.assert_close(wrapped(model)(x), eager(x))
+
+
+def test_a_change_in_one_line_takes_nothing_more() -> None:
+    """The exporter's own way with slices; the graphs of most models stay as they are."""
+
+    def sliced(model: Two, x: torch.Tensor) -> torch.Tensor:
+        hidden = model.first(x) + 0
+        hidden[:, 1] = 0.0
+        flat = torch.relu_(hidden.view(-1))
+        return flat.sum()
+
+    assert "ScatterElements" not in {node.op_type for node in training_graph(equal(sliced)).node}
+
+
+def test_an_export_keeps_nothing_that_the_model_lets_go() -> None:
+    """An export that kept every tensor with a view would take the memory of all activations."""
+    alive = []
+
+    def letting_go(model: Two, x: torch.Tensor) -> torch.Tensor:
+        hidden = model.first(x) + 0
+        flat = hidden.view(-1)
+        total = flat.view(-1, 3).sum()
+        kept = weakref.ref(hidden)
+        del hidden, flat
+        alive.append(kept() is not None)
+        return total
+
+    equal(letting_go)
+    assert not any(alive)
+
+
+def through_a_detached(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x) + 0
+    hidden.detach().mul_(3)
+    return hidden.sum()
+
+
+def in_another_form(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x) + 0
+    hidden.as_strided((2, 3), (6, 1)).mul_(3)
+    return hidden.sum()
+
+
+def under_no_grad(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x) + 0
+    with torch.no_grad():
+        hidden.view(-1).add_(1)
+    return hidden.sum()
+
+
+def a_weight(model: Two, x: torch.Tensor) -> torch.Tensor:
+    model.first.weight.data.clamp_(-1, 1)
+    return model.first(x).sum()
+
+
+def a_hook(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x)
+    if hidden.requires_grad:
+        hidden.register_hook(lambda gradient: gradient * 2)
+    return hidden.sum()
+
+
+REFUSED: dict[Forward, str] = {
+    through_a_detached: "share memory are changed in place, and one of them is detached",
+    in_another_form: "share memory are changed in place, and one of them reads it in another form",
+    under_no_grad: "changed in place under torch.no_grad",
+    a_weight: "a weight is changed in the forward pass",
+    a_hook: "gives a tensor a hook",
+}
+
+
+@pytest.mark.parametrize("called", REFUSED, ids=lambda called: called.__name__)
+def test_what_no_graph_can_follow_is_refused(called: Forward) -> None:
+    """Each trained another model without a word."""
+    with pytest.raises(Exception, match=REFUSED[called]):
+        wrapped(Two(called))(torch.ones(3, 6))

@@ -1,0 +1,259 @@
+"""torch's own attention modules on ORT: eager's losses and gradients under every mask, and a dropout that drops."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ort import needs_ort, share_extensions
+from tests.ortmodule.modules import python, same, wrapped
+
+pytestmark = needs_ort
+LENGTH = 5
+MASKS = ("none", "float", "bool", "causal", "padding", "float and padding")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _unfused(built: None) -> Iterator[None]:
+    """Eager without its fused attention, whose outputs at padded places are zero."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention over one input, with one of the masks."""
+
+    def __init__(self, mask: str, weights: bool, batch_first: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(8, 2, dropout, batch_first=batch_first)
+        self.mask, self.weights, self.batch_first = mask, weights, batch_first
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        y, weights = self.attention(x, x, x, need_weights=self.weights, **self.masks(padding))
+        return y.square().sum() + (weights.square().sum() if self.weights else 0)
+
+    def masks(self, padding: torch.Tensor) -> dict[str, Any]:
+        ahead = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        unseen = torch.zeros(padding.shape).masked_fill(padding, float("-inf"))
+        return {
+            "none": {},
+            "float": {"attn_mask": ahead},
+            "bool": {"attn_mask": ahead < 0},
+            "causal": {"attn_mask": ahead, "is_causal": True},
+            "padding": {"key_padding_mask": padding},
+            "float and padding": {"attn_mask": ahead, "key_padding_mask": unseen},
+        }[self.mask]
+
+
+class Encoder(nn.Module):
+    """Two of torch's encoder layers, padded."""
+
+    batch_first = True
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.layers(x, src_key_padding_mask=padding).square().mean()
+
+
+class Decoder(nn.Module):
+    """A decoder layer that attends to itself, causally, and to a padded memory."""
+
+    batch_first = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        ahead = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        return self.layer(x, x * 0.5, tgt_mask=ahead, memory_key_padding_mask=padding).square().mean()
+
+
+def compare(model: Any) -> None:
+    """Losses in training and evaluation and every gradient, on two batch sizes after one export."""
+    ours = wrapped(copy.deepcopy(model))
+    for rows in (2, 3):
+        x = torch.randn((rows, LENGTH, 8) if model.batch_first else (LENGTH, rows, 8))
+        padding = torch.zeros(rows, LENGTH, dtype=torch.bool)
+        padding[0, 3:] = True
+        for module in (model, ours):
+            module.zero_grad()
+            module.train()(x, padding).backward()
+        largest = max(parameter.grad.abs().max() for parameter in model.parameters())
+        for (name, theirs), mine in zip(model.named_parameters(), ours.parameters()):
+            assert ((mine.grad - theirs.grad).abs().max() / largest).item() < 1e-5, name
+        with torch.no_grad():
+            expected = model.eval()(x, padding).item()
+            assert ours.train()(x, padding).item() == pytest.approx(expected, rel=1e-5)
+            assert ours.eval()(x, padding).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_equals_eagers(mask: str) -> None:
+    """Losses and gradients are eager's under every kind of mask."""
+    compare(Attention(mask, weights=False, batch_first=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mask", "weights", "batch_first"),
+    [case for case in itertools.product(MASKS, (False, True), (False, True)) if case[1:] != (False, True)],
+)
+def test_attention_in_its_other_forms(mask: str, weights: bool, batch_first: bool) -> None:
+    """With its weights returned, and with the sequence first."""
+    compare(Attention(mask, weights, batch_first))
+
+
+@pytest.mark.parametrize(
+    "model", [Encoder(True), Encoder(False), Decoder()], ids=["norm first", "norm last", "decoder"]
+)
+def test_transformer_layers_equal_eagers(model: nn.Module) -> None:
+    """So are those of torch's encoder and decoder layers."""
+    compare(model)
+
+
+class Scores(nn.Module):
+    """scaled_dot_product_attention over values of one: its sum tells how much of the attention was kept."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.scale, self.dropout = nn.Parameter(torch.ones(())), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        kept = nn.functional.scaled_dot_product_attention(x, x, torch.ones_like(x) * self.scale, dropout_p=dropout)
+        return kept.mean()
+
+
+def test_attention_dropout_drops_and_keeps_the_scale() -> None:
+    """In training the mean over many passes is that without dropout, and they vary as eager's; evaluation is exact."""
+    torch.manual_seed(0)
+    model, x = Scores(0.3), torch.randn(2, 4, 16, 8)  # ORT's generator begins each mask with nearly the same number
+    ours = wrapped(copy.deepcopy(model))
+    theirs, mine = (torch.tensor([module(x).item() for _ in range(300)]) for module in (model, ours))
+    assert mine.mean().item() == pytest.approx(1.0, abs=0.005 + 5 * mine.std().item() / 300**0.5)
+    assert mine.std().item() == pytest.approx(theirs.std().item(), rel=0.3)
+    ours(x).backward()
+    assert ours.eval()(x).item() == pytest.approx(1.0, rel=1e-6)
+
+
+class Probabilities(nn.Module):
+    """scaled_dot_product_attention over the identity: its output is the attention's probabilities after dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = torch.eye(x.shape[-2]).expand(*x.shape[:-1], -1)
+        dropout = 0.3 if self.training else 0.0
+        return nn.functional.scaled_dot_product_attention(x, x, values * self.scale, dropout_p=dropout)
+
+
+def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
+    """In each pass another 30 % of them are zero, and each of the others is divided by 0.7."""
+    torch.manual_seed(1_000_003)  # ORT's generator on CPU gives the multiples of its seed: 0, 1 and 2 are alike
+    model, x = Probabilities(), torch.randn(4, 4, 64, 8)
+    ours = wrapped(copy.deepcopy(model))
+    whole, first, second = (call(x).detach() for call in (model.eval(), ours, ours))
+    for found in (first, second):
+        dropped = found == 0
+        assert dropped.float().mean().item() == pytest.approx(0.3, abs=0.02)  # 65,536 of them: 11 times their spread
+        assert torch.allclose(found[~dropped], whole[~dropped] / 0.7, rtol=1e-5)
+    both = ((first == 0) & (second == 0)).float().mean().item()
+    assert both == pytest.approx(0.09, abs=0.02)  # of two masks that know nothing of each other
+
+
+UNKNOWN_TORCH = """
+from ortlaunch.ortmodule import compat, patching, symbolics
+symbolics.with_attention_dropout = lambda export: None
+compat.import_ortmodule()
+import torch
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.ortmodule.wrap import wrap
+from tests.ortmodule.test_attention import Scores
+x = torch.randn(2, 4, 16, 8)
+wrap(Scores(0.0), Engine(), threads=1)(x).backward()
+assert abs(wrap(Scores(0.3), Engine(), threads=1).eval()(x).item() - 1) < 1e-5
+assert "export_attention_dropout" in patching.not_applied()
+wrap(Scores(0.3), Engine(), threads=1)(x)
+"""
+
+
+def test_attention_dropout_of_an_unknown_torch_is_refused(tmp_path: Path) -> None:
+    """Where torch's source is not the known one, dropout in attention ends the first pass, and nothing else does."""
+    share_extensions(tmp_path)
+    done = python(UNKNOWN_TORCH, ORTLAUNCH_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert "and it may drop nothing; use model.attention=eager" in done.stderr
+
+
+def test_the_gradient_is_of_what_was_kept() -> None:
+    """Forward and backward of a pass drop the same scores: the loss is its scale times them, so they are equal."""
+    ours = wrapped(Scores(0.5))
+    for _ in range(3):
+        ours.zero_grad()
+        loss = ours(torch.randn(1, 2, 4, 8))
+        loss.backward()
+        (gradient,) = (parameter.grad for parameter in ours.parameters())
+        assert gradient.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+class Unflattened(nn.Module):
+    """The one operator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (2, 4))
+
+
+def test_torchs_own_export_is_untouched() -> None:
+    """After an export of ORT's, torch writes unflatten in its own way again, and its fused attention is on again."""
+    torch.backends.mha.set_fastpath_enabled(True)
+    model = Attention("none", False, True).eval()
+    x, padding = torch.randn(2, LENGTH, 8), torch.zeros(2, LENGTH, dtype=torch.bool)
+    with torch.no_grad():  # where torch takes its fused attention, which cannot be exported
+        assert wrapped(copy.deepcopy(model))(x, padding).item() == pytest.approx(model(x, padding).item(), rel=1e-5)
+    assert torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    torchscript = {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
+    written = io.BytesIO()
+    torch.onnx.export(Unflattened(), (torch.randn(2, 8),), written, do_constant_folding=False, **torchscript)
+    assert b"Mod" in written.getvalue()
+
+
+def test_a_row_without_anything_to_attend_to() -> None:
+    """A boolean mask that leaves padding nothing: zeros and their gradients, as in PyTorch, and not nan."""
+
+    class Masked(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            states = super().forward(x)
+            return torch.nn.functional.scaled_dot_product_attention(states, x, states, mask).square().mean()
+
+    torch.manual_seed(0)
+    model, x, mask = Masked(4, 4), torch.randn(2, 2, 3, 4), torch.ones(2, 1, 3, 3, dtype=torch.bool)
+    mask[1, :, 1] = False
+    eager, module = copy.deepcopy(model), wrapped(model)
+    ours, theirs = module(x, mask), eager(x, mask)
+    if theirs.isnan():
+        pytest.skip(f"PyTorch's own is nan in torch {torch.__version__}")
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(ours, theirs)
+    same(model, eager)

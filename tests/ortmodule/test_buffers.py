@@ -1,0 +1,132 @@
+"""A model's buffers, modes and names on ORTModule: eager's exactly, or the model is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import EngineError
+from tests.ort import needs_ort
+from tests.ortmodule.modules import same, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+X = torch.randn(2, 4)
+
+
+class Normalized(nn.Module):
+    """A small network with batch normalization after a convolution and after a linear layer."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.convolution, self.first = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, **settings)
+        self.linear, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(self.convolution(x))).mean((2, 3))
+        return self.second(self.linear(hidden)).pow(3).mean()
+
+
+def images(steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(3 + step, 3, 6, 5 + step, generator=generator) * 3 for step in range(steps)]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "one frozen"])
+def test_batch_normalization_is_eagers(frozen: bool) -> None:
+    """Over five steps of different sizes: running mean, variance and the count of batches are eager's."""
+    model = Normalized()
+    if frozen:
+        model.first.eval()
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for x in images(5):
+        module(x).backward()
+        eager(x).backward()
+    same(model, eager, atol=1e-4)
+    assert [int(n.num_batches_tracked) for n in (model.first, model.second)] == [0 if frozen else 5, 5]
+    assert model.second.running_mean.abs().max() > 1e-3
+    module.eval()
+    eager.eval()
+    with torch.no_grad():
+        assert module(images(1)[0]).item() == pytest.approx(eager(images(1)[0]).item(), rel=1e-4)
+    same(model, eager, atol=1e-4)
+
+
+def test_statistics_of_one_value_are_an_error_as_in_pytorch() -> None:
+    """A batch of one has no variance."""
+    module = wrapped(nn.BatchNorm1d(4))
+    module(X).sum().backward()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        module(X[:1])
+
+
+class Counter(nn.Module):
+    """A buffer that every pass changes, which no graph of ORT's would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.linear(x).sum()
+
+
+class Twice(nn.Module):
+    """One batch normalization, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.norm(x) * 2).pow(3).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "message"),
+    [
+        (lambda: Normalized(momentum=None), images(1)[0], "first is a BatchNorm with momentum=None"),
+        (Twice, X, "norm is a BatchNorm that runs more than once"),
+        (Counter, X, "changes the model's steps"),
+        (lambda: Counter().eval(), X, "changes the model's steps"),
+    ],
+    ids=["momentum", "twice", "counter", "counter in evaluation"],
+)
+def test_statistics_that_cannot_be_exact_are_refused(make: Callable[[], nn.Module], x: Any, message: str) -> None:
+    """The reason names the layer or the buffer, and the buffers are as they were."""
+    model = make()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    with pytest.raises(EngineError, match=message):
+        wrapped(model)(x)
+    assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
+
+
+# ------------------------------------------------------------------------------------------------ the model's own
+
+
+def test_a_wrapped_model_answers_as_the_model() -> None:
+    """Names of weights, buffers and layers, and attributes, are the model's; loading its state reaches it."""
+    model = Normalized()
+    model.config = {"a": 1}  # type: ignore[assignment]
+    module = wrapped(model)
+    for names in ("named_parameters", "named_buffers", "named_modules"):
+        assert [name for name, _ in getattr(module, names)()] == [name for name, _ in getattr(model, names)()]
+    assert list(module.state_dict()) == list(model.state_dict())
+    assert module.config is model.config
+    module.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
+def test_frozen_layers_stay_in_their_mode() -> None:
+    """Wrapping and exporting leave every layer in training or evaluation as it was."""
+    model = Normalized()
+    model.first.eval()
+    module = wrapped(model)
+    module(images(1)[0]).backward()
+    assert [layer.training for layer in (model, model.first, model.second)] == [True, False, True]

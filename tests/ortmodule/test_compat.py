@@ -1,0 +1,290 @@
+"""Importing ORTModule on the installed torch: every repair is needed where it is applied, and made once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch import extensions
+from ortlaunch.cache import cache_root
+from ortlaunch.ortmodule import compat, patching
+from tests.ort import needs_ort
+from tests.ortmodule.modules import python
+
+ONE_STEP = """
+import sys, warnings
+skipped, first = sys.argv[1], sys.argv[2:]
+for name in first:
+    __import__(name)
+import torch
+from ortlaunch.ortmodule import compat, patching
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.ortmodule.wrap import wrap
+
+def kept(repairs):
+    return tuple(repair for repair in repairs if repair.__name__ != skipped)
+
+export, push = torch.onnx.export, torch.cuda.nvtx.range_push
+compat._BEFORE_IMPORT, compat._AFTER_IMPORT = kept(compat._BEFORE_IMPORT), kept(compat._AFTER_IMPORT)
+compat.import_ortmodule()
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+class Model(torch.nn.Module):
+    def __init__(self, custom):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.custom = torch.nn.Linear(4, 1), custom
+    def forward(self, x):
+        y = self.linear(x)
+        assert bool(y.numel()), "asked of a tensor, to provoke a TracerWarning"
+        return (Reverse.apply(y) if self.custom else y).sum()
+
+def gradient(custom):
+    model = Model(custom)
+    wrap(model, Engine(), threads=1)(torch.ones(2, 4)).backward()
+    return model.linear.weight.grad.tolist()[0]
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert gradient(custom=False) == [2.0] * 4
+noise = [str(w.message) for w in caught if w.category.__name__ in ("TracerWarning", "DeprecationWarning")]
+assert not noise, "warnings of the export: " + noise[0]
+try:
+    convolution = wrap(torch.nn.Conv2d(1, 1, 3), Engine(), threads=1)
+    convolution(torch.ones(1, 1, 4, 4)).sum().backward()
+except Exception as error:
+    raise SystemExit(f"a convolution: {error}")
+from ortlaunch import extensions
+refusal = extensions.interop_refusal()
+from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
+words = torch.nn.Sequential(torch.nn.Embedding(5, 4, padding_idx=0))
+hooks = GraphTransitionManager._add_check_embedding_sparsity_hook(True, torch.device("cuda"), None, None, words)
+assert bool(hooks) != bool(refusal), "padding would take a Python operator"
+try:
+    assert gradient(custom=True) == [-2.0] * 4, "a custom backward was replaced"
+except Exception as error:
+    if not refusal or "Couldn't export Python operator" not in str(error):
+        raise
+    assert refusal in str(error), "the refusal has no reason"
+class Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mask):
+        assert mask.dtype == torch.bool, "a mask became uint8"
+        return x * mask
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+class Mask(Model):
+    def forward(self, x):
+        return Masked.apply(self.linear(x), x[:, :1] > 0).sum()
+class Stopped(Model):
+    def forward(self, x):
+        hidden = self.linear(x)
+        return (hidden - hidden.detach()).sum()
+
+stopped = Stopped(False)
+wrap(stopped, Engine(), threads=1)(torch.ones(2, 4)).backward()
+assert stopped.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through detach"
+class Recurrent(torch.nn.RNN):
+    def forward(self, x):
+        return super().forward(x)[0].sum()
+
+try:
+    wrap(Recurrent(4, 4), Engine(), threads=1)(torch.ones(2, 1, 4)).backward()
+except Exception as error:
+    raise SystemExit(f"an RNN: {error}")
+infer, weights = torch._C._jit_pass_onnx_graph_shape_type_inference, []
+torch._C._jit_pass_onnx_graph_shape_type_inference = lambda graph, given, opset: (
+    weights.extend(weight.numel() for weight in given.values()), infer(graph, given, opset))
+wrap(torch.nn.Linear(2000, 1), Engine(), threads=1)(torch.ones(2, 2000)).sum().backward()
+assert weights == [1, 1], f"weights of these sizes were copied: {weights}"
+torch._C._jit_pass_onnx_graph_shape_type_inference = infer
+class Added(Model):
+    def forward(self, x):
+        return torch.zeros(1, 1).index_add(0, torch.tensor([0, 0]), self.linear(x)).sum()
+
+added = Added(False)
+total = wrap(added, Engine(), threads=1)(torch.ones(2, 4))
+assert abs(total - 2 * added.linear(torch.ones(4))) < 1e-5, "index_add kept one of two values"
+class Drawn(Model):
+    def forward(self, x):
+        return self.linear(x) * torch.bernoulli(torch.full((999, 1), 0.1))
+
+share = (wrap(Drawn(False), Engine(), threads=1)(torch.ones(999, 4)) != 0).float().mean()
+assert share < 0.5, "bernoulli draws the other way round"
+class Off(Model):
+    def forward(self, x):
+        hidden = self.linear(x)
+        with torch.no_grad():
+            target = hidden * 1
+        return (hidden - target).sum()
+
+off = Off(False)
+wrap(off, Engine(), threads=1)(torch.ones(2, 4)).backward()
+assert off.linear.weight.grad.tolist()[0] == [2.0] * 4, "the gradient went through no_grad"
+class Counted(Model):
+    def forward(self, x):
+        return (self.linear(x)[1:] * torch.diff(x > 0, dim=0).cumsum(0)).sum()
+
+try:
+    wrap(Counted(False), Engine(), threads=1)(torch.ones(2, 4))
+except Exception as error:
+    raise SystemExit(f"documents: {error}")
+class Squared(Model):
+    def forward(self, x):
+        scores = torch.nn.functional.log_softmax(self.linear(x), -1, dtype=torch.float32)
+        return self.linear(x).float().square().sum() + scores.square().sum()
+
+squared = Squared(False)
+try:
+    wrap(squared, Engine(), threads=1)(torch.ones(2, 4)).backward()
+except Exception as error:
+    raise SystemExit(f"a cast: {error}")
+ours = squared.linear.weight.grad.clone()
+squared.zero_grad()
+squared(torch.ones(2, 4)).backward()
+torch.testing.assert_close(ours, squared.linear.weight.grad)
+class Tripled(Model):
+    def forward(self, x):
+        hidden = self.linear(x)
+        view = hidden[:1]
+        view.mul_(3)
+        return hidden.sum()
+
+tripled = Tripled(False)
+wrap(tripled, Engine(), threads=1)(torch.ones(2, 4)).backward()
+assert tripled.linear.weight.grad.tolist()[0] == [4.0] * 4, "a change through a view was left out"
+class Attention(torch.nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(4, 2, dropout=dropout, batch_first=True)
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0].sum()
+
+for dropout in (0.0, 0.5):
+    wrap(Attention(dropout), Engine(), threads=1)(torch.ones(2, 3, 4)).backward()
+if not refusal:
+    wrap(Mask(True), Engine(), threads=1)(torch.ones(2, 4)).backward()
+assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
+print("applied:", *patching.applied())
+"""
+
+WITHOUT = {
+    "alias_moved_exporter_modules": "does not import",
+    "load_cached_extensions": "extensions were not detected",
+    "stand_in_for_interop": "torch_interop_utils",
+    "export_with_torchscript": "exporting the PyTorch model to ONNX",
+    "refuse_custom_backward": "a custom backward was replaced",
+    "skip_padding_hook": "padding would take a Python operator",
+    "keep_boolean_arguments": "a mask became uint8",
+    "export_multihead_attention": "assert is_literal",
+    "export_attention_dropout": "gradient_builder_base.h",
+    "add_up_at_indices": "index_add kept one of two values",
+    "draw_what_is_likely": "bernoulli draws the other way round",
+    "leave_out_casts": "a cast: ",
+    "count_documents": "documents: ",
+    "train_recurrent": "an RNN: ",
+    "stop_gradient_at_detach": "the gradient went through detach",
+    "stop_gradient_under_no_grad": "the gradient went through no_grad",
+    "change_what_shares_memory": "a change through a view was left out",
+    "infer_shapes_without_weights": "weights of these sizes were copied",
+    "quiet_ort_export": "warnings of the export",
+    "restore_convolution_symbolics": "a convolution: ",
+    "skip_nvtx_without_cuda": "NVTX functions not installed",
+}
+
+
+# What takes the place of custom autograd functions where their extension cannot be built.
+REFUSING = ("stand_in_for_interop", "refuse_custom_backward", "skip_padding_hook")
+
+
+def one_step(cache: Path, skipped: str, *first: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process that imports `first`, then ORTModule without one of the repairs, and takes a step."""
+    return python(ONE_STEP, skipped, *first, ORTLAUNCH_CACHE=str(cache))
+
+
+@pytest.fixture(scope="module")
+def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which torch_interop_utils could not be built."""
+    here = extensions.cache_dir()
+    cache = tmp_path_factory.mktemp("refusing")
+    folder = cache / here.relative_to(cache_root())
+    folder.mkdir(parents=True)
+    for file in (*here.glob("*.so"), *here.glob("*.seal")):
+        if file.stem != extensions.INTEROP:
+            shutil.copy2(file, folder)
+    (folder / f"{extensions.INTEROP}.refused").write_text("the compiler says no")
+    return cache
+
+
+def applied(cache: Path) -> list[str]:
+    """What is applied on this stack, where `import onnxruntime` came first and failed half-way: the worst case."""
+    done = one_step(cache, "nothing", "onnxruntime")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("applied:")[1].split()
+
+
+@pytest.fixture(scope="module")
+def repairs(refusing: Path) -> dict[str, Path]:
+    """Every repair in force on this stack, and a cache with which it is."""
+    with_interop, without = applied(cache_root()), applied(refusing)
+    assert set(REFUSING) <= set(without)
+    assert extensions.interop_refusal() or not set(REFUSING) & set(with_interop)
+    return {**dict.fromkeys(without, refusing), **dict.fromkeys(with_interop, cache_root())}
+
+
+@needs_ort
+@pytest.mark.parametrize("repair", list(WITHOUT))
+def test_each_repair_is_needed_where_it_is_applied(repairs: dict[str, Path], repair: str, ahead: Any) -> None:
+    """Without any one of the repairs in force, one step of a tiny model fails as that repair says."""
+    if repair not in repairs:
+        pytest.skip(f"not needed on torch {torch.__version__}")
+    done = ahead(lambda name: one_step(repairs.get(name, cache_root()), name), repair)
+    assert done.returncode != 0
+    assert WITHOUT[repair] in done.stderr
+
+
+@needs_ort
+def test_every_repair_is_tested(built: None) -> None:
+    """A repair that is added gets its line above."""
+    assert {r.__name__ for r in (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT)} == WITHOUT.keys()
+
+
+@needs_ort
+def test_importing_twice_repairs_once(built: None) -> None:
+    """The second call returns the same module and applies nothing more."""
+    compat.import_ortmodule()
+    before = patching.applied()
+    assert compat.import_ortmodule() is compat.import_ortmodule()
+    assert patching.applied() == before
+    assert len(set(before)) == len(before)
+
+
+def test_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A with-block's variables are gone after it, and overwritten ones are back, whatever happens in it."""
+    monkeypatch.setenv("ORTLAUNCH_TEST_A", "before")
+    monkeypatch.delenv("ORTLAUNCH_TEST_B", raising=False)
+
+    def fail() -> None:
+        with patching.environment(ORTLAUNCH_TEST_A="during", ORTLAUNCH_TEST_B="during"):
+            assert (os.environ["ORTLAUNCH_TEST_A"], os.environ["ORTLAUNCH_TEST_B"]) == ("during", "during")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert os.environ["ORTLAUNCH_TEST_A"] == "before"
+    assert "ORTLAUNCH_TEST_B" not in os.environ

@@ -1,0 +1,76 @@
+"""Grouped convolutions on ONNX Runtime's CPU: their gradients stay inside their own memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ort import needs_ort
+from tests.ortmodule.modules import same, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+
+class Stack(nn.Module):
+    """Four convolutions of the same width, with other weights around them in memory."""
+
+    def __init__(self, kernel: int, **settings: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 12), nn.LazyLinear(12)
+        layers = [nn.Conv1d(16, 16, kernel, padding=kernel // 2, **settings) for _ in range(4)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return self.last(hidden).square().mean()
+
+
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pointwise": (1, {"groups": 4}),
+    "depthwise": (3, {"groups": 16}),
+    "dilated": (3, {"groups": 2, "dilation": 2, "bias": False}),
+    "strided": (3, {"groups": 2, "stride": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", list(SETTINGS))
+def test_no_other_gradient_is_overwritten(kind: str) -> None:
+    """Gradients of ten passes are eager's, and stay so while later passes run; evaluation is eager's."""
+    kernel, settings = SETTINGS[kind]
+    model, x = Stack(kernel, **settings), torch.randn(3, 16, 12)
+    model(x)
+    eager, module, held = copy.deepcopy(model), wrapped(model), []
+    eager(x).backward()
+    for _ in range(10):
+        model.zero_grad()
+        module(x).backward()
+        same(model, eager)
+        held.append(
+            [(parameter.grad, parameter.grad.clone()) for parameter in model.parameters() if parameter.grad is not None]
+        )
+    assert all(torch.equal(gradient, copied) for gradients in held for gradient, copied in gradients)
+    torch.testing.assert_close(module.eval()(x), eager.eval()(x))
+
+
+def test_three_dimensions_are_refused() -> None:
+    """Without groups they run."""
+    x = torch.randn(2, 4, 3, 3, 3)
+    module = wrapped(nn.Conv3d(4, 4, 2))
+    module(x).sum().backward()
+    with pytest.raises(Exception, match="Conv3d with groups"):
+        wrapped(nn.Conv3d(4, 4, 2, groups=2))(x)
+
+
+def test_the_same_size() -> None:
+    """The weight's gradient under padding="same", also where the two ends differ."""
+    model = nn.Sequential(nn.Conv2d(4, 4, (3, 2), padding="same"), nn.Conv2d(4, 4, 3, padding="same", dilation=2))
+    eager, module, x = copy.deepcopy(model), wrapped(model), torch.randn(2, 4, 9, 8)
+    for given in (module, eager):
+        given(x).square().mean().backward()
+    same(model, eager)

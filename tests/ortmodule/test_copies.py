@@ -1,0 +1,48 @@
+"""Copies of an ORTModule that has run: by copy.deepcopy and by pickle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ort import needs_ort
+from tests.ortmodule.modules import same, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Pickled(nn.Module):
+    """Of this file's top, so that pickle finds it; its loss is decided by a value, which a setting allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.last(self.norm(self.first(x))).square().mean() * self.scale
+        return loss if x.sum() > -1e9 else -loss
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_of_a_built_module_trains_apart(copied: Callable[[Any], Any]) -> None:
+    """It has the weights and settings of the first, exports its own graph, follows its own model, and is no alias."""
+    model = Pickled()
+    module = wrapped(model, allow_traced_values=True)
+    module(X).backward()
+    twin = copied(module)
+    twin.zero_grad()
+    twin.module.scale = 3.0
+    eager = copy.deepcopy(twin.module)
+    for each in (twin, eager):
+        each(X).backward()
+    same(twin.module, eager)
+    assert not any(ours is theirs for ours, theirs in zip(model.parameters(), twin.module.parameters()))
+    assert twin(X).item() == pytest.approx(1.5 * module(X).item(), rel=1e-5)

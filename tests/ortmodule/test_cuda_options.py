@@ -1,0 +1,126 @@
+"""Fields under `engine` that act on CUDA alone: a CPU refuses them, and ORT gets what a session on a GPU would."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule import options
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.recipe.engine import Engine
+from tests.ort import needs_ort
+from tests.ortmodule.modules import Words, manager_of, python, refused, stepped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+
+
+def cuda_provider(wrapped: Any) -> dict[str, str]:
+    """The options that a session on a GPU would get."""
+    manager = manager_of(wrapped)
+    manager._graph_transition_manager._device = torch.device("cuda", 0)
+    manager._runtime_options.use_external_gpu_allocator = False
+    return manager._get_session_config()[2][0]
+
+
+def test_print_memory_stats() -> None:
+    """It reads CUDA's allocator in every step."""
+    assert "does nothing on CPU: it reads CUDA's allocator" in refused(print_memory_stats=True)
+    observer = manager_of(stepped(Words(), print_memory_stats=True))._runtime_inspector.memory_ob
+    assert observer._print_memory_stats_by_step
+
+
+def test_conv_algorithm_search() -> None:
+    """It goes to ORT's provider, under cuDNN's names."""
+    assert "does nothing on CPU: it is cuDNN's" in refused(conv_algorithm_search="exhaustive")
+    assert cuda_provider(stepped(Words(), conv_algorithm_search="exhaustive"))["cudnn_conv_algo_search"] == "EXHAUSTIVE"
+    assert cuda_provider(stepped(Words()))["cudnn_conv_algo_search"] == "HEURISTIC"
+
+
+@pytest.mark.parametrize(("word", "tf32"), [("highest", "0"), ("high", "1"), ("medium", "1")])
+def test_matmul_precision(word: Any, tf32: str) -> None:
+    """It is the provider's TF32, which is on where nobody says anything."""
+    assert cuda_provider(stepped(Words(), matmul_precision=word))["use_tf32"] == tf32
+
+
+def test_tuning() -> None:
+    """It switches ORT's tunable operators on."""
+    assert "does nothing on CPU" in refused(tuning=True)
+    assert cuda_provider(stepped(Words(), tuning=True))["tunable_op_tuning_enable"] == "1"
+    assert "tunable_op_enable" not in cuda_provider(stepped(Words()))
+
+
+def test_tuning_duration_ms() -> None:
+    """It bounds the trials of one operator."""
+    assert "does nothing without tuning: true" in refused(tuning_duration_ms=5)
+    provider = cuda_provider(stepped(Words(), tuning=True, tuning_duration_ms=5))
+    assert provider["tunable_op_max_tuning_duration_ms"] == "5"
+
+
+def test_tuning_results(tmp_path: Path) -> None:
+    """They are written with tuning and read without it."""
+    assert "does nothing on CPU" in refused(tuning_results="here")
+    stepped(Words(), tuning=True, tuning_results=str(tmp_path))
+    assert (tmp_path / "tuning_results_training.json").exists()
+    assert cuda_provider(stepped(Words(), tuning_results=str(tmp_path)))["tunable_op_enable"] == "1"
+
+
+def test_triton() -> None:
+    """It is refused by a build of ORT without Triton."""
+    assert "does nothing on CPU: Triton writes kernels for GPUs" in refused(triton=True)
+    with pytest.raises(EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"):
+        options.prepare(Engine(triton=True), {})
+
+
+def test_triton_config() -> None:
+    """It becomes the file that ORT reads."""
+    assert "does nothing without triton: true" in refused(triton_config={"min_nodes": 3})
+    assert "unknown key; valid here: ops" in refused(triton=True, triton_config={"nodes": 3})
+    assert "must be none, scalar or all" in refused(triton=True, triton_config={"initializer": "some"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTMODULE_TRITON_CONFIG_FILE", "")
+        for name in ("triton", "triton.language"):  # ORT's package imports it for its kernels
+            patch.setitem(sys.modules, name, MagicMock())
+        options.set_attributes(stepped(Words()), Engine(triton=True, triton_config={"min_nodes": 3}))
+        read = importlib.import_module("onnxruntime.training.ort_triton").get_config()
+    assert json.loads(read)["min_nodes"] == 3
+
+
+def test_flash_attention() -> None:
+    """It is one of triton's kernels."""
+    said = refused(flash_attention=True)
+    assert "does nothing without triton: true" in said
+    assert "does nothing on CPU: it is a Triton kernel" in said
+
+
+def test_efficient_attention(witness: Witness) -> None:
+    """It registers ORT's graph optimizer, and ends the run where that finds nothing."""
+    assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(efficient_attention=True)
+    assert registered_in_a_new_process(efficient_attention=True) == "optimize_graph_for_aten_efficient_attention"
+    with pytest.raises(EngineError, match=r"engine\.efficient_attention: ONNX Runtime found nothing to replace"):
+        options.require_effect(Engine(efficient_attention=True), witness.graphs)
+
+
+def test_aten_sdpa() -> None:
+    """It is refused where torch's operator is another one than ORT's."""
+    assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(aten_sdpa=True)
+    with pytest.raises(EngineError, match=r"as it was up to torch 2\.4"):
+        options.prepare(Engine(aten_sdpa=True), {})
+
+
+def registered_in_a_new_process(**settings: Any) -> str:
+    """Graph optimizers for CUDA that ORT has after an import with these settings."""
+    script = (
+        "from ortlaunch.recipe.engine import Engine\nfrom ortlaunch.ortmodule import options\n"
+        f"options.prepare(Engine(**{settings!r}), {{}})\n"
+        "from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry as Registry\n"
+        "print('found:', *[f.__name__ for found in Registry._OPTIMIZER_FUNCS.values() for f, _, _ in found])"
+    )
+    return python(script).stdout.split("found:")[1].strip()

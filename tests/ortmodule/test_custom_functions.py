@@ -1,0 +1,332 @@
+"""Custom autograd functions inside ORT's graph: their own backward runs, with eager's gradients, and nothing leaks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch import extensions
+from ortlaunch.ortmodule.witness import Witness
+from tests.ort import needs_ort
+from tests.ortmodule.modules import Reverse, training_graph, wrapped
+
+pytestmark = needs_ort
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _callable(built: None) -> None:
+    """Only where ORT's extension that calls them could be built."""
+    if extensions.interop_refusal():
+        pytest.skip(f"not on this torch: {extensions.interop_refusal()}")
+
+
+class Cube(torch.autograd.Function):
+    """Saves an input and an output for a backward twice as large as it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * x * x
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        x, y = ctx.saved_tensors
+        return gradient * (6 * x * x + 0 * y)
+
+
+class Bilinear(torch.autograd.Function):
+    """A weight and a bias as inputs, as fused layers have them, and a backward that asks which gradients are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            3 * gradient @ weight if wanted[0] else None,
+            gradient.t() @ x if wanted[1] else None,
+            gradient.sum(0) if wanted[2] else None,
+        )
+
+
+class Split(torch.autograd.Function):
+    """Returns a boolean tensor, which has no gradient, beside the one that has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = x > 0
+        ctx.mark_non_differentiable(chosen)
+        return x * 2, chosen
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> torch.Tensor:
+        return gradient * 3
+
+
+class Mixed(torch.autograd.Function):
+    """Arguments that are no tensors: a number of each kind, a tuple, a text, None; a mask; two outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
+        power: int,
+        on: bool,
+        sizes: Any,
+        name: str,
+        no: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert mask.dtype == torch.bool
+        assert (power, on, sizes, name, no) == (2, True, (3, 4), "text", None)
+        ctx.scale = scale
+        ctx.save_for_backward(mask)
+        return torch.where(mask, x * scale, x), x.detach().abs().sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[Any, ...]:
+        (mask,) = ctx.saved_tensors
+        return torch.where(mask, first * 10, first) + second.unsqueeze(-1), *(None,) * 7
+
+
+class Model(nn.Module):
+    """Two layers with a custom function between them; `uses` says how often."""
+
+    def __init__(self, function: Any, uses: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.function, self.uses = function, uses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        for _ in range(self.uses):
+            hidden = self.function(hidden)
+        return self.second(hidden).square().mean()
+
+
+class Fused(Model):
+    """The first layer's weights go through a custom function; one of them is frozen on request."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__(None)
+        self.first.weight.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(Bilinear.apply(x, self.first.weight, self.first.bias))).square().mean()
+
+
+class TransformerLike(nn.Module):
+    """Embedding, attention written out, a custom normalization in two places, and a loss that ignores padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 8)
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = Cube.apply(self.embedding(ids))
+        scores = (self.query(x) @ self.key(x).transpose(1, 2)) / 8**0.5
+        x = x + self.out(torch.softmax(scores, -1) @ self.value(x))
+        logits = self.head(Reverse.apply(Cube.apply(x)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    first, second = Mixed.apply(x, x > 0, 0.5, 2, True, (3, 4), "text", None)
+    return first * second.unsqueeze(-1)
+
+
+def split(x: torch.Tensor) -> torch.Tensor:
+    doubled, chosen = Split.apply(x)
+    return torch.where(chosen, doubled, -doubled)
+
+
+def python_ops(module: Any) -> int:
+    """PythonOp nodes in the training graph that ORT runs."""
+    return sum(node.op_type == "PythonOp" for node in training_graph(module).node)
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest difference of any gradient, relative to the largest gradient; float32 keeps seven digits of it."""
+    pairs = [(mine.grad, eagers.grad) for mine, eagers in zip(ours.parameters(), theirs.parameters())]
+    assert all((mine is None) == (eagers is None) for mine, eagers in pairs)
+    trained = [(mine, eagers) for mine, eagers in pairs if eagers is not None]
+    largest = max(eagers.abs().max() for _, eagers in trained)
+    return (max((mine - eagers).abs().max() for mine, eagers in trained) / largest).item()
+
+
+def compare(model: nn.Module, ours: Any, *batch: torch.Tensor) -> None:
+    """Loss and every gradient of one step, eager against ORT; gradients are cleared after."""
+    expected, got = model(*batch), ours(*batch)
+    expected.backward()
+    got.backward()
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
+    assert difference(ours, model) < 1e-5  # rounding differs between processors
+    model.zero_grad()
+    ours.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (Model(Reverse.apply), 1),
+        (Model(Cube.apply), 1),
+        (Model(Cube.apply, uses=2), 2),
+        (Model(mixed), 1),
+        (Model(split), 1),
+        (Fused(frozen=False), 1),
+        (Fused(frozen=True), 1),
+    ],
+    ids=["reversal", "saved tensors", "used twice", "other arguments", "boolean output", "weights", "a frozen weight"],
+)
+def test_gradients_equal_eagers(model: nn.Module, count: int) -> None:
+    """Three steps on batches of different sizes give eager's losses and gradients, with the functions in the graph."""
+    ours = wrapped(copy.deepcopy(model))
+    for step, rows in enumerate((3, 3, 5)):
+        compare(model, ours, torch.randn(rows, 4, generator=torch.Generator().manual_seed(step)))
+    assert python_ops(ours) == count
+
+
+def test_a_transformer_with_custom_functions_trains_like_eager() -> None:
+    """Three functions among attention and a loss that ignores labels: ten AdamW steps with eager's losses."""
+    model = TransformerLike()
+    ours = wrapped(copy.deepcopy(model))
+    ids = torch.randint(0, 20, (4, 6), generator=torch.Generator().manual_seed(1))
+    labels = torch.where(ids < 15, torch.full_like(ids, -100), ids)
+    compare(model, ours, ids, labels)
+    losses = []
+    for module in (model, ours):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(10):
+            loss = module(ids, labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert python_ops(ours) >= 3
+
+
+def test_two_passes_before_one_backward() -> None:
+    """Contexts of two forward passes live side by side, and each backward finds its own."""
+    model = Model(Cube.apply)
+    ours = wrapped(copy.deepcopy(model))
+    x, y = torch.randn(3, 4), torch.randn(5, 4)
+    for module in (model, ours):
+        (module(x) + 2 * module(y)).backward()
+    assert difference(ours, model) < 1e-5  # rounding differs between processors
+
+
+def test_evaluation_and_no_grad_run_the_forward_only() -> None:
+    """eval() under no_grad gives eager's value, before and after a training step."""
+    model = Model(Cube.apply)
+    ours = wrapped(copy.deepcopy(model))
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        ours.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-6)
+        ours.train()
+        compare(model, ours, x)
+
+
+class Witnessed(torch.autograd.Function):
+    """Keeps a weak reference to everything that it saves."""
+
+    alive: list[Any] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.kept = x.new_zeros(1)
+        Witnessed.alive.append(weakref.ref(ctx.kept))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 2 + 0 * x + 0 * ctx.kept
+
+
+def test_twenty_steps_leave_no_context_behind() -> None:
+    """Each step's context, with what it saved, is gone after its backward."""
+    ours = wrapped(Model(Witnessed.apply))
+    Witnessed.alive.clear()
+    for step in range(20):
+        ours(torch.randn(3, 4)).backward()
+        del step
+    gc.collect()
+    assert len(Witnessed.alive) >= 20
+    assert sum(reference() is not None for reference in Witnessed.alive) <= 1
+
+
+def test_functions_stay_in_the_graph_and_none_falls_back(witness: Witness) -> None:
+    """The witness counts passes of ORT's, and no fallback."""
+    ours = wrapped(Model(Reverse.apply))
+    ours(torch.randn(3, 4)).backward()
+    assert (witness.forward_passes, witness.backward_passes, witness.fallbacks) == (1, 1, 0)
+
+
+TWO_RANKS = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+sys.path.insert(0, sys.argv[1])
+from tests.ortmodule.modules import wrapped
+from tests.ortmodule.test_custom_functions import Cube, Model, difference
+import copy
+rank = int(sys.argv[3])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+model = Model(Cube.apply, uses=2)
+modules = DistributedDataParallel(copy.deepcopy(model)), DistributedDataParallel(wrapped(model))
+x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+for _ in range(5):
+    losses = []
+    for module in modules:
+        loss = module(x)
+        module.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= 0.01 * parameter.grad
+        losses.append(loss.item())
+    assert difference(modules[1], modules[0]) < 1e-5
+    print(rank, *losses, flush=True)
+dist.barrier()
+os._exit(0)  # a gloo group that is freed may hang, see ortlaunch/worker/distributed.py
+"""
+
+
+def test_two_ranks_average_the_custom_gradients(tmp_path: Any) -> None:
+    """Under DistributedDataParallel on two gloo ranks both ranks have eager's averaged gradients."""
+    command = [sys.executable, "-c", TWO_RANKS, str(Path(__file__).parents[2]), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=150)
+            assert process.returncode == 0, err
+            assert sum(line.startswith(f"{rank} ") for line in out.splitlines()) == 5
+    finally:
+        for process in ranks:
+            process.kill()

@@ -1,0 +1,163 @@
+"""Every start exports its own model: no graph of another one is ever run, and an export copies no large weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule import compat, exports
+from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.wrap import wrap
+from ortlaunch.recipe.engine import Engine
+from tests.ort import needs_ort
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+X = torch.linspace(-1, 2, 24).reshape(6, 4)
+Function = Callable[[torch.Tensor], torch.Tensor]
+Choose = Callable[[pytest.MonkeyPatch, bool], nn.Module]
+
+FUNCTION: Function = torch.relu
+PARTIAL: Function = functools.partial(torch.clamp, min=0.0)
+SETTINGS = types.SimpleNamespace(scale=1.0)
+
+
+class Layer(nn.Module):
+    """One layer, and what a form makes of its output."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = FUNCTION(self.layer(x)) + PARTIAL(self.layer(x))
+        return made.sum() * self.scale * SETTINGS.scale
+
+
+def enclosing(function: Function, factor: float) -> nn.Module:
+    """A class that reads the arguments of the function around it."""
+
+    class Local(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(self.layer(x)).sum() * factor
+
+    return Local()
+
+
+def with_attribute(factor: float) -> nn.Module:
+    """A class with an attribute from the arguments of the function around it."""
+
+    class Local(Layer):
+        scale = factor
+
+    return Local()
+
+
+def with_global(name: str, first: object, other: object) -> Choose:
+    def choose(patch: pytest.MonkeyPatch, second: bool) -> nn.Module:
+        patch.setattr(sys.modules[__name__], name, other if second else first)
+        return Layer()
+
+    return choose
+
+
+def with_class(name: str, first: object, other: object) -> Choose:
+    def choose(patch: pytest.MonkeyPatch, second: bool) -> nn.Module:
+        patch.setattr(Layer, name, other if second else first)
+        return Layer()
+
+    return choose
+
+
+def summed(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return layer.layer(x).sum()
+
+
+def squared(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    return layer.layer(x).square().sum()
+
+
+FORMS: dict[str, Choose] = {
+    "a global function": with_global("FUNCTION", torch.relu, torch.tanh),
+    "a closure over a function": lambda _, second: enclosing(torch.tanh if second else torch.relu, 1.0),
+    "a closure over a number": lambda _, second: enclosing(torch.relu, 3.0 if second else 1.0),
+    "a class attribute set later": with_class("scale", 1.0, 3.0),
+    "a class attribute of a factory": lambda _, second: with_attribute(3.0 if second else 1.0),
+    "a forward given to the class": with_class("forward", summed, squared),
+    "a global partial": with_global("PARTIAL", *(functools.partial(torch.clamp, min=least) for least in (0.0, 0.5))),
+    "a global settings object": with_global("SETTINGS", *(types.SimpleNamespace(scale=n) for n in (1.0, 3.0))),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of ortlaunch's."""
+    compat.import_ortmodule()  # its extensions are in the real one
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_second_model_trains_as_itself(form: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models of one name differ in what Python's code around them holds; each has eager's loss and gradient."""
+    losses = []
+    for second in (False, True):
+        torch.manual_seed(0)
+        ours = FORMS[form](monkeypatch, second)
+        eager = copy.deepcopy(ours)
+        expected, loss = eager(X), wrap(ours, Engine(), threads=1)(X)
+        expected.backward()
+        loss.backward()
+        losses.append(expected.item())
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(ours.layer.weight.grad, eager.layer.weight.grad)
+    assert losses[0] != losses[1]
+
+
+def test_orts_own_cache_is_never_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORTMODULE_CACHE_DIR, under which an evaluation runs the training graph, changes nothing and is told."""
+    monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(folder / "ort"))
+    module = wrap(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), Engine(), threads=1)
+    module(X)
+    module.eval()
+    with torch.no_grad():
+        assert module(X).equal(module(X))
+    assert not (folder / "ort").exists()
+    assert any("ORTMODULE_CACHE_DIR" in note for note in tally.notes)
+
+
+class Shapes(nn.Module):
+    """Weights of every kind of layer whose form an export infers, and a buffer with the sizes of a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.convolution = nn.Embedding(50, 64), nn.Conv1d(64, 32, 3, padding=1)
+        self.recurrent, self.last = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 40)
+        self.register_buffer("sizes", torch.tensor([-1, 20]))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.convolution(self.words(ids).transpose(1, 2)).transpose(1, 2)
+        return self.last(self.recurrent(hidden)[0]).reshape(tuple(self.sizes)).softmax(-1)
+
+
+def test_an_export_without_weights_is_the_same(built: None) -> None:
+    """What shape inference does not get changes no byte of the graph."""
+    compat.import_ortmodule()
+    model, ids, found = Shapes(), torch.arange(12).reshape(2, 6), []
+    settings = {"dynamo": False, "export_params": False, "opset_version": 17, "do_constant_folding": False}
+    for export in (torch.onnx.export, exports.without_weights(torch.onnx.export)):
+        file = io.BytesIO()
+        export(model, (ids,), file, input_names=["ids"], dynamic_axes={"ids": {0: "n"}}, **settings)
+        found.append(file.getvalue())
+    assert found[0] == found[1]

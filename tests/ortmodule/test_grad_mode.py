@@ -1,0 +1,172 @@
+"""What a model computes with gradients off has none on ONNX Runtime, and everything else has eager's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch import extensions
+from tests.ort import needs_ort
+from tests.ortmodule.modules import Reverse, same, training_graph, wrapped
+
+pytestmark = needs_ort
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Two(nn.Module):
+    """Two layers, and what a test does with them."""
+
+    def __init__(self, called: Forward) -> None:
+        super().__init__()
+        self.first, self.second, self.called = nn.Linear(4, 4), nn.Linear(4, 4), called
+        self.register_buffer("angles", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(self, x)
+
+    @torch.no_grad()
+    def target(self, x: torch.Tensor) -> torch.Tensor:
+        """A value without gradient of a layer with one."""
+        return self.second(x)
+
+
+def a_block(model: Two, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = model.second(x)
+        mean = target.mean()
+        target = target - mean
+    return (model.first(x) - target).square().mean() + (model.second(x) * mean).sum()
+
+
+def a_decorator(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x)
+    return (hidden * model.target(hidden)).sum() + model.second(hidden).sum()
+
+
+def never_trained(model: Two, x: torch.Tensor) -> torch.Tensor:
+    return (model.first(x) * model.target(x)).sum()
+
+
+def a_call(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x)
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    target = model.second(hidden)
+    torch.set_grad_enabled(before)
+    return (hidden * target).sum() + model.second(x).sum()
+
+
+def gradients_on_inside(model: Two, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = model.second(x)
+        with torch.enable_grad():
+            hidden = model.first(x) * target
+    return (hidden * target).sum()
+
+
+def inference(model: Two, x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        target = model.second(x)
+        with torch.inference_mode(False):
+            hidden = model.first(x)
+    return (hidden * target.clone()).sum()
+
+
+def asking(model: Two, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = 1.0 if torch.is_grad_enabled() else 2.0
+    return model.first(x).sum() * scale + (model.second(x).sum() if torch.is_grad_enabled() else 0)
+
+
+def a_choice(model: Two, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        labels = model.second(x).argmax(-1)
+    return nn.functional.cross_entropy(model.first(x), labels)
+
+
+def in_place(model: Two, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = model.second(x)
+        target.mul_(2)
+        filled = torch.zeros(4)
+        filled.add_(target.mean(0))
+    return (model.first(x) * target * filled).sum()
+
+
+def into_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x)
+    return (Reverse.apply(model.target(x)) * Reverse.apply(hidden)).sum()  # type: ignore[no-untyped-call]
+
+
+def out_of_a_custom_function(model: Two, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = Reverse.apply(model.second(x))  # type: ignore[no-untyped-call]
+    return (model.first(x) * target).sum()
+
+
+CUSTOM = [into_a_custom_function, out_of_a_custom_function]
+CASES = [a_block, a_decorator, never_trained, a_call, gradients_on_inside, inference, asking, a_choice, in_place]
+
+
+@pytest.mark.parametrize("called", [*CASES, *CUSTOM])
+def test_loss_and_gradients_are_eagers(called: Forward) -> None:
+    """Also where a weight is used with gradients off only, and has none."""
+    if called in CUSTOM and extensions.interop_refusal():
+        pytest.skip(extensions.interop_refusal())
+    torch.manual_seed(0)
+    model = Two(called)
+    eager, module, x = copy.deepcopy(model), wrapped(model), torch.randn(3, 4)
+    losses = [each(x) for each in (module, eager)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    same(model, eager)
+
+
+def test_a_graph_without_anything_trained_there_stays_as_it_is() -> None:
+    """The angles of a rotary embedding are computed with gradients off, and need no copy."""
+
+    def rotated(model: Two, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            turned = (model.angles * torch.ones(4)).cos()
+        return (model.first(x) * turned).sum()
+
+    module = wrapped(Two(rotated))
+    module(torch.ones(3, 4)).backward()
+    assert "ATen" not in {node.op_type for node in training_graph(module).node}
+
+
+def changed_inside(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x)
+    with torch.no_grad():
+        hidden.clamp_(-1, 1)
+    return hidden.sum()
+
+
+def changed_outside(model: Two, x: torch.Tensor) -> torch.Tensor:
+    target = model.target(x)
+    target.add_(model.first(x))
+    return target.sum()
+
+
+@pytest.mark.parametrize("called", [changed_inside, changed_outside])
+def test_a_change_in_place_across_the_border_is_refused(called: Forward) -> None:
+    """PyTorch would see it through the tensor's version; an exported graph has no such thing."""
+    with pytest.raises(Exception, match="changed in place under"):
+        wrapped(Two(called))(torch.ones(3, 4))
+
+
+def test_a_weight_that_a_pass_changes_is_refused() -> None:
+    """An embedding with a largest norm renormalizes what it looks up."""
+
+    def looked_up(model: Two, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x.long(), model.first.weight, max_norm=1.0).sum()
+
+    with pytest.raises(Exception, match="a weight is changed in the forward pass"):
+        wrapped(Two(looked_up))(torch.ones(3, 4))

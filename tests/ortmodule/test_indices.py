@@ -1,0 +1,79 @@
+"""Sums at indices that come twice, as graph networks and mixtures of experts take them, on ONNX Runtime."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ort import needs_ort
+from tests.ortmodule.modules import same, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+Form = Callable[[torch.Tensor], torch.Tensor]
+TWICE = torch.tensor([0, 0, 1])
+FORMS: dict[str, Form] = {
+    "index_add": lambda h: h.index_add(0, TWICE, h[1:4] * 2),
+    "index_add, into zeros": lambda h: torch.zeros(2, 6).index_add(0, TWICE, h[:3]),
+    "index_add, from the right": lambda h: h.index_add(-1, TWICE, h[:, :3] * 3),
+    "index_add, in place": lambda h: (h * 2).index_add_(0, TWICE, h[:3]),
+    "index_put": lambda h: h.index_put((TWICE, TWICE), h[:3, 0] * 2, accumulate=True),
+    "index_put, a number": lambda h: h.index_put((TWICE,), torch.tensor(1.0), accumulate=True),
+    "index_put, not added up": lambda h: h.index_put((TWICE[1:],), h[2:4]),
+    "scatter_add": lambda h: h.scatter_add(1, (h > 0).long(), h * 2),
+    "diff": lambda h: torch.diff(h, n=2, prepend=h[:, :1] * 2, append=h[:, :2]),
+    "diff, along the batch": lambda h: h.diff(dim=0),
+    "diff of truths": lambda h: h[:, 1:] * (h > 0).diff(),
+    "cumsum of truths": lambda h: h * (h > 0).cumsum(1),
+}
+
+
+class Summing(nn.Linear):
+    """What a test sums up of a layer's output."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__(6, 6)
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.form(super().forward(x)).square().mean()
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_sums_and_gradients_are_eagers(form: str) -> None:
+    """Of the values, and of what they are added to; also for a second batch of another size."""
+    model = Summing(FORMS[form])
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for rows in (4, 7):
+        x = torch.randn(rows, 6)
+        ours, theirs = module(x), eager(x)
+        ours.backward()
+        theirs.backward()
+        torch.testing.assert_close(ours, theirs)
+        same(model, eager)
+
+
+REFUSED: dict[str, tuple[Form, str]] = {
+    "a factor": (lambda h: h.index_add(0, TWICE, h[:3], alpha=2), "index_add with another alpha"),
+    "a mask": (lambda h: h.index_put((h > 0,), torch.tensor(1.0), accumulate=True), "accumulate and a mask"),
+}
+
+
+@pytest.mark.parametrize("form", list(REFUSED))
+def test_forms_without_a_translation_are_refused(form: str) -> None:
+    """Before step 1, with what it is."""
+    called, message = REFUSED[form]
+    with pytest.raises(Exception, match=message):
+        wrapped(Summing(called))(torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("form", ["index_add", "index_put", "scatter_add"])
+def test_an_older_opset_is_refused(form: str) -> None:
+    """Its Scatter has no sum; what is only put at indices has a form in every opset."""
+    with pytest.raises(Exception, match=r"engine.opset 16 or newer, and this export is of 14"):
+        wrapped(Summing(FORMS[form]), opset=14)(torch.randn(4, 6))
+    wrapped(Summing(FORMS["index_put, not added up"]), opset=14)(torch.randn(4, 6)).backward()

@@ -1,0 +1,284 @@
+"""Cross entropy in ORT's graph: ignored labels left out, torch's kernels on the CPU; loss and gradients are eager's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch import machine
+from ortlaunch.ortmodule import torch_kernels
+from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.recipe.engine import Engine
+from tests.ort import needs_ort
+from tests.ortmodule.modules import Checkpointed, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+BATCH, CLASSES = 40, 23
+LOSS = nn.functional.cross_entropy
+
+
+class Scores(nn.Module):
+    """As a head of transformers': dense, GELU, LayerNorm, scores, and the functional form of the loss."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES)
+        self.options = options
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.norm(nn.functional.gelu(self.dense(x)))).view(-1, CLASSES)
+        return nn.functional.cross_entropy(scores, labels.view(-1), **self.options).sum()
+
+
+class Along(Scores):
+    """Classes in the second of three dimensions."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.dense(x)).transpose(1, 2), labels)
+
+
+def batch(counting: float, ignored: int = -100) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of 4 x 10, and as many labels, of which so many count."""
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(1, CLASSES, (4, 10), generator=generator)
+    labels.view(-1)[torch.randperm(BATCH, generator=generator)[round(counting * BATCH) :]] = ignored
+    return torch.randn(4, 10, 8, generator=generator), labels
+
+
+def check(module: Any, eager: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> None:
+    """One step forward and backward: loss and gradients."""
+    losses = []
+    for each in (module, eager):
+        each.zero_grad()
+        losses.append(each(x, labels))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    ours = dict(module.named_parameters())
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.fixture(autouse=True)
+def _density() -> None:
+    """What an export saw of its labels is one of this test."""
+    tally.label_density = None
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "one a label": {"reduction": "none"},
+    "another label ignored": {"ignore_index": 0},
+    "weights": {"weight": torch.linspace(0.5, 2, CLASSES)},
+    "smoothed": {"label_smoothing": 0.1},
+    "smoothed, weights": {"label_smoothing": 0.2, "weight": torch.linspace(0.5, 2, CLASSES)},
+    "smoothed, sum": {"label_smoothing": 0.1, "reduction": "sum"},
+    "smoothed, one a label": {"label_smoothing": 0.1, "reduction": "none"},
+}
+
+
+@pytest.mark.parametrize("density", [0.2, 1.0])
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Witness) -> None:
+    """Whatever the loss is asked for, also for batches of other density and size than the first."""
+    model = Scores(**OPTIONS[options])
+    eager, ignored = copy.deepcopy(model), OPTIONS[options].get("ignore_index", -100)
+    module = wrapped(model)
+    check(module, eager, *batch(density, ignored))
+    check(module, eager, *batch(1.2 - density, ignored))
+    check(module, eager, *(part[:3] for part in batch(0.5, ignored)))
+    assert len(witness.graphs) == 1
+
+
+class Likely(Scores):
+    """Labels that are probabilities of every class."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        likely = nn.functional.one_hot(labels.clamp(min=0), CLASSES).float() * 0.7 + 0.3 / CLASSES
+        scores = self.head(self.dense(x)).view(-1, CLASSES)
+        return nn.functional.cross_entropy(scores, likely.view(-1, CLASSES), **self.options).sum()
+
+
+@pytest.mark.parametrize("options", ["mean", "sum", "one a label", "smoothed, weights"])
+def test_probabilities_for_labels(options: str, witness: Witness) -> None:
+    """Loss and gradients are eager's; nothing is ignored."""
+    model = Likely(**OPTIONS[options])
+    check(wrapped(model), copy.deepcopy(model), *batch(0.2))
+    assert tally.label_density is None
+
+
+def test_other_forms_of_the_loss_are_left_alone(witness: Witness) -> None:
+    """Scores that are not one row a label stay ORT's business."""
+    model = Along()
+    check(wrapped(model), copy.deepcopy(model), *batch(0.2))
+    assert tally.label_density is None
+
+
+@pytest.mark.parametrize("matmul", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_label_counts(reduction: str, matmul: bool, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of nothing is not a number, its sum and gradients zero, as in PyTorch; the next batch is right again."""
+    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    model = Scores(reduction=reduction)
+    eager, module = copy.deepcopy(model), wrapped(model, torch_matmul=matmul)
+    check(module, eager, *batch(0.2))
+    if reduction == "sum":
+        check(module, eager, *batch(0.0))
+    else:
+        loss = module(*batch(0.0))
+        loss.backward()
+        assert torch.isnan(loss)
+        assert torch.isnan(eager(*batch(0.0)))
+    check(module, eager, *batch(0.3))
+
+
+class Legacy(Scores):
+    """The loss by another name and with the arguments of before torch 0.4; rows of the model's own choice."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        flat = self.dense(x).view(-1, 8)
+        chosen = flat[(x.view(-1, 8)[:, 0] > 0).nonzero()]
+        scores, labels = self.head(flat), labels.view(-1)
+        each = LOSS(scores, labels, reduce=False)
+        return LOSS(scores, labels, size_average=False) + each.mean() + chosen.square().mean()
+
+
+def test_other_ways_to_the_loss(witness: Witness) -> None:
+    """What torch makes of old arguments is looked at, and gathers of the model stay what they are."""
+    model = Legacy()
+    check(wrapped(model), copy.deepcopy(model), *batch(0.2))
+    assert tally.label_density == 0.2
+
+
+def test_ignored_labels_are_left_out(witness: Witness) -> None:
+    """Few labels count: rows are gathered, and told; not where nearly all count, nor where it is switched off."""
+    wrapped(Scores())(*batch(0.2)).backward()
+    assert witness.graphs[-1].forward["ShrunkenGather"] > 0
+    assert tally.label_density == 0.2
+    tally.label_density = None
+    for density, settings in ((0.95, {}), (0.2, {"sparsity_optimizer": False}), (0.2, {"compute_optimizer": False})):
+        wrapped(Scores(), **settings)(*batch(density)).backward()
+        assert witness.graphs[-1].forward["ShrunkenGather"] == 0
+    assert tally.label_density is None
+
+
+def test_scores_of_ignored_labels_are_not_computed(tmp_path: Any) -> None:
+    """The gather stands before the matrix product of the head, not behind it."""
+    import onnx
+
+    wrapped(Scores(), save_onnx=str(tmp_path))(*batch(0.2)).backward()
+    graph = onnx.load(tmp_path / "rank_00000_execution_model_training.onnx").graph
+    makers = {name: node for node in graph.node for name in node.output}
+
+    def maker(name: str) -> str:
+        while name in makers and makers[name].op_type in ("Reshape", "Squeeze"):
+            name = makers[name].input[0]
+        return makers[name].op_type if name in makers else "input"
+
+    gathered = {maker(node.input[0]) for node in graph.node if node.op_type == "ShrunkenGather"}
+    assert gathered == {"input", "LayerNormalization"}
+
+
+def test_evaluation_takes_every_label(witness: Witness) -> None:
+    """An evaluation graph gives the same loss; nothing is gathered in it."""
+    model = Scores()
+    eager, module = copy.deepcopy(model).eval(), wrapped(model).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(*batch(0.2)), eager(*batch(0.2)))
+    assert witness.graphs[-1].forward["ShrunkenGather"] == 0
+
+
+def test_plain_pytorch_is_as_it_was() -> None:
+    """The loss is another one for the length of an export only, also of an export that ends in an error."""
+    before = torch._C._nn.cross_entropy_loss
+
+    class Fails(Scores):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            super().forward(x, labels)
+            raise RuntimeError("in the trace")
+
+    wrapped(Scores())(*batch(0.2))
+    with pytest.raises(Exception, match="in the trace"):
+        wrapped(Fails())(*batch(0.2))
+    assert torch._C._nn.cross_entropy_loss is before
+
+
+def test_torchs_kernels_compute_the_loss(witness: Witness) -> None:
+    """On the CPU ORT's own operators are gone from the training graph, forward and backward."""
+    wrapped(Scores())(*batch(1.0)).backward()
+    graph = witness.graphs[-1]
+    wanted = {"_log_softmax", "nll_loss_forward", "nll_loss_backward", "_log_softmax_backward_data"}
+    assert wanted | {"gelu", "gelu_backward", "native_layer_norm_backward"} <= set(graph.aten)
+    assert not [name for name in graph.forward + graph.backward if name.startswith("SoftmaxCrossEntropyLoss")]
+    assert not {"Gelu", "GeluGrad", "LayerNormalizationGrad"} & {*graph.forward, *graph.backward}
+
+
+class Products(nn.Module):
+    """Layers with and without a bias, a tied weight, attention's products of many matrices, a product transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.plain = nn.Embedding(CLASSES, 8), nn.Linear(8, 8, bias=False)
+        self.biased, self.free = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.biased(self.words(labels.clamp(min=0)) + self.plain(x))
+        attended = (hidden @ hidden.transpose(1, 2)).softmax(-1) @ hidden
+        factored = nn.functional.linear(hidden, self.free.t() @ self.biased.weight)
+        crossed = (self.free @ self.free.t() @ self.plain.weight.t()) @ attended[0].t()
+        scores = (attended @ self.free) @ self.words.weight.t() + crossed.mean() + factored.mean()
+        return nn.functional.cross_entropy(scores.view(-1, CLASSES), labels.view(-1))
+
+
+@pytest.mark.parametrize("kind", [Products, Scores])
+def test_torchs_matrix_products(kind: type[nn.Module], witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward products by a matrix are torch's, with eager's loss and gradients, for any batch."""
+    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    model = kind()
+    eager, module = copy.deepcopy(model), wrapped(model, torch_matmul=True)
+    check(module, eager, *batch(0.2))
+    check(module, eager, *(part[:3] for part in batch(1.0)))
+    graph = witness.graphs[-1]
+    assert {"linear", "matmul", "tensordot"} <= graph.aten.keys()
+    theirs = sum((graph.forward + graph.backward)[name] for name in ("MatMul", "FusedMatMul", "Gemm"))
+    assert theirs <= (7 if kind is Products else 0)  # attention's, of three dimensions, and of three by two
+
+
+def test_recomputed_products_stay_onnx_runtimes(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation knows no operator of torch's."""
+    monkeypatch.setattr(torch_kernels, "WIDTH", 4)
+    wrapped(Scores(), torch_matmul=True, memory_optimization=1)(*batch(1.0)).backward()
+    assert "linear" not in witness.graphs[-1].aten
+
+
+def test_a_models_own_checkpoints_keep_its_products_and_say_so(witness: Witness) -> None:
+    """They become recomputation, whatever was asked of products."""
+    wrapped(Checkpointed(reentrant=False), torch_matmul=True)(torch.randn(3, 8)).backward()
+    assert any("torch_matmul is off" in note for note in tally.notes)
+
+
+@pytest.mark.parametrize(("processor", "wanted"), [("Intel(R) Xeon(R) Processor", True), ("AMD EPYC 9R14", False)])
+def test_products_are_torchs_on_intels_processors(
+    processor: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is asked for."""
+    monkeypatch.setattr(machine, "_processor", lambda: processor)
+    assert torch_kernels.torch_products(Engine()) is wanted
+    assert torch_kernels.torch_products(Engine(torch_matmul=not wanted)) is not wanted
+
+
+def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
+    """ORT's own kernel reads what lies behind the scores."""
+    x, labels = batch(1.0)
+    labels[0, 0] = CLASSES
+    module = wrapped(Scores())
+    module(*batch(1.0))
+    with pytest.raises(Exception, match="out of bounds"):
+        module(x, labels)

@@ -1,0 +1,311 @@
+"""What of a model itself changes between steps is followed on ONNX Runtime as in PyTorch, or refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule.tally import tally
+from tests.ort import needs_ort
+from tests.ortmodule.modules import same, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+FACTOR: Any = 1.0
+SETTINGS = types.SimpleNamespace(factor=1.0, unread=0)
+
+
+class Defaults:
+    """Settings of a class."""
+
+    factor = 1.0
+
+
+class Changing(nn.Module):
+    """Everything that a user may change between two steps."""
+
+    exponent = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.register_buffer("offset", torch.zeros(6))
+        self.scale: Any = 1.0
+        self.weights = [1.0, 2.0]
+        self.unread = 0
+        self.config = types.SimpleNamespace(inner=types.SimpleNamespace(scale=1.0), steps=0)
+        self.table = {"scale": 1.0, "tensor": torch.ones(3)}
+        self.array = numpy.ones(3, dtype="float32")
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+        self.dtype = torch.float32
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) * (2 if self.first.training else 1)
+        loss = (self.second(self.norm(hidden) + self.offset) * self.scale).square().mean() * self.weights[0]
+        loss = loss * self.config.inner.scale * self.table["scale"] * self.table["tensor"].sum() / 9
+        loss = loss * torch.from_numpy(self.array).sum() * self.activation(x).to(self.dtype).square().sum().float() / 24
+        return loss * FACTOR * SETTINGS.factor * Defaults.factor * self.exponent
+
+
+def frozen_norm(model: Changing) -> None:
+    model.norm.eval()
+
+
+def frozen_layer(model: Changing) -> None:
+    model.first.eval()
+
+
+def number(model: Changing) -> None:
+    model.scale = 3.0
+
+
+def tensor(model: Changing) -> None:
+    model.scale = torch.tensor(3.0)
+
+
+def in_a_list(model: Changing) -> None:
+    model.weights[0] = 3.0
+
+
+def momentum(model: Changing) -> None:
+    model.norm.momentum = 0.5
+
+
+def hook(model: Changing) -> None:
+    model.first.register_forward_hook(lambda layer, inputs, output: output * 2)
+
+
+def buffer(model: Changing) -> None:
+    model.offset = torch.ones(6)
+
+
+def weight(model: Changing) -> None:
+    model.first.weight = nn.Parameter(torch.ones(6, 6))
+
+
+def layer(model: Changing) -> None:
+    model.second = nn.Linear(6, 3, bias=False)
+    nn.init.ones_(model.second.weight)
+
+
+def of_a_setting(model: Changing) -> None:
+    model.config.inner.scale = 3.0
+
+
+def in_a_dictionary(model: Changing) -> None:
+    model.table["scale"] = 3.0
+
+
+def tensor_in_a_dictionary(model: Changing) -> None:
+    model.table["tensor"] = torch.full((3,), 3.0)
+
+
+def in_an_array(model: Changing) -> None:
+    model.array[0] = 3.0
+
+
+def function(model: Changing) -> None:
+    model.activation = torch.sin
+
+
+def data_type(model: Changing) -> None:
+    model.dtype = torch.float64
+
+
+def of_the_class(model: Changing) -> None:
+    Changing.exponent = 3.0
+
+
+def a_global(model: Changing) -> None:
+    vars(sys.modules[__name__])["FACTOR"] = 3.0
+
+
+def global_setting(model: Changing) -> None:
+    SETTINGS.factor = 3.0
+
+
+def class_setting(model: Changing) -> None:
+    Defaults.factor = 3.0
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests change outside a model is as before afterwards."""
+    for owner, name in (
+        (Changing, "exponent"),
+        (sys.modules[__name__], "FACTOR"),
+        (SETTINGS, "factor"),
+        (Defaults, "factor"),
+    ):
+        monkeypatch.setattr(owner, name, 1.0)
+
+
+INSIDE = (frozen_norm, frozen_layer, number, tensor, in_a_list, momentum, hook, buffer, weight, layer)
+HELD = (of_a_setting, in_a_dictionary, tensor_in_a_dictionary, in_an_array, function, data_type)
+OUTSIDE = (of_the_class, a_global, global_setting, class_setting)
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("change", [*INSIDE, *HELD, *OUTSIDE])
+def test_a_changed_model_is_exported_again(change: Callable[[Changing], None]) -> None:
+    """Loss, gradients and buffers are eager's before and after, and one export follows the change."""
+    model = Changing()
+    eager, module = copy.deepcopy(model), wrapped(model)
+    before = tally.re_exports
+    for step in range(4):
+        if step == 2:
+            change(model)
+            change(eager)
+        for given in (model, eager):
+            given.zero_grad()
+        ours, theirs = module(X), eager(X)
+        ours.backward()
+        theirs.backward()
+        torch.testing.assert_close(ours, theirs)
+        same(model, eager, atol=1e-5)  # a bias before BatchNorm has no gradient but rounding
+    assert tally.re_exports - before == 1
+    assert any(note.startswith("exported again, because ") for note in tally.notes)
+
+
+def test_what_no_forward_reads_may_change() -> None:
+    """No export follows a number that is for somebody else, or a pass of the other mode."""
+    model = Changing()
+    module = wrapped(model)
+    before = tally.re_exports
+    for step in range(2):
+        model.unread = model.config.steps = SETTINGS.unread = step
+        module.train()(X).backward()
+        module.eval()(X)
+    assert tally.re_exports == before
+
+
+class Remembering(nn.Linear):
+    """A forward pass that leaves something for the next, by a function of the test."""
+
+    def __init__(self, called: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(6, 6)
+        self.called, self.step, self.last, self.table = called, 0, None, None
+        self.rng, self.old_rng = numpy.random.default_rng(0), numpy.random.RandomState(0)
+        self.counted, self.left = {"passes": 0}, dict[str, torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(self, super().forward(x)).square().mean()
+
+
+def counts(model: Remembering, x: torch.Tensor) -> torch.Tensor:
+    model.step += 1
+    return x * model.step
+
+
+def goes_on(model: Any, x: torch.Tensor) -> torch.Tensor:
+    total = x if model.last is None else x + model.last
+    model.last = total.detach()
+    return total
+
+
+def keeps_a_table(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if model.table is None:
+        model.table = torch.arange(6.0)
+    return x * model.table
+
+
+def tells(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.last = x.mean()
+    return x * model.last
+
+
+def counts_in_a_dictionary(model: Remembering, x: torch.Tensor) -> torch.Tensor:
+    model.counted["passes"] += 1
+    return x * model.counted["passes"]
+
+
+PASSES = [0]
+
+
+def counts_outside(model: Remembering, x: torch.Tensor) -> torch.Tensor:
+    PASSES[0] += 1
+    return x * PASSES[0]
+
+
+RNG = random.Random(0)
+
+
+def draws(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * float(model.rng.random())
+
+
+def draws_the_old_way(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * float(model.old_rng.rand())
+
+
+def draws_one_of_a_pair(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * float(model.old_rng.randn())  # every second one is kept from the draw before
+
+
+def draws_outside(model: Remembering, x: torch.Tensor) -> torch.Tensor:
+    return x * RNG.random()
+
+
+@pytest.mark.parametrize(
+    "called",
+    [
+        counts,
+        goes_on,
+        counts_in_a_dictionary,
+        counts_outside,
+        draws,
+        draws_the_old_way,
+        draws_one_of_a_pair,
+        draws_outside,
+    ],
+)
+def test_a_pass_that_goes_on_from_the_last_is_refused(called: Any) -> None:
+    """A graph has no memory: the value of the export would stay."""
+    with pytest.raises(
+        Exception, match=r"reads and changes (the model's (step|last|counted|(old_)?rng)|.*_model_state\.(PASSES|RNG)),"
+    ):
+        wrapped(Remembering(called))(X)
+
+
+def tells_in_a_dictionary(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.left["mean"] = x.mean()
+    return x * model.left["mean"]
+
+
+@pytest.mark.parametrize("called", [keeps_a_table, tells, tells_in_a_dictionary])
+def test_what_a_pass_makes_for_itself_is_not(called: Any) -> None:
+    """A table that is made once, and a value that each pass writes before it reads it."""
+    model = Remembering(called)
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for each in (module, eager):
+        each(X).backward()
+    same(model, eager)
+
+
+@pytest.mark.parametrize("drawn", [random.random, numpy.random.rand])
+def test_numbers_that_torch_does_not_draw_are_refused(drawn: Callable[[], float]) -> None:
+    """The number of the export would be that of every step."""
+    with pytest.raises(Exception, match="draws numbers with Python's"):
+        wrapped(Remembering(lambda model, x: x * drawn()))(X)
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("path", ["", "second"])
+def test_hooks_of_a_backward_pass_are_refused(kind: str, path: str) -> None:
+    """Inside the graph nothing would call them; evaluation does not need them."""
+    model = Changing()
+    getattr(model.get_submodule(path), kind)(lambda *given: None)
+    module = wrapped(model)
+    with pytest.raises(Exception, match=rf"{path or 'the model'} has a backward hook"):
+        module(X)
+    module.eval()(X)

@@ -1,0 +1,332 @@
+"""Every field under `engine` changes something to be seen, or is refused with its reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch import extensions, machine
+from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule import options, patching
+from ortlaunch.ortmodule.graph import size
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.recipe.engine import Engine
+from tests.ort import needs_ort
+from tests.ortmodule.modules import Words, executed, manager_of, refused, stepped, training_graph
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+
+
+class Casts(nn.Module):
+    """Casts to 16 bits and back around what computes nothing, what computes little, and a matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(ids.float().reshape(-1, 8)).half().transpose(0, 1).float().transpose(0, 1)
+        return self.norm(nn.functional.gelu(hidden).half().float()).half().reshape(-1).float().square().mean()
+
+
+class Doubled(torch.autograd.Function):
+    """A function whose backward is the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2.0
+
+
+class Custom(Words):
+    """A model with such a function in it."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(super().forward(ids))
+
+
+class Wide(Words):
+    """A layer as wide as takes torch's matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Sequential(nn.Linear(32, 256), nn.Linear(256, 256), nn.Linear(256, 16))
+
+
+class FewLabels(Words):
+    """One label in eight counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(32, 30), nn.CrossEntropyLoss()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(self.words(ids)))
+        labels = torch.where(ids % 8 == 0, ids, torch.full_like(ids, -100))
+        return self.loss(self.head(hidden).reshape(-1, 30), labels.reshape(-1))
+
+
+class Copied(Words):
+    """Counts its copies."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+        Copied.copies += 1
+        twin = Copied()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+# ---------------------------------------------------------------------------------------- what each field changes
+
+
+def memory_optimization(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    kept, recomputed = (executed(witness, Words(), memory_optimization=level) for level in (0, 1))
+    assert size(recomputed.forward) <= size(kept.forward)
+    assert size(recomputed.backward) > size(kept.backward) + 5
+    assert recomputed.backward["LayerNormalization"] == 1
+
+
+def memory_optimization_config(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    known = manager_of(stepped(Words()))._runtime_inspector.memory_ob.cluster_id_combination_to_saving_symbolics_map
+    kept = witness.graphs[-1]
+    cluster = next(iter(known)).split(",")[0].rsplit(":", 1)[0]
+    recomputed = executed(witness, Words(), memory_optimization_config=[f"{cluster}:-1"])
+    assert size(recomputed.backward) > size(kept.backward)
+    assert "chooses the subgraphs itself" in refused(memory_optimization=1, memory_optimization_config=["A:1:-1"])
+    assert "write cluster:strategy:count" in refused(memory_optimization_config=["A"])
+
+
+def memory_efficient_grad_management(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    if extensions.interop_refusal():
+        refuses_without_interop(memory_efficient_grad_management=True)
+        return
+    graph = executed(witness, Words(), memory_efficient_grad_management=True)
+    assert sum(graph.python.values()) >= len(list(Words().parameters()))
+    assert "manage_gradients_on_device" in patching.applied()
+
+
+def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    on, off = (executed(witness, Words(), compute_optimizer=wanted) for wanted in (True, False))
+    assert on.forward + on.backward != off.forward + off.backward
+
+
+def sparsity_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    assert "without compute_optimizer: true" in refused(sparsity_optimizer=True, compute_optimizer=False)
+    off, on = (executed(witness, FewLabels(), sparsity_optimizer=wanted) for wanted in (False, None))
+    if extensions.interop_refusal():
+        refuses_without_interop(sparsity_optimizer=True)
+    assert on.forward["ShrunkenGather"] > off.forward["ShrunkenGather"] == 0
+
+
+def print_input_density(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    assert "without sparsity_optimizer" in refused(print_input_density=True, sparsity_optimizer=False)
+    if extensions.interop_refusal():
+        refuses_without_interop(print_input_density=True)
+        return
+    silent, printing = (executed(witness, FewLabels(), print_input_density=wanted) for wanted in (False, True))
+    assert size(printing.python) > size(silent.python)
+    assert "label tensor density" in capfd.readouterr().out
+
+
+def custom_autograd(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    assert not executed(witness, Custom(), custom_autograd="inline").python
+    if extensions.interop_refusal():
+        refuses_without_interop(custom_autograd="python")
+        with pytest.raises(Exception, match="Couldn't export Python operator Doubled"):
+            stepped(Custom())
+        return
+    assert size(executed(witness, Custom(), custom_autograd="python").python) == 2
+
+
+def torch_matmul(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    on, off = (executed(witness, Wide(), torch_matmul=wanted) for wanted in (True, False))
+    assert {"linear", "matmul", "tensordot"} & on.aten.keys()
+    assert not {"linear", "matmul", "tensordot"} & off.aten.keys()
+    assert "does nothing with memory optimization" in refused(torch_matmul=True, memory_optimization=1)
+    assert "whose graph has no weights" in refused(torch_matmul=True, memory_efficient_grad_management=True)
+    assert "does nothing on cuda" in refused("cuda", torch_matmul=True)
+
+
+def matmul_precision(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "hardware", lambda: {"processor": "another maker's"})
+        highest, medium = (executed(witness, Wide(), matmul_precision=word) for word in ("highest", "medium"))
+    assert {"linear", "matmul", "tensordot"} & medium.aten.keys()
+    assert not {"linear", "matmul", "tensordot"} & highest.aten.keys()
+    for field in ({"torch_matmul": False}, {"memory_optimization": 1}, {"memory_efficient_grad_management": True}):
+        assert "the products are ONNX Runtime's own" in refused(matmul_precision="medium", **field)
+        assert "the products are" not in refused("cuda", matmul_precision="medium", **field)
+
+
+def opset(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    import onnx
+
+    for wanted in (15, 18):
+        stepped(Words(), opset=wanted, save_onnx=str(tmp_path))
+        exported = onnx.load(tmp_path / "rank_00000_torch_exported_training.onnx")
+        assert [item.version for item in exported.opset_import if item.domain == ""] == [wanted]
+
+
+def deepcopy_before_export(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    copies = {}
+    for wanted in (True, False, None):
+        Copied.copies = 0
+        stepped(Copied(), deepcopy_before_export=wanted)
+        copies[wanted] = Copied.copies
+    assert copies[True] == copies[None] > 0
+    assert copies[False] == 0
+
+
+def log_level(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    said = {wanted: logged(log_level=wanted) for wanted in ("error", "warning", "info")}
+    assert said["error"] == ""
+    assert "is accelerating your model" in said["warning"]
+    assert "Plan 1" not in said["warning"]
+    assert "Plan 1" in said["info"]
+
+
+def logged(**settings: Any) -> str:
+    """What ORT's logger lets through."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("orttraining").addHandler(handler)
+    try:
+        stepped(Words(), **settings)
+    finally:
+        logging.getLogger("orttraining").removeHandler(handler)
+    return "\n".join(lines)
+
+
+def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    import onnx
+
+    stepped(Words(), save_onnx=str(tmp_path / "graphs"))
+    saved = onnx.load(tmp_path / "graphs" / "rank_00000_execution_model_training.onnx")
+    graph = witness.graphs[-1]
+    assert len(saved.graph.node) - 1 == size(graph.forward) + size(graph.backward)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EngineError, match=r"engine\.save_onnx: cannot write"):
+        stepped(Words(), save_onnx=str(tmp_path / "file" / "graphs"))
+
+
+def cast_propagation(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    built = {name: nodes_built(cast_propagation=name) for name in ("flood_fill", "insert_and_reduce", "none")}
+    assert len(set(map(tuple, built.values()))) == 3
+    assert "moves the casts of autocast" in refused(cast_propagation="none")
+
+
+def cast_propagation_level(witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    built = {level: nodes_built(cast_propagation_level=level) for level in (0, 1, 2)}
+    assert len(set(map(tuple, built.values()))) == 3
+    assert "moves the casts of autocast" in refused(cast_propagation_level=2)
+
+
+def nodes_built(**settings: Any) -> list[str]:
+    torch.manual_seed(0)
+    return [node.op_type for node in training_graph(stepped(Casts(), **settings)).node]
+
+
+def refuses_without_interop(**settings: Any) -> None:
+    with pytest.raises(EngineError, match=rf"engine\.{next(iter(settings))}: needs .* torch_interop_utils"):
+        options.prepare(Engine(**settings), {})
+
+
+# A field's check here, or the test elsewhere that shows what it changes, as "path::test".
+FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
+    "name": "tests/e2e/test_engines.py::test_inductor",
+    "allow_fallback": "tests/e2e/test_engines.py::test_a_fallback_that_is_allowed_is_told",
+    "parity_steps": "tests/e2e/test_parity_steps.py::test_training_is_what_it_is_without",
+    "parity_tolerance": "tests/e2e/test_parity_steps.py::test_the_tolerance_is_the_recipes",
+    "parity_only": "tests/e2e/test_parity_steps.py::test_two_ranks_compare_each_its_own_batch",
+    "allow_traced_values": "tests/ortmodule/test_python_values.py::test_it_is_allowed_where_the_recipe_says_so",
+    "memory_optimization": memory_optimization,
+    "memory_optimization_config": memory_optimization_config,
+    "memory_efficient_grad_management": memory_efficient_grad_management,
+    "compute_optimizer": compute_optimizer,
+    "sparsity_optimizer": sparsity_optimizer,
+    "print_input_density": print_input_density,
+    "custom_autograd": custom_autograd,
+    "torch_matmul": torch_matmul,
+    "matmul_precision": matmul_precision,
+    "opset": opset,
+    "deepcopy_before_export": deepcopy_before_export,
+    "log_level": log_level,
+    "save_onnx": save_onnx,
+    "print_memory_stats": "tests/ortmodule/test_cuda_options.py::test_print_memory_stats",
+    "cast_propagation": cast_propagation,
+    "cast_propagation_level": cast_propagation_level,
+    "conv_algorithm_search": "tests/ortmodule/test_cuda_options.py::test_conv_algorithm_search",
+    "triton": "tests/ortmodule/test_cuda_options.py::test_triton",
+    "triton_config": "tests/ortmodule/test_cuda_options.py::test_triton_config",
+    "flash_attention": "tests/ortmodule/test_cuda_options.py::test_flash_attention",
+    "efficient_attention": "tests/ortmodule/test_cuda_options.py::test_efficient_attention",
+    "aten_sdpa": "tests/ortmodule/test_cuda_options.py::test_aten_sdpa",
+    "tuning": "tests/ortmodule/test_cuda_options.py::test_tuning",
+    "tuning_duration_ms": "tests/ortmodule/test_cuda_options.py::test_tuning_duration_ms",
+    "tuning_results": "tests/ortmodule/test_cuda_options.py::test_tuning_results",
+}
+
+
+def test_every_field_of_the_engine_is_in_the_table() -> None:
+    """A new field needs a check of what it changes; a named test must exist."""
+    assert set(FIELDS) == set(Engine.model_fields)
+    for place in (check for check in FIELDS.values() if isinstance(check, str)):
+        path, _, test = place.partition("::")
+        assert f"def {test}(" in (Path(__file__).parents[2] / path).read_text(encoding="utf-8"), place
+
+
+@pytest.mark.parametrize("field", [field for field, check in FIELDS.items() if callable(check)])
+def test_the_field_changes_something_or_is_refused(field: str, witness: Witness, tmp_path: Path, capfd: Any) -> None:
+    """Nodes of the executed graph, files, output, a session's options: never just a variable."""
+    check = FIELDS[field]
+    assert callable(check)
+    check(witness, tmp_path, capfd)
+
+
+def test_no_copy_for_the_export_where_two_would_not_fit(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """deepcopy_before_export: null looks at parameters and free memory, and says what it saw."""
+    size = sum(parameter.numel() * 4 for parameter in Copied().parameters())
+    for free, used in ((2 * size - 1, False), (2 * size, True)):
+        monkeypatch.setattr(options, "_free_bytes", lambda module, ranks, free=free: free)
+        Copied.copies = 0
+        stepped(Copied())
+        assert (Copied.copies > 0) == used
+        assert options.report()["deepcopy_before_export"] == {
+            "used": used, "parameter_bytes": size, "free_bytes": free
+        }  # fmt: skip
+
+
+def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
+    """Each rank of a host exports its own copy."""
+    alone = options._free_bytes(Words(), 1)
+    assert alone > 2**20
+    assert options._free_bytes(Words(), 4) < alone / 2
+
+
+def test_a_variable_from_outside_changes_nothing(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe's value is passed for every setting, also at its default."""
+    plain = executed(witness, Words())
+    for name in ("ORTMODULE_ENABLE_COMPUTE_OPTIMIZER", "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
+    monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "info")  # ends ORT, which knows INFO only
+    again = executed(witness, Words())
+    assert (again.forward, again.backward) == (plain.forward, plain.backward)
+
+
+def test_a_host_whose_environment_contradicts_is_refused() -> None:
+    """Another host's shell may set what the launching host's does not."""
+    with pytest.raises(EngineError, match=r"LEVEL=1 on this host contradicts engine.memory_optimization \(0\)"):
+        options.prepare(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})

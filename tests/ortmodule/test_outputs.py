@@ -1,0 +1,51 @@
+"""What an ORTModule returns is of the types that the model returns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.ort import needs_ort
+from tests.ortmodule.modules import wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "asked of softmax": lambda x: functional.softmax(x, -1, dtype=torch.float16),
+    "softmax of half": lambda x: x.half().softmax(-1),
+    "log_softmax": lambda x: functional.log_softmax(x, -1, dtype=torch.float16),
+    "whole numbers": lambda x: x.argmax(-1),
+}
+
+
+class Formed(nn.Module):
+    """A layer's output in a form, and as it is."""
+
+    def __init__(self, form: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.form = nn.Linear(4, 4), form
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.layer(x)
+        return self.form(hidden), hidden
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("training", [True, False])
+def test_types_are_eagers(form: str, training: bool) -> None:
+    """ONNX Runtime computes float16 in float32 on a CPU; what it hands out is float16 all the same."""
+    model = Formed(FORMS[form]).train(training)
+    eager, module, x = copy.deepcopy(model), wrapped(model), torch.randn(3, 4)
+    with torch.set_grad_enabled(training):
+        ours, theirs = module(x), eager(x)
+    assert [output.dtype for output in ours] == [output.dtype for output in theirs]
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-3, atol=1e-3)
+    if training:
+        for formed, hidden in (ours, theirs):
+            (formed.float().square().sum() + hidden.sum()).backward()
+        torch.testing.assert_close(model.layer.weight.grad, eager.layer.weight.grad, rtol=2e-3, atol=1e-2)

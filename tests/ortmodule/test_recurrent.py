@@ -1,0 +1,84 @@
+"""Recurrent networks on ONNX Runtime: one export, whatever their weights become, and eager's numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule.tally import tally
+from tests.ort import needs_ort
+from tests.ortmodule.modules import wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and a linear one."""
+
+    def __init__(self, kind: Any, **settings: Any) -> None:
+        super().__init__()
+        self.recurrent, self.last = kind(4, 5, batch_first=True, **settings), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.recurrent(x)[0]).square().mean()
+
+
+def steps(model: nn.Module, module: nn.Module, number: int = 8) -> list[float]:
+    """Losses of so many steps of SGD on batches of two sizes and lengths."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.5), []
+    batches = torch.Generator().manual_seed(1)
+    for step in range(number):
+        loss = module(torch.randn(3 + step % 2, 6 + step % 2, 4, generator=batches))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_one_export_for_all_steps(kind: Any) -> None:
+    """The list in which the layer keeps its weights is the same list after an optimizer's step."""
+    model = Recurrent(kind)
+    eager, before = copy.deepcopy(model), tally.exports
+    losses = steps(model, wrapped(model))
+    assert tally.exports - before == 1
+    assert losses == pytest.approx(steps(eager, eager), rel=1e-5)
+
+
+def test_an_rnn_without_gradient_is_refused() -> None:
+    """A training export of one with relu names what has a gradient."""
+    with pytest.raises(Exception, match="nonlinearity='relu' has no gradient in ONNX Runtime"):
+        wrapped(Recurrent(nn.RNN, nonlinearity="relu"))(torch.ones(1, 2, 4))
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
+def test_an_rnn_is_evaluated(nonlinearity: str) -> None:
+    """As it is, by ONNX's own RNN."""
+    model, x = Recurrent(nn.RNN, nonlinearity=nonlinearity, num_layers=2).eval(), torch.randn(2, 5, 4)
+    with torch.no_grad():
+        assert wrapped(model)(x).item() == pytest.approx(model(x).item(), rel=1e-5)
+
+
+class Hidden(nn.Module):
+    """A weight in a list, which torch does not take for one of the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.others = nn.Linear(4, 1), [nn.Parameter(torch.ones(1), requires_grad=False)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.others[0]).sum()
+
+
+def test_a_weight_that_is_not_the_modules_is_followed() -> None:
+    """It is a constant of the graph: changed in place, it takes another export."""
+    model = Hidden()
+    module, x = wrapped(model), torch.ones(2, 4)
+    first = module(x).item()
+    model.others[0].mul_(3)
+    assert module(x).item() == pytest.approx(3 * first)

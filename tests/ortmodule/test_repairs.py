@@ -1,0 +1,283 @@
+"""What ORTModule 1.19.2 does wrong, made right: every repair, and that its test fails where the repair is left out.
+
+Tests of buffers are in test_ort_buffers.py, those of exports in test_ort_exports.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ortlaunch.ortmodule import known, patching, repairs
+from ortlaunch.ortmodule.repairs import REPAIRS, apply_repairs
+from ortlaunch.ortmodule.tally import tally
+from ortlaunch.worker import engine
+from tests.ort import needs_ort
+from tests.ortmodule.modules import (
+    Checkpointed,
+    Layers,
+    language_model,
+    manager_of,
+    python,
+    same,
+    training_graph,
+    wrapped,
+)
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+
+# ---------------------------------------------------------------------------------------------- changed calls
+
+
+class Flexible(nn.Module):
+    """A forward that takes arguments of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(
+        self, x: torch.Tensor, *more: Any, bias: Any = None, scale: Any = 1, flags: Any = (), **rest: Any
+    ) -> Any:
+        y = self.linear(x.to(self.linear.weight.dtype) if x.dim() == 2 else x.mean(1))
+        if bias is not None:
+            y = y + bias
+        if scale > 2:
+            y = y.square()
+        for flag in flags:
+            y = torch.tanh(y) if flag else y * 2
+        for value in (*more, *rest.values()):
+            y = y * value
+        return y.square().sum() * scale
+
+
+X, Y = torch.randn(2, 4), torch.randn(5, 4)
+FIRST: tuple[tuple[Any, ...], dict[str, Any]] = ((X,), {"bias": torch.ones(3), "scale": 2, "flags": [True]})
+CHANGES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "a keyword argument more": ((X,), {**FIRST[1], "other": torch.tensor(3.0)}),
+    "a positional argument more": ((X, torch.tensor(3.0)), FIRST[1]),
+    "an argument less": ((X,), {"scale": 2, "flags": [True]}),
+    "a tensor becomes None": ((X,), {**FIRST[1], "bias": None}),
+    "another type of number": ((X.long(),), FIRST[1]),
+    "another rank": ((X[:, None].repeat(1, 3, 1),), FIRST[1]),
+    "a gradient is wanted": ((X.clone().requires_grad_(),), FIRST[1]),
+    "another number": ((X,), {**FIRST[1], "scale": 3}),
+    "another kind of number": ((X,), {**FIRST[1], "scale": 2.5}),
+    "another truth in a list": ((X,), {**FIRST[1], "flags": [False]}),
+    "a longer list": ((X,), {**FIRST[1], "flags": [True, False]}),
+}
+
+
+def losses(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
+    """Training and evaluation loss; gradients gather."""
+    loss = model(*args, **kwargs)
+    loss.backward()
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(*args, **kwargs)
+    model.train()
+    return [loss.item(), evaluated.item()]
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_changed_call_is_exported_again(change: str) -> None:
+    """Whatever changes in the call, and when it changes back, both modes give eager's loss and gradients."""
+    model = Flexible()
+    eager, module = copy.deepcopy(model), wrapped(model)
+    before = tally.re_exports
+    for args, kwargs in (FIRST, CHANGES[change], CHANGES[change], FIRST):
+        for given in (model, eager):
+            given.zero_grad()
+        assert losses(module, args, kwargs) == pytest.approx(losses(eager, args, kwargs), rel=1e-5)
+        same(model, eager)
+    assert tally.re_exports - before == 4
+
+
+def test_another_shape_is_the_same_call() -> None:
+    """Batches of other sizes run in the graph of the first."""
+    model = Flexible()
+    eager, module = copy.deepcopy(model), wrapped(model)
+    losses(module, *FIRST)
+    exports = tally.exports, tally.re_exports
+    assert losses(module, (Y,), FIRST[1]) == pytest.approx(losses(eager, (Y,), FIRST[1]), rel=1e-5)
+    assert (tally.exports, tally.re_exports) == exports
+
+
+def test_autocast_is_part_of_a_call() -> None:
+    """A pass without autocast after one with it is in full precision again."""
+    model = wrapped(Flexible())
+    with torch.autocast("cpu", torch.float16, enabled=False):
+        model(X)
+    call = manager_of(model)._ortlaunch_call
+    with torch.autocast("cpu", torch.bfloat16):
+        assert repairs._autocast(manager_of(model)) != call[2]
+
+
+def test_backward_after_another_forward() -> None:
+    """Two calls of different form before one backward pass: each runs backward in its own graph."""
+    model = Flexible()
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for given, run in ((model, module), (eager, eager)):
+        given.zero_grad()
+        (run(X) + run(Y, bias=torch.ones(3)) + run(X, scale=3)).backward()
+    same(model, eager)
+
+
+# ---------------------------------------------------------------------------------------------- frozen weights
+
+
+def test_frozen_weights_have_no_gradient_in_the_graph() -> None:
+    """Only what is trained is an output of the graph; unfrozen weights get their gradient."""
+    model = Layers(4)
+    model.first.requires_grad_(False)
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for trained in (2, 4):
+        losses(module, (X,), {})
+        losses(eager, (X,), {})
+        graph = training_graph(module)
+        assert len([output for output in graph.output if output.name.endswith("_grad")]) == trained
+        for given in (model, eager):
+            given.first.requires_grad_(True)
+    same(model, eager)
+
+
+# ------------------------------------------------------------------------------------------ gradient checkpointing
+
+
+def level(module: Any) -> int:
+    return int(manager_of(module)._runtime_options.memory_optimization_level)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("asked", [0, 2])
+def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> None:
+    """Without a level in the recipe it is 1, with one that one; gradients are eager's, and a note says so."""
+    model = Checkpointed(reentrant, 4)
+    eager, module = copy.deepcopy(model), wrapped(model, memory_optimization=asked)
+    tally.notes.clear()
+    x = X.clone().requires_grad_()
+    for _ in range(2):
+        losses(module, (x,), {})
+        losses(eager, (x,), {})
+    same(model, eager)
+    assert level(module) == (asked or 1)
+    assert any("memory_optimization: 1" in note for note in engine._ort_notes()) == (asked == 0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_transformers_checkpointing_becomes_recomputation(reentrant: bool) -> None:
+    """A Llama with gradient_checkpointing_enable trains as it does in eager PyTorch."""
+    model = language_model("llama", "sdpa")
+    model.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.model.enable_input_require_grads()
+    ids = torch.arange(24).reshape(2, 12)
+    eager, module = copy.deepcopy(model), wrapped(model)
+    ours, theirs = (
+        given(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids) for given in (module, eager.train())
+    )
+    ours.backward()
+    theirs.backward()
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    same(model, eager)
+    assert level(module) == 1
+
+
+def test_recomputation_in_a_second_graph() -> None:
+    """A changed call makes another graph, which recomputes its own layers."""
+
+    class Called(Checkpointed):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    model = Called(reentrant=False, width=4)
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for scale in (1.0, 2.0, 1.0):
+        module(X, scale).backward()
+        eager(X, scale).backward()
+    same(model, eager)
+    assert level(module) == 1
+
+
+def test_no_checkpointing_no_recomputation() -> None:
+    """A model without it keeps its activations."""
+    module = wrapped(Layers(4))
+    module(X).backward()
+    assert level(module) == 0
+
+
+# ------------------------------------------------------------------------------------------- each repair is needed
+
+# The test of each repair that must fail in a process without it.
+WITHOUT = {
+    "skip_frozen_gradients": "test_ort_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
+    "skip_unreached_weights": "test_ort_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice]",
+    "export_for_changed_calls": "test_ort_repairs.py::test_a_changed_call_is_exported_again[another number]",
+    "keep_graphs_for_backward": "test_ort_repairs.py::test_backward_after_another_forward",
+    "keep_buffers_exact": "test_ort_buffers.py::test_batch_normalization_is_eagers[trained]",
+    "follow_model_state": "test_ort_model_state.py::test_a_changed_model_is_exported_again[number]",
+    "map_gradient_checkpointing": "test_ort_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
+    "leave_out_ignored_labels": "test_ort_loss.py::test_ignored_labels_are_left_out",
+    "export_every_cross_entropy": "test_ort_loss.py::test_loss_and_gradients_are_eagers[smoothed-1.0]",
+    "watch_python_values": "test_ort_python_values.py::test_another_size_is_exported_again_where_python_has_it",
+    "convolve_in_two_dimensions": "test_ort_convolutions.py::test_no_other_gradient_is_overwritten[pointwise]",
+    "call_torch_kernels": "test_ort_loss.py::test_torchs_kernels_compute_the_loss",
+    "return_the_models_types": "test_ort_outputs.py::test_types_are_eagers[True-asked of softmax]",
+    "copy_built_modules": "test_ort_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
+    "export_every_time": "test_ort_exports.py::test_orts_own_cache_is_never_used",
+}
+RUN = """
+import sys, pytest
+from ortlaunch.ortmodule.compat import import_ortmodule
+from ortlaunch.ortmodule.repairs import apply_repairs
+import_ortmodule()
+apply_repairs(sys.argv[1])
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
+"""
+
+
+def run_without(repair: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process that runs the repair's test without the repair."""
+    return python(RUN, repair, str(Path(__file__).with_name(WITHOUT[repair])))
+
+
+@pytest.mark.parametrize("repair", list(WITHOUT))
+def test_each_repair_is_needed(repair: str, ahead: Any) -> None:
+    """Without it, its test fails, or ONNX Runtime crashes in it."""
+    done = ahead(run_without, repair)
+    assert done.returncode in (1, -signal.SIGSEGV), done.stdout + done.stderr
+    assert done.returncode < 0 or "1 failed" in done.stdout
+
+
+def test_every_repair_is_tested_and_applied() -> None:
+    """A repair that is added gets its line above; on the known ORT all are in force."""
+    wrapped(Layers(4))
+    elsewhere = {"manage_gradients_on_device"}  # test_ort_setting_repairs.py
+    assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
+    assert WITHOUT.keys() <= set(patching.applied())
+    assert not WITHOUT.keys() & patching.not_applied().keys()
+
+
+def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repair of a function with another source, or of another version, is not made; its reason is kept."""
+    monkeypatch.setattr(patching, "_applied", [])
+    monkeypatch.setattr(patching, "_not_applied", {})
+    changed = f"{known.TRANSITION}._export_model"
+    monkeypatch.setitem(known.KNOWN, changed, "0" * 16)
+    monkeypatch.setattr(repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.functions])
+    apply_repairs()
+    assert patching.applied() == ()
+    assert "skip_frozen_gradients" in patching.not_applied()
+    assert set(patching.not_applied().values()) == {f"the source of {changed} is not that of 1.19.2"}
+    monkeypatch.setattr(patching, "_not_applied", {})
+    monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
+    apply_repairs()
+    assert "1.20.0 is installed" in patching.not_applied()["keep_buffers_exact"]

@@ -1,0 +1,62 @@
+"""Settings that crash in ORTModule 1.19.2: each repair is needed, and enough."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from ortlaunch import extensions
+from tests.ort import needs_ort
+from tests.ortmodule.modules import python
+
+pytestmark = needs_ort
+WITHOUT_REPAIR = """
+import json, sys
+from ortlaunch.ortmodule import compat
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.ortmodule.repairs import apply_repairs
+from ortlaunch.ortmodule.wrap import wrap
+compat.import_ortmodule()
+apply_repairs(sys.argv[1])
+import torch
+model = torch.nn.Linear(4, 1)
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return self.linear(x).sum()
+for settings in json.loads(sys.argv[2]):
+    model = Loss()
+    wrap(model, Engine(**settings), threads=1)(torch.ones(2, 4)).backward()
+    assert model.linear.weight.grad.tolist() == [[2.0] * 4]
+"""
+
+
+def steps_without(skipped: str, *settings: dict[str, bool]) -> subprocess.CompletedProcess[str]:
+    """A fresh process that leaves out one repair and takes a step with each of these settings."""
+    return python(WITHOUT_REPAIR, skipped, json.dumps(settings))
+
+
+@pytest.mark.parametrize("skipped", ["nothing", "leave_out_ignored_labels"])
+def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None) -> None:
+    """Stock ORTModule walks through None where compute or sparsity optimization is off."""
+    done = steps_without(skipped, {"compute_optimizer": False}, {"sparsity_optimizer": False})
+    if skipped == "nothing":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "'NoneType' object is not iterable" in done.stderr
+
+
+@pytest.mark.parametrize("skipped", ["nothing", "manage_gradients_on_device"])
+def test_gradient_management_needs_its_repair(skipped: str, built: None) -> None:
+    """Stock ORTModule gives parameters where torch.zeros wants a device."""
+    if extensions.interop_refusal():
+        pytest.skip("needs ORT's extension torch_interop_utils")
+    done = steps_without(skipped, {"memory_efficient_grad_management": True})
+    if skipped == "nothing":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "zeros()" in done.stderr

@@ -1,0 +1,312 @@
+"""ORTModule on the installed torch: eager's losses and gradients, honest counts, no fallback, its settings."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule import patching
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.worker.tasks.train import step_seed
+from tests.ort import needs_ort
+from tests.ortmodule.modules import (
+    Checkpointed,
+    Layers,
+    Reverse,
+    language_model,
+    manager_of,
+    same,
+    training_graph,
+    wrapped,
+)
+
+pytestmark = needs_ort
+STEPS = 6
+
+
+class Reversed(nn.Module):
+    """A model with gradient reversal in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Reverse.apply(self.linear(x)).sum()
+
+
+class Unexportable(nn.Module):
+    """An operator that the exporter does not know, so that ORT falls back where it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.logcumsumexp(self.linear(x), dim=0).sum()
+
+
+def batches() -> Iterator[dict[str, torch.Tensor]]:
+    """Batches that change shape and padding after the first, from which ORT exports its graph."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, 16, 0), (2, 16, 4), (3, 12, 2), (1, 8, 0), (2, 16, 6), (4, 10, 1)]
+    for rows, length, padding in shapes[:STEPS]:
+        ids = torch.randint(0, 99, (rows, length), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, length - padding :] = 0
+        labels = torch.where(mask == 1, ids, torch.full_like(ids, -100))
+        yield {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def trained(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the steps, and the first step's gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, gradients = [], {}
+    for batch in batches():
+        loss = model(**batch)
+        loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, gradients
+
+
+def graph_gradients(module: Any) -> list[str]:
+    """Names of the gradients that ORT's training graph computes."""
+    outputs = training_graph(module).output
+    return sorted(output.name.replace("_original_module.", "").replace("_grad", "") for output in outputs)
+
+
+# ------------------------------------------------------------------------------------------- it trains like eager
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [("bert", "eager"), ("bert", "sdpa"), ("llama", "sdpa"), ("llama", "eager")]
+)
+def test_training_equals_eager(witness: Witness, family: str, attention: str) -> None:
+    """Six AdamW steps give eager's losses, the first step eager's gradients, and every pass is ORT's."""
+    model = language_model(family, attention)
+    losses, gradients = trained(copy.deepcopy(model))
+
+    ort_losses, ort_gradients = trained(wrapped(model))
+
+    assert ort_losses == pytest.approx(losses, rel=1e-5)
+    assert ort_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ort_gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert (witness.forward_passes, witness.backward_passes, witness.fallbacks) == (STEPS, STEPS, 0)
+    assert witness.inference_passes == 0
+
+
+def test_a_language_model_without_a_mask(witness: Witness) -> None:
+    """transformers then looks for borders of documents in the positions: differences, and sums of truths."""
+    model = language_model("llama", "sdpa")
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for size in (3, 5):
+        ids = torch.randint(5, 99, (size, 8 + size))
+        losses = [each(input_ids=ids, labels=ids) for each in (module, eager)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        same(model, eager)
+    assert witness.forward_passes == 2
+
+
+def test_evaluation_is_counted_apart(witness: Witness) -> None:
+    """A pass in eval mode is an inference pass and gives eager's value."""
+    model = Layers()
+    x = torch.randn(4, 8)
+    expected = model(x).item()
+
+    evaluated = wrapped(model).eval()
+
+    assert evaluated(x).item() == pytest.approx(expected, rel=1e-5)
+    assert (witness.inference_passes, witness.forward_passes, witness.backward_passes) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_recomputation_gives_the_same_gradients(witness: Witness, level: int) -> None:
+    """Memory optimization changes what is kept, not what comes out."""
+    model = language_model("llama", "sdpa")
+    eager = copy.deepcopy(model)
+    batch = next(batches())
+
+    module = wrapped(model, memory_optimization=level)
+    module(**batch).backward()
+    eager(**batch).backward()
+
+    assert manager_of(module)._runtime_options.memory_optimization_level == level
+    for ours, theirs in zip(model.parameters(), eager.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_checkpointing_becomes_recomputation(witness: Witness) -> None:
+    """At level 1 ORT's own recomputation takes the place of torch.utils.checkpoint in the export."""
+    model = Checkpointed(reentrant=True)
+    eager = copy.deepcopy(model)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    wrapped(model, memory_optimization=1)(x).backward()
+    eager(x).backward()
+
+    torch.testing.assert_close(model.first.weight.grad, eager.first.weight.grad)
+    assert (witness.forward_passes, witness.fallbacks) == (1, 0)
+
+
+# ---------------------------------------------------------------------------------------- what it cannot is loud
+
+
+def test_what_cannot_be_exported_raises(witness: Witness) -> None:
+    """A model that ORT cannot take ends with an error, not in plain PyTorch."""
+    with pytest.raises(Exception, match="aten::logcumsumexp"):
+        wrapped(Unexportable())(torch.randn(4, 8))
+    assert (witness.forward_passes, witness.fallbacks) == (0, 0)
+
+
+def test_no_fallback_by_default(witness: Witness) -> None:
+    """What ORT would by itself run as plain PyTorch is an error."""
+    with pytest.raises(Exception, match="logcumsumexp"):
+        wrapped(Unexportable())(torch.randn(4, 8))
+    assert witness.fallbacks == 0
+
+
+def test_an_allowed_fallback_is_counted_with_its_reason(witness: Witness) -> None:
+    """Allowed, a fallback runs; the witness has each of them, and each reason once."""
+    module = wrapped(Unexportable(), allow_fallback=True)
+    for _ in range(2):
+        module(torch.randn(4, 8)).backward()
+    assert (witness.forward_passes, witness.fallbacks) == (0, 2)
+    assert len(witness.fallback_reasons) == 1
+    assert "aten::logcumsumexp" in witness.fallback_reasons[0]
+
+
+def test_a_custom_backward_is_called_or_refused(witness: Witness) -> None:
+    """ORT never replaces a custom backward by the derivative of its forward."""
+    model = Reversed()
+    x = torch.ones(2, 4)
+    module = wrapped(model)
+    if "stand_in_for_interop" in patching.applied():
+        with pytest.raises(Exception, match="Couldn't export Python operator Reverse"):
+            module(x)
+    else:
+        module(x).backward()
+        assert model.linear.weight.grad.tolist() == [[-2.0] * 4]
+
+
+# ----------------------------------------------------------------------------------------------- what wrap sets
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sessions_have_the_threads_asked_for(witness: Witness, threads: int) -> None:
+    """Each of the two sessions starts the threads asked for, the caller's own being one of them."""
+    module = wrapped(Layers(), threads=threads)
+    x = torch.randn(4, 8)
+    gc.collect()
+    before = len(os.listdir("/proc/self/task"))
+    module(x).backward()
+    assert len(os.listdir("/proc/self/task")) - before == threads - 1
+    module.eval()(x)
+    assert len(os.listdir("/proc/self/task")) - before == 2 * (threads - 1)
+
+
+def test_frozen_parameters_have_no_gradient_in_the_graph(witness: Witness) -> None:
+    """ORT computes gradients of what is trained; unfreezing a parameter later builds the graph again."""
+    model = Layers()
+    model.first.requires_grad_(False)
+    module = wrapped(model)
+    x = torch.randn(4, 8)
+
+    module(x).backward()
+    assert graph_gradients(module) == ["second.bias", "second.weight"]
+    assert model.first.weight.grad is None
+
+    model.first.requires_grad_(True)
+    eager = copy.deepcopy(model)
+    model.zero_grad()
+    eager.zero_grad()
+    module(x).backward()
+    eager(x).backward()
+    assert graph_gradients(module) == ["first.bias", "first.weight", "second.bias", "second.weight"]
+    torch.testing.assert_close(model.first.weight.grad, eager.first.weight.grad)
+
+
+def test_settings_hold_for_one_module_and_leave_the_environment_alone(witness: Witness) -> None:
+    """Two modules in one process keep their own settings."""
+    before = dict(os.environ)
+    plain, special = wrapped(Layers()), wrapped(Layers(), opset=18, memory_optimization=1)
+    x = torch.randn(4, 8)
+    plain(x).backward()
+    special(x).backward()
+    assert dict(os.environ) == before
+    options = [manager_of(module)._runtime_options for module in (plain, special)]
+    assert [(o.onnx_opset_version, int(o.memory_optimization_level)) for o in options] == [(17, 0), (18, 1)]
+
+
+def test_wrapping_and_training_print_nothing(witness: Witness, capfd: pytest.CaptureFixture[str]) -> None:
+    """ORT's table of features and the exporter's warnings stay away at the default level."""
+    model = language_model("llama", "sdpa")
+    capfd.readouterr()
+    wrapped(model)(**next(batches())).backward()
+    assert capfd.readouterr() == ("", "")
+
+
+class Detached(nn.Module):
+    """A value used with and without its gradient, a target, and the data of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, target = self.linear(x), self.other(x)
+        missed = (hidden - target.detach()).square().mean() + 0.25 * (hidden.detach() - target).square().mean()
+        return missed + (hidden * hidden.detach()).sum() + (hidden * self.other.weight.data.mean()).sum()
+
+
+def test_no_gradient_goes_through_detach(built: None) -> None:
+    """Loss and gradients are eager's, also in a batch of another size, and the evaluation loss."""
+    torch.manual_seed(0)
+    model = Detached()
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        losses = []
+        for each in (module, eager):
+            each.zero_grad()
+            losses.append(each(x))
+            losses[-1].backward()
+        torch.testing.assert_close(*losses)
+        same(model, eager)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x), eager.eval()(x))
+
+
+class Dropped(nn.Module):
+    """The masks of two dropouts of one size."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.dropout(x, 0.5), nn.functional.dropout(x, 0.5)
+
+
+def test_no_mask_is_another_ones_of_the_step_before_or_the_rank_before(built: None) -> None:
+    """ORT counts its seeds up, one for each dropout."""
+    module, x = wrapped(Dropped()), torch.ones(40, 40)
+    masks = []
+    for step, rank in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0)):
+        torch.manual_seed(step_seed(0, step, rank))
+        masks += [mask != 0 for mask in module(x)]
+    for place, mask in enumerate(masks):
+        assert mask.float().mean().item() == pytest.approx(0.5, abs=0.07)
+        assert all(0.4 < (mask == other).float().mean() < 0.6 for other in masks[:place])
+    torch.manual_seed(step_seed(0, 0, 1))
+    assert (module(x)[0] != 0).equal(masks[2])

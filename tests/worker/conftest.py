@@ -1,0 +1,7 @@
+"""Fixtures for tests on a rank's side, some of which run on ONNX Runtime."""
+
+from __future__ import annotations
+
+from tests.ortmodule.conftest import ahead, built, seeded, witness
+
+__all__ = ["ahead", "built", "seeded", "witness"]

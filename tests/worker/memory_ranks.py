@@ -1,0 +1,103 @@
+"""Two gloo ranks a case that train a BERT of 5 million parameters for two steps: planned and measured bytes, as JSON.
+
+Each case has two processes of its own, forked when everything heavy is imported, so that none sees another's memory.
+`python -m tests.worker.memory_ranks FOLDER '{"name": {recipe's sections}}'`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from ortlaunch.planning.hosts import Host
+from ortlaunch.rank import Rank
+from ortlaunch.worker.data import Batches, make_samples  # noqa: F401  (imported before the fork)
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.engine import build_engine
+from ortlaunch.worker.memory_use import MemoryUse
+from ortlaunch.worker.model import build_model
+from tests.makers import bert, plan
+
+RANKS, ACCUMULATION = 2, 2
+MODEL = {"model_type": "bert", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "intermediate_size": 1024, "vocab_size": 8000}  # fmt: skip
+
+
+class NoData:
+    """Stands in for Data: words and labels decide nothing here."""
+
+    tokenizer = train = evaluation = None
+
+
+def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
+    """Be one rank of a case, and write its memory record."""
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
+    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
+    torch.distributed.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    group = Group(Rank(rank, RANKS, rank, RANKS), torch.device("cpu"))
+    kind = {"task": "masked-lm", "config": MODEL, **sections.pop("model", {})}
+    batch = {"micro_size": 2, "accumulation_steps": ACCUMULATION}
+    recipe = bert(model=kind, **{"batch": batch, **sections})
+    settled = plan(recipe, [Host("localhost", RANKS, tuple(range(RANKS)))], "torchrun")
+    words = torch.arange(64).reshape(2, 32)
+    sample = {"input_ids": words, "labels": words}
+    model = build_model(recipe, NoData())  # type: ignore[arg-type]
+    memory = MemoryUse(group.device, model)
+    engine = build_engine(recipe, settled, model, group, sample)
+    for _ in range(2):
+        for accumulation in range(ACCUMULATION):
+            engine.stepper.micro_step(engine.take(sample), last=accumulation == ACCUMULATION - 1)
+        memory.look(engine.stepper)
+        engine.stepper.apply(1e-4)
+        memory.look(engine.stepper)
+    record = memory.record(settled, group)
+    store.add("done", 1)
+    while store.add("done", 0) < RANKS:  # whoever leaves first would break the other's last message
+        time.sleep(0.01)
+    (folder / f"{rank}.json").write_text(json.dumps(record))
+    os._exit(0)  # freeing a DistributedDataParallel now can wait for ever: see worker/distributed.py
+
+
+def fork(rank: int, folder: Path, sections: dict[str, Any]) -> int:
+    """Start one rank; it leaves with status 0 when its record is written."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        measure(rank, folder, sections)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def main(folder: Path, cases: dict[str, Any]) -> None:
+    """Run the cases one after another."""
+    import deepspeed  # noqa: F401
+    import peft  # noqa: F401
+    from transformers import BertForMaskedLM  # noqa: F401
+
+    found = {}
+    for number, (name, sections) in enumerate(cases.items()):
+        own = folder / str(number)
+        own.mkdir()
+        children = [fork(rank, own, dict(sections)) for rank in range(RANKS)]
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        if any(statuses):
+            sys.exit(f"{name} failed")
+        found[name] = json.loads((own / "0.json").read_text())
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,81 @@
+"""One rank of two: the three engines under ZeRO 1, each run at highest, medium and highest again in one process.
+
+Started by torchrun from test_matmul_precision.py; arguments: a folder with the run folders, the file to write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker import __main__ as worker
+from ortlaunch.worker import distributed
+
+ENGINES, WORDS = ("ort", "inductor", "eager"), ("highest", "medium", "highest")
+
+
+def sum_of_gradients(engine: Any, batch: dict[str, torch.Tensor]) -> str:
+    """Of every weight, to the last bit: products forward and backward are in it."""
+    loss = engine.eval_module(**engine.take(batch))
+    gradients = torch.autograd.grad(loss, [p for p in engine.plain.parameters() if p.requires_grad])
+    return float(sum(gradient.double().sum() for gradient in gradients)).hex()
+
+
+def plain_product() -> str:
+    """A product of torch's own, to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator) for _ in range(2))
+    return float((a @ b).double().sum()).hex()
+
+
+def main() -> None:
+    """Every run in turn, in the group of the first."""
+    rank, found = Rank.from_environ(os.environ), []
+    folder, joined = Path(sys.argv[1]), distributed.group
+    runs = [(name, word, RunDir(folder / f"{name}-{i}")) for name in ENGINES for i, word in enumerate(WORDS)]
+    torch.set_num_threads(1)
+
+    def look(recipe: Any, plan: Any, run: Any, group: Any, engine: Any, batches: Any) -> None:
+        engine.stepper.micro_step(engine.take(batches.micro_batch(0, 0, group.rank)), last=True)
+        engine.stepper.apply(1e-3)
+        mine = {
+            "engine": engine.report["engine"]["used"],
+            "told": engine.report["matmul_precision"],
+            "inside": torch.get_float32_matmul_precision(),
+            "product": plain_product(),
+            "gradients": sum_of_gradients(engine, batches.micro_batch(1, 0, group.rank)),
+        }
+        found.append(group.gather(json.dumps(mine)))
+
+    with joined(plan_of(runs[0][2]), rank, runs[0][2]) as group:
+
+        @contextlib.contextmanager
+        def again(*args: Any) -> Iterator[Any]:
+            yield group
+
+        distributed.group = again
+        for _, _, run in runs:
+            worker.live(run, rank, look)
+            found[-1] = [{**json.loads(text), "after": torch.get_float32_matmul_precision()} for text in found[-1]]
+        if group.rank == 0:
+            Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+
+
+def plan_of(run: RunDir) -> Any:
+    """The plan in a run folder."""
+    from ortlaunch.plan import Plan
+
+    return Plan.from_json(run.plan.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Checkpoints: whole or not there, the newest found, old ones pruned, one of another model refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker import checkpoint
+from ortlaunch.worker.stepping import DeepSpeedStepper, TorchStepper
+
+GROUP: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), barrier=lambda: None)
+
+
+class Writer:
+    """A stepper that writes one file, or fails in the middle."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def save(self, folder: Path, state: dict[str, Any]) -> None:
+        (folder / "part").mkdir()
+        (folder / "part" / "weights").write_text("12345")
+        if self.fails:
+            raise OSError("No space left on device")
+        (folder / "state").write_text(json.dumps(state))
+
+
+def save(run: RunDir, step: int, keep: int | None = None, fails: bool = False) -> Path:
+    recipe: Any = SimpleNamespace(checkpoint=SimpleNamespace(keep=keep))
+    stepper: Any = Writer(fails)
+    return checkpoint.save(run, recipe, GROUP, stepper, step, {"step": step, "skipped": 0})
+
+
+def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
+    """The manifest has step, ranks and every file with its size; the mark comes last."""
+    folder = save(RunDir(tmp_path), 5)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    size = len(json.dumps({"step": 5, "skipped": 0}))
+    assert manifest == {"step": 5, "ranks": 1, "files": {"part/weights": 5, "state": size}}
+    assert (folder / "COMPLETE").stat().st_mtime_ns >= (folder / "manifest.json").stat().st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [(1, [40]), (2, [30, 40]), (3, [20, 30, 40]), (9, [10, 20, 30, 40]), (None, [10, 20, 30, 40])]
+)
+def test_older_ones_go(keep: int | None, kept: list[int], tmp_path: Path) -> None:
+    """The newest `keep` stay, all with null."""
+    run = RunDir(tmp_path)
+    for step in (10, 20, 30, 40):
+        save(run, step, keep)
+    assert [step for step, _ in run.complete_checkpoints()] == kept
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [f"step_{step:08d}" for step in kept]
+
+
+def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
+    """Steps are compared as numbers; a folder without its mark, or with another name, is no checkpoint."""
+    run = RunDir(tmp_path)
+    assert checkpoint.newest(run) is None
+    for step in (9, 100_000_000, 20):
+        save(run, step)
+    with pytest.raises(OSError, match="No space left"):
+        save(run, 200_000_000, fails=True)
+    (run.checkpoints / "mine").mkdir()
+    (run.checkpoints / "mine" / "COMPLETE").touch()
+    found = checkpoint.newest(run)
+    assert found is not None
+    assert found == (100_000_000, run.checkpoint(100_000_000))
+
+
+def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
+    """A folder left by a failed save does not stand in the way of the next, nor mix with it."""
+    run = RunDir(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        save(run, 5, fails=True)
+    (run.checkpoint(5) / "old").touch()
+    folder = save(run, 5)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
+        "COMPLETE", "manifest.json", "part/weights", "state",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- what is inside
+
+
+def stepper(model: nn.Module) -> TorchStepper:
+    return TorchStepper(
+        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), GROUP, "fp32", 1, None
+    )
+
+
+def net(frozen: bool = False, width: int = 3) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
+    """A checkpoint has what training changes, and buffers; frozen weights stay those that the model was built with."""
+    model, other = net(frozen=True), net(frozen=True)
+    stepper(model).save(tmp_path, {"step": 3})
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)["model"]
+    assert set(saved) == {
+        "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked", "2.weight", "2.bias",
+    }  # fmt: skip
+    before = other[0].weight.clone()  # type: ignore[index]
+    assert stepper(other).load(tmp_path) == {"step": 3}
+    assert torch.equal(other[2].weight, model[2].weight)  # type: ignore[index]
+    assert torch.equal(other[0].weight, before)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (net(width=4), "(?s)is of another model: .*size mismatch"),
+        (
+            nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
+            r"is of another model: it lacks \[\], and has \['2.bias', '2.weight'\]",
+        ),
+        (nn.Sequential(*net(), nn.Linear(1, 1)), r"is of another model: it lacks \['3.bias', '3.weight'\]"),
+    ],
+)
+def test_a_checkpoint_of_another_model(other: nn.Module, message: str, tmp_path: Path) -> None:
+    """Other shapes, missing and unknown weights are an error, never a half loaded model."""
+    stepper(net()).save(tmp_path, {})
+    with pytest.raises(CheckpointError, match=message):
+        stepper(other).load(tmp_path)
+
+
+def test_a_checkpoint_of_another_kind(tmp_path: Path) -> None:
+    """Written with DeepSpeed and read without it, or the other way round: said, with what would be right."""
+    with pytest.raises(CheckpointError, match="was written with DeepSpeed; continue it with the same `zero`"):
+        stepper(net()).load(tmp_path)
+    reader = DeepSpeedStepper.__new__(DeepSpeedStepper)
+    reader.partly_frozen = False
+    reader.engine = SimpleNamespace(load_checkpoint=lambda *args, **kwargs: (None, None))
+    with pytest.raises(CheckpointError, match="was written without DeepSpeed; continue it with the same `zero`"):
+        reader.load(tmp_path)

@@ -1,0 +1,287 @@
+"""Text from files through Hugging Face datasets, and the cache of its tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ortlaunch.cache import take_notes
+from ortlaunch.recipe.models import Corpus
+from ortlaunch.worker import data as data_module
+from ortlaunch.worker.data.corpus import DataError, documents, files, fingerprint, rows
+
+TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
+
+
+def write(folder: Path, kind: str, texts: list[Any], name: str = "part", column: str = "text") -> str:
+    """A file of one format; returns its path."""
+    path = folder / f"{name}.{kind}"
+    if kind == "text":
+        path.write_text("\n\n".join(texts), encoding="utf-8")
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps({column: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({column: texts, "other": [1] * len(texts)}), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_every_format_gives_the_same_documents(kind: str, tmp_path: Path) -> None:
+    """Paragraphs of text, rows of JSON lines and of Parquet come one by one, in order, in UTF-8."""
+    assert list(documents(Corpus(format=kind, path=(write(tmp_path, kind, TEXTS),)))) == TEXTS
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_many_files_in_a_fixed_order(kind: str, tmp_path: Path) -> None:
+    """Patterns in the recipe's order, files sorted within each, `**` through folders."""
+    (tmp_path / "sub").mkdir()
+    for name in ("b", "a", "sub/c"):
+        write(tmp_path, kind, [f"of {name}"], name)
+    source = Corpus(format=kind, path=(str(tmp_path / f"sub/*.{kind}"), str(tmp_path / f"[ab].{kind}")))
+    assert list(documents(source)) == ["of sub/c", "of a", "of b"]
+    everything = Corpus(format=kind, path=(str(tmp_path / f"**/*.{kind}"),))
+    assert list(documents(everything)) == ["of a", "of b", "of sub/c"]
+
+
+def test_empty_rows_are_left_out(tmp_path: Path) -> None:
+    """A row without text is no document."""
+    assert list(documents(Corpus(format="jsonl", path=(write(tmp_path, "jsonl", ["a", None, "", "b"]),)))) == ["a", "b"]
+
+
+def test_another_column(tmp_path: Path) -> None:
+    """`text_column` says where the text is."""
+    path = write(tmp_path, "jsonl", TEXTS, column="body")
+    assert list(documents(Corpus(format="jsonl", path=(path,), text_column="body"))) == TEXTS
+    with pytest.raises(DataError, match=r"data \(jsonl .*part.jsonl\): no column 'text'; it has body, other"):
+        list(documents(Corpus(format="jsonl", path=(path,))))
+
+
+def test_the_built_in_corpus() -> None:
+    """python-docs is the language reference: much text, always in the same order."""
+    texts = list(documents("python-docs"))
+    assert sum(map(len, texts)) > 300_000
+    assert texts == list(documents("python-docs"))
+    assert any("The Python Language Reference" in text or "statement" in text for text in texts)
+
+
+@pytest.mark.parametrize("pattern", ["none.txt", "none/*.txt", "folder"])
+def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
+    """A path that matches no file is named, with the folder that it was looked up from; a folder is no file."""
+    (tmp_path / "folder").mkdir()
+    source = Corpus(format="text", path=(write(tmp_path, "text", TEXTS), str(tmp_path / pattern)))
+    with pytest.raises(DataError, match=rf"'{tmp_path}/.*' matches no file \(seen from {os.getcwd()}\)"):
+        files(source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("jsonl", b'{"text": "a"}\n{"text": b}\n', "cannot be read: JSON parse error"),
+        ("jsonl", b"", "has no rows"),
+        ("jsonl", b'{"text": 1}\n', "column 'text' holds 1; it must be text"),
+        ("jsonl", b'{"text": ["a"]}\n', r"column 'text' holds \['a'\]; it must be text"),
+        ("parquet", b"no parquet", "cannot be read: "),
+        ("text", b"\xff\xfe", "cannot be read: 'utf-8' codec can't decode"),
+    ],
+)
+def test_files_that_are_not_what_they_should_be(kind: str, content: bytes, message: str, tmp_path: Path) -> None:
+    """A file of another format is an error that names the corpus, not a traceback."""
+    path = tmp_path / f"x.{kind}"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"data \({kind} .*x.{kind}\): {message}"):
+        list(documents(Corpus(format=kind, path=(str(path),))))
+
+
+def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set that the hub has not, or no network: told with its name."""
+    import datasets
+
+    def gone(*args: Any, **kwargs: Any) -> Any:
+        raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist on the Hub or cannot be accessed.\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", gone)
+    with pytest.raises(DataError, match=r"data \(hub nobody/nothing\): cannot be read: Dataset .* accessed\.$"):
+        list(rows(Corpus(format="hub", name="nobody/nothing")))
+
+
+def test_fingerprint_tells_corpora_apart(tmp_path: Path) -> None:
+    """It changes with files, their content's size or time, the column and the format, and with nothing else."""
+    a, b = (write(tmp_path, "jsonl", TEXTS, name) for name in ("a", "b"))
+    both = Corpus(format="jsonl", path=(a, b))
+    others = [
+        Corpus(format="jsonl", path=(b, a)),
+        Corpus(format="jsonl", path=(a,)),
+        Corpus(format="text", path=(a, b)),
+        Corpus(format="jsonl", path=(a, b), text_column="other"),
+        "python-docs",
+    ]
+    first = fingerprint(both)
+    assert fingerprint(Corpus(format="jsonl", path=(a, b), label_column="z")) == first
+    assert len({first, *(fingerprint(other) for other in others)}) == 6
+    os.utime(a, ns=(1, 1))
+    second = fingerprint(both)
+    Path(a).write_text('{"text": ""}\n')
+    os.utime(a, ns=(1, 1))
+    assert len({first, second, fingerprint(both)}) == 3
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_hub_corpus_is_known_by_its_revision(tmp_path: Path) -> None:
+    """What the name stands for today is asked for, so that a changed data set is not taken for the old one."""
+    source = Corpus(format="hub", name=str(tmp_path))
+    path = Path(write(tmp_path, "jsonl", TEXTS))
+    first = fingerprint(source)
+    assert fingerprint(source) == first
+    others = [source.model_copy(update=changed) for changed in ({"split": "test"}, {"text_column": "z"})]
+    with path.open("a") as file:
+        file.write('{"text": "one more", "other": 1}\n')
+    assert len({first, fingerprint(source), *map(fingerprint, others)}) == 4
+
+
+def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit never changes, so tokens of it are found offline; a branch must be looked up, and it is said so."""
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    found = [fingerprint(Corpus(format="hub", name=name, revision=COMMIT)) for name in ("a/b", "a/b", "a/c")]
+    assert found[0] == found[1] != found[2]
+    with pytest.raises(DataError, match=r"data \(hub a/b\): .*offline, give the commit as data\.\*\.revision"):
+        fingerprint(Corpus(format="hub", name="a/b", revision="main"))
+
+
+def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`revision` reaches the library that reads the data set."""
+    asked = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or [])
+    assert list(rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
+    assert asked == ["v1"]
+
+
+# ------------------------------------------------------------------------------------------- the cache of tokens
+
+
+class Letters:
+    """A tokenizer of letters, as `_tokenized` uses one."""
+
+    is_fast, eos_token_id = False, 7
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": self.shift}
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
+        assert options["add_special_tokens"] is False
+        return {"input_ids": [[ord(letter) + self.shift for letter in text] for text in texts]}
+
+
+def test_tokens_are_kept_until_the_corpus_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run reads what the first wrote; a changed file, tokenizer or end mark is tokenized anew."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    written = []
+    original = data_module._write_tokens
+    monkeypatch.setattr(data_module, "_write_tokens", lambda *args: (written.append(args[0]), original(*args))[1])
+    path = write(tmp_path, "text", ["ab", "c"])
+    source = Corpus(format="text", path=(path,))
+
+    def tokens(tokenizer: Any = None, end_of_text: bool = False) -> list[int]:
+        return list(data_module._tokenized(source, tokenizer or Letters(), end_of_text).tolist())
+
+    assert [tokens(), tokens()] == [[97, 98, 99]] * 2
+    assert len(written) == 1
+    assert tokens(end_of_text=True) == [97, 98, 7, 99, 7]
+    assert tokens(Letters(shift=1)) == [98, 99, 100]
+    assert len(written) == 3
+    Path(path).write_text("b")
+    assert tokens() == [98]
+    assert len(written) == 4
+
+
+def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that died while tokenizing leaves nothing that the next one would read."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "c"]),))
+    with monkeypatch.context() as patch:
+        patch.setattr(data_module, "_DOCUMENTS_AT_ONCE", 1)
+        patch.setattr(data_module, "documents", lambda source: iter(["ab", 3]))  # fails at the second
+        with pytest.raises(TypeError):
+            data_module._tokenized(source, Letters(), False)
+    assert data_module._tokenized(source, Letters(), False).tolist() == [97, 98, 99]
+
+
+def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are no longer those that were written would be another training: made again, and told."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "cd"]),))
+    before = data_module._tokenized(source, Letters(), False).tolist()
+    (path,) = (tmp_path / "cache" / "tokens").glob("*.u32")
+    path.write_bytes(path.read_bytes()[:8])
+    assert data_module._tokenized(source, Letters(), False).tolist() == before
+    assert take_notes() == [f"{path}: has 8 bytes, and had 16; made anew"]
+    assert data_module._tokenized(source, Letters(), False).tolist() == before
+    assert take_notes() == []
+
+
+def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents are tokenized in portions, none lost between them."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(data_module, "_DOCUMENTS_AT_ONCE", 3)
+    letters = "abcdefg"
+    source = Corpus(format="text", path=(write(tmp_path, "text", list(letters)),))
+    np.testing.assert_array_equal(data_module._tokenized(source, Letters(), False), [ord(letter) for letter in letters])
+
+
+_BUILD = """
+import sys, time
+from pathlib import Path
+from ortlaunch.recipe.models import Corpus
+from ortlaunch.worker import data
+sys.path.insert(0, sys.argv[2])
+from test_corpus import Letters
+original = data._write_tokens
+def slowly(*args):
+    with open(sys.argv[1] + ".builds", "a") as file:
+        file.write("built\\n")
+    time.sleep(0.5)
+    return original(*args)
+data._write_tokens = slowly
+print("ready", flush=True)
+sys.stdin.readline()
+print(data._tokenized(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tolist())
+"""
+
+
+def test_two_ranks_at_once_tokenize_once(tmp_path: Path) -> None:
+    """Of two processes that start together one tokenizes, the other waits for it, and both read the same."""
+    path = write(tmp_path, "text", ["ab", "c"])
+    environment = {**os.environ, "ORTLAUNCH_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", _BUILD, path, str(Path(__file__).parent)]
+    ranks = [
+        subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "ready\n"
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        found = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert found == ["[97, 98, 99]"] * 2
+    assert Path(f"{path}.builds").read_text() == "built\n"

@@ -1,0 +1,304 @@
+"""Data of a recipe and its order: what a step sees on any world, texts by task, and the user's own samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ortlaunch.plan import BatchPlan
+from ortlaunch.worker.data import Batches, Data, OwnSamples, call, collate
+from ortlaunch.worker.data.corpus import DataError
+from tests.makers import recipe
+
+Corpora = Callable[[str, str], dict[str, Any]]
+
+
+class Endless:
+    """Says that it has a thousand million samples."""
+
+    def __len__(self) -> int:
+        return 10**9
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"x": index}
+
+
+def test_a_data_set_too_large_to_shuffle_is_refused() -> None:
+    """At once: the order of 10^9 samples would take 8 GB and most of a minute in every rank."""
+    with pytest.raises(
+        DataError, match=r"^the data set has 1,000,000,000 samples; an epoch is shuffled whole, up to 268"
+    ):
+        Batches(OwnSamples(Endless()), BatchPlan(2, 2, 1, 1, None), 0)
+
+
+def own(count: int) -> OwnSamples:
+    """Samples that are their own number."""
+    return OwnSamples([{"x": torch.tensor(i)} for i in range(count)])
+
+
+def batches(count: int, total: int, micro: int, ranks: int, seed: int = 7) -> Batches:
+    return Batches(own(count), BatchPlan(total, micro, total // (micro * ranks), ranks, None), seed)
+
+
+def micro_batches(source: Batches, step: int) -> list[list[int]]:
+    """All micro batches of a step, every rank's, pass by pass."""
+    b = source.batch
+    return [
+        source.micro_batch(step, accumulation, rank)["x"].tolist()
+        for accumulation in range(b.accumulation_steps)
+        for rank in range(b.data_parallel_ranks)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 6, 1000])  # 100 samples, 16 a step: step 6 spans two epochs
+@pytest.mark.parametrize(("micro", "ranks"), [(4, 1), (4, 2), (4, 4), (2, 4), (8, 2), (16, 1), (1, 1)])
+def test_a_step_sees_the_same_samples_on_any_world(micro: int, ranks: int, step: int) -> None:
+    """The samples of a step depend on the step alone; with equal micro_size the micro batches are the same too."""
+    alone = micro_batches(batches(100, 16, 4, 1), step)
+    found = micro_batches(batches(100, 16, micro, ranks), step)
+    assert sorted(chain(*found)) == sorted(chain(*alone))
+    if micro == 4:
+        assert found == alone
+
+
+def test_an_epoch_sees_each_sample_once_and_the_next_is_shuffled_anew() -> None:
+    """Epochs of 100 samples in steps of 16: each sample once an epoch, in another order each time."""
+    source = batches(100, 16, 4, 2)
+    seen = [number for step in range(19) for micro in micro_batches(source, step) for number in micro][:300]
+    epochs = [seen[start : start + 100] for start in (0, 100, 200)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
+    assert len({tuple(epoch) for epoch in epochs} | {tuple(range(100))}) == 4
+
+
+def test_order_is_a_function_of_seed_and_step() -> None:
+    """Step 9 asked for first is step 9 after all others, as a resumed run needs; another seed gives another order."""
+    after_others = batches(100, 16, 4, 1)
+    for step in range(9):
+        micro_batches(after_others, step)
+    assert micro_batches(after_others, 9) == micro_batches(batches(100, 16, 4, 1), 9)
+    assert micro_batches(after_others, 9) != micro_batches(batches(100, 16, 4, 1, seed=8), 9)
+
+
+def test_a_batch_larger_than_the_data_goes_round() -> None:
+    """Three samples fill a batch of eight: each epoch in the batch has all of them."""
+    ((found),) = micro_batches(batches(3, 8, 8, 1), 0)
+    assert [sorted(found[:3]), sorted(found[3:6])] == [[0, 1, 2]] * 2
+
+
+# ------------------------------------------------------------------------------------------------------- texts
+
+
+def data_of(task: str, **data: Any) -> Data:
+    """The data of a recipe for this task."""
+    model = {"factory": "m:f"} if task == "custom" else {"config": {"model_type": "bert"}}
+    return Data(recipe(model={"task": task, **model}, data=data))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpora:
+    """Writes a text file and names it as a corpus; caches are the test's own."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+
+    def write(name: str, text: str) -> dict[str, Any]:
+        (tmp_path / name).write_text(text)
+        return {"format": "text", "path": [str(tmp_path / name)]}
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("task", "trained", "keys"),
+    [
+        ("masked-lm", "wordpiece", {"input_ids", "labels"}),
+        ("pretraining", "wordpiece", {"input_ids", "labels", "token_type_ids", "next_sentence_label"}),
+        ("causal-lm", "bpe", {"input_ids", "labels", "attention_mask"}),
+        ("custom", "bpe", {"input_ids", "labels"}),
+    ],
+)
+def test_text_becomes_samples_of_the_task(task: str, trained: str, keys: set[str], corpus: Corpora) -> None:
+    """Each task on text gets the names that its models take, all of one length; evaluation has its own corpus."""
+    data = data_of(
+        task,
+        train=corpus("a.txt", "the cat sat on the mat and looked at the moon\n\n" * 30),
+        evaluation=corpus("b.txt", "the moon looked at the cat\n\n" * 20),
+        tokenizer={"train": trained, "vocab_size": 300},
+        sequence_length=16,
+    )
+    assert data.evaluation is not None
+    assert len(data.evaluation) < len(data.train)
+    for samples in (data.train, data.evaluation):
+        sample = samples.sample(len(samples) - 1, 0)
+        assert set(sample) == keys
+        assert {len(value) for value in sample.values() if value.dim()} == {16}
+    ends = sum(data.train.sample(i, 0)["input_ids"].tolist().count(data.tokenizer.eos_token_id) for i in range(3))
+    assert (ends > 0) == (trained == "bpe")  # an end mark between documents, for models that go on with text
+
+
+@pytest.fixture
+def llama_like(tmp_path: Path, corpus: Corpora) -> Callable[[bool], str]:
+    """Saves a BPE tokenizer of the corpus that begins a text with <s>, as Llama's does, or with nothing."""
+
+    def save(begins: bool) -> str:
+        from tokenizers.processors import TemplateProcessing
+
+        words = {"train": "bpe", "vocab_size": 300}
+        tokenizer = data_of(
+            "causal-lm", train=corpus("w.txt", "a b " * 40), tokenizer=words, sequence_length=8
+        ).tokenizer
+        if begins:
+            template = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+            tokenizer.backend_tokenizer.post_processor = template
+        tokenizer.save_pretrained(tmp_path / f"begins-{begins}")
+        return str(tmp_path / f"begins-{begins}")
+
+    return save
+
+
+def test_documents_begin_as_a_pretrained_tokenizer_begins_them(
+    llama_like: Callable[[bool], str], corpus: Corpora
+) -> None:
+    """Packed documents of a causal model have the tokenizer's own begin mark, and one cache is not the other's."""
+    source = corpus("a.txt", "a b a b\n\n" * 40)
+    found = []
+    for begins in (False, True, False):
+        words = llama_like(begins)
+        data = data_of("causal-lm", train=source, tokenizer=words, sequence_length=20)
+        ids = data.train.sample(0, 0)["input_ids"].tolist()
+        end, begin = data.tokenizer.eos_token_id, data.tokenizer.bos_token_id
+        found.append([ids[0] == begin, ids[ids.index(end) + 1] == begin, ids.count(begin)])
+    assert found == [[False, False, 0], [True, True, ids.count(end)], [False, False, 0]]
+
+
+def test_a_corpus_shorter_than_a_sample_is_an_error(corpus: Corpora) -> None:
+    """Fewer tokens than one sample: said with both numbers, before anything is built."""
+    short = corpus("a.txt", "one two three")
+    with pytest.raises(DataError, match=r"the corpus has \d+ tokens, fewer than one sample of 64"):
+        data_of("masked-lm", train=short, tokenizer={"train": "wordpiece"}, sequence_length=64)
+
+
+# ---------------------------------------------------------------------------------------------------- own data
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes the user's module `own_module` where Python finds it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(text: str) -> None:
+        sys.modules.pop("own_module", None)
+        (tmp_path / "own_module.py").write_text(text)
+
+    yield write
+    sys.modules.pop("own_module", None)
+
+
+FUNCTION = "def make(a, b=2):\n    return [a, b]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "arguments", "message"),
+    [
+        (FUNCTION, "other_module:make", {}, "data.factory: no module 'other_module' beside the recipe"),
+        (FUNCTION, "own_module.part:make", {}, "data.factory: no module 'own_module.part' beside"),
+        (FUNCTION, "own_module:maker", {}, "data.factory: module 'own_module' has no function 'maker'"),
+        ("make = 3", "own_module:make", {}, "data.factory: module 'own_module' has no function 'make'"),
+        (FUNCTION, "own_module:make", {}, r"own_module:make\(a, b=2\) and its `arguments` differ: missing a req"),
+        (FUNCTION, "own_module:make", {"a": 1, "c": 3}, "differ: got an unexpected keyword argument 'c'"),
+    ],
+)
+def test_a_factory_that_is_not_there(
+    module: Any, text: str, target: str, arguments: dict[str, Any], message: str
+) -> None:
+    """The module, the function or the arguments that do not fit are named."""
+    module(text)
+    with pytest.raises(DataError, match=message):
+        call("data.factory", target, arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("import own_modul", ModuleNotFoundError, "own_modul"),
+        ("import torch\ntorch.no_such_name", AttributeError, "no_such_name"),
+        ("def make():\n    return {}['key']", KeyError, "key"),
+        ("def make():\n    return len(3)", TypeError, "int"),
+    ],
+)
+def test_an_error_of_the_users_own_code_stays_what_it_is(
+    module: Any, text: str, error: type[Exception], message: str
+) -> None:
+    """What goes wrong inside the user's module is not taken for a missing module or function."""
+    module(text)
+    with pytest.raises(error, match=message) as caught:
+        call("data.factory", "own_module:make", {})
+    assert not isinstance(caught.value, DataError)
+
+
+def test_a_factory_gets_its_arguments(module: Any) -> None:
+    """Arguments of the recipe reach the function by name."""
+    module(FUNCTION)
+    assert call("data.factory", "own_module:make", {"b": 5, "a": 1}) == [1, 5]
+
+
+@pytest.mark.parametrize("items", [None, 3, [], iter([1]), {1, 2}])
+def test_own_data_must_be_samples(items: Any) -> None:
+    """What has no length or no items is refused with its type."""
+    with pytest.raises(DataError, match=f"data.factory returned {type(items).__name__}; it must have samples"):
+        OwnSamples(items)
+
+
+@pytest.mark.parametrize("item", [3, torch.ones(2), (1, 2), "text"])
+def test_a_sample_must_be_a_mapping(item: Any) -> None:
+    """A tensor or a tuple does not say which argument of forward it is."""
+    with pytest.raises(DataError, match=f"sample 0 of data.factory is a {type(item).__name__}; it must be a mapping"):
+        OwnSamples([item]).sample(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{"x": torch.ones(2)}, {"x": torch.ones(3)}], r"differ in the shape of 'x': \[\(2,\), \(3,\)\]; pad them"),
+        ([{"x": 1}, {"y": 1}], "differ in their names: not all have 'x'"),
+        ([{"x": "text"}], "'x' of a sample is no tensor, nor what becomes one"),
+        ([{"x": None}], "'x' of a sample is no tensor, nor what becomes one"),
+        ([{"x": [[1], [1, 2]]}], "'x' of a sample is no tensor, nor what becomes one"),
+    ],
+)
+def test_samples_that_do_not_stack(samples: list[Any], message: str) -> None:
+    """Samples of one batch have the same names and shapes, or the difference is told."""
+    with pytest.raises(DataError, match=message):
+        collate(samples)
+
+
+def test_numbers_lists_and_arrays_become_tensors() -> None:
+    """A sample may hold tensors, numbers, lists and arrays."""
+    batch = collate([{"a": 1, "b": [1.0, 2.0], "c": np.ones(2, np.float32), "d": torch.ones(1)}] * 2)
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "a": (2,),
+        "b": (2, 2),
+        "c": (2, 2),
+        "d": (2, 1),
+    }
+    assert batch["a"].dtype == torch.int64
+
+
+def test_own_data_through_a_recipe(module: Any) -> None:
+    """The recipe's factories give training and evaluation samples, without a tokenizer."""
+    module("def make(n):\n    return [{'x': i} for i in range(n)]\n")
+    source = {"format": "custom", "factory": "own_module:make", "arguments": {"n": 5}}
+    data = data_of("custom", train=source, evaluation={**source, "arguments": {"n": 3}})
+    assert data.tokenizer is None
+    assert data.evaluation is not None
+    assert (len(data.train), len(data.evaluation)) == (5, 3)
+    assert data.train.sample(4, epoch=9) == {"x": 4}

@@ -1,0 +1,250 @@
+"""How ranks find each other and agree: what each of them refuses, without a second process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.errors import LaunchError, MissingDependency
+from ortlaunch.planning.hosts import Host
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker import distributed
+from tests.makers import host, plan, recipe
+
+HOSTS = (host("a", 2), Host("b", 2, (1, 3)))
+
+
+@pytest.fixture(autouse=True)
+def _box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is called box."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+
+
+@pytest.mark.parametrize("rank", plan(recipe(), HOSTS, "mpi").ranks)
+def test_the_planned_world_is_agreed(rank: Rank) -> None:
+    """Every planned rank finds itself in the plan."""
+    distributed.agree(plan(recipe(), HOSTS, "mpi"), rank)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (
+            Rank(0, 3, 0, 2),
+            "the plan has 4 ranks, the launcher started 3; nothing was trained, for a smaller world is another "
+            "training",
+        ),
+        (
+            Rank(2, 4, 2, 4),
+            "rank 2 should be Rank(rank=2, world_size=4, local_rank=0, local_world_size=2), the launcher made it "
+            "Rank(rank=2, world_size=4, local_rank=2, local_world_size=4)",
+        ),
+    ],
+)
+def test_another_world_is_refused(rank: Rank, message: str) -> None:
+    """Fewer ranks, or ranks in another place than planned, train nothing."""
+    with pytest.raises(LaunchError) as caught:
+        distributed.agree(plan(recipe(), HOSTS, "mpi"), rank)
+    assert str(caught.value) == message
+
+
+class Gathered(distributed.Group):
+    """Rank 1 of a group whose other ranks say something else."""
+
+    def __init__(self, others: list[str]) -> None:
+        super().__init__(Rank(1, len(others) + 1, 1, len(others) + 1), torch.device("cpu"))
+        self.others = others
+
+    def gather(self, value: str) -> list[str]:
+        return [self.others[0], value, *self.others[1:]] if self.others[0] != "same" else [value] * self.size
+
+
+def test_the_same_files_are_agreed() -> None:
+    """Ranks that have read the same recipe and plan go on."""
+    distributed.agree_on_files(Gathered(["same"]), RunDir("x"), ["recipe", "plan"])
+
+
+def test_different_files_are_refused() -> None:
+    """A rank that has read an older recipe or plan than the others ends the run."""
+    with pytest.raises(LaunchError) as caught:
+        distributed.agree_on_files(Gathered(["another"]), RunDir("x"), ["recipe", "plan"])
+    assert str(caught.value) == (
+        "rank 1 and rank 0 have read different files in x; start again, in a folder that all hosts share"
+    )
+
+
+def on_cuda() -> Any:
+    """A plan for GPUs: ranks 2 and 3 on the second host's devices 1 and 3."""
+    return distributed.Plan.from_json(
+        plan(recipe(), HOSTS, "mpi").to_json().replace('"device": "cpu"', '"device": "cuda"')
+    )
+
+
+def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that sees no GPU is named with its version."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LaunchError) as caught:
+        distributed._device(on_cuda(), Rank(2, 4, 0, 2))
+    assert str(caught.value) == (
+        f"the plan trains on cuda, and this torch ({torch.__version__}) sees no GPU on box; install a CUDA build of "
+        "torch, or set launch.device: cpu"
+    )
+
+
+def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank takes the device that its slot names, and refuses one that is not there."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert distributed._device(on_cuda(), Rank(2, 4, 0, 2)) == torch.device("cuda", 1)
+    assert chosen == [1]
+    with pytest.raises(LaunchError, match=r"^rank 3 is planned on GPU 3 of box, which has 2$"):
+        distributed._device(on_cuda(), Rank(3, 4, 1, 2))
+
+
+def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None:
+    """An mpi4py whose world has this size, on these hosts, and whose rank 0 this is."""
+    world = types.SimpleNamespace(size=size, rank=0, allgather=lambda name: hosts, bcast=lambda value, root: value)
+    mpi = types.SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Other MPI 1.0\nand more")
+    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))
+
+
+def test_the_store_of_several_hosts_listens_on_one_address() -> None:
+    """Rank 0's store is bound to the address that the others use, and to no other; they find in it what it holds."""
+    listener = distributed._listener("127.0.0.2")
+    where = listener.getsockname()
+    with ThreadPoolExecutor() as pool:
+        stores = [
+            pool.submit(distributed._tcp_store, rank, where, held)
+            for rank, held in ((Rank(0, 2, 0, 1), listener), (Rank(1, 2, 0, 1), None))
+        ]
+        mine, others = (each.result() for each in stores)
+    mine.set("key", "value")
+    assert others.get("key") == b"value"
+    bound = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+    assert [address for address in bound if address.endswith(f":{where[1]:04X}")] == [f"0200007F:{where[1]:04X}"]
+
+
+def test_one_host_stays_on_loopback() -> None:
+    """gloo and NCCL listen on loopback where all ranks are on this host, unless the user has said where."""
+    environ = {"NCCL_SOCKET_IFNAME": "eth1"}
+    distributed._stay_on_loopback(environ)
+    assert environ == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo listens for one rank, too, where this host's name leads: it has been told before it starts."""
+    told: list[str] = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(
+        distributed.dist, "init_process_group", lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"])
+    )
+    distributed._join(Rank(0, 1, 0, 1), RunDir("x"), "", "gloo")
+    assert told == ["lo"]
+
+
+def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks under mpirun say what to install."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(MissingDependency) as caught:
+        distributed._through_mpi(Rank(0, 2, 0, 2))
+    assert str(caught.value).startswith("ranks under mpirun meet through mpi4py (")
+    assert str(caught.value).endswith('): pip install "ortlaunch[mpi]"')
+
+
+def test_mpi4py_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpi4py that was built for another MPI is alone in its world, and is named."""
+    an_mpi(monkeypatch, 1, ["box"])
+    with pytest.raises(LaunchError) as caught:
+        distributed._through_mpi(Rank(0, 2, 0, 2))
+    assert str(caught.value) == (
+        "mpirun says 2 ranks, mpi4py's MPI says 1: they belong to different MPI installations (Other MPI 1.0); install "
+        "mpi4py for the MPI of your mpirun"
+    )
+
+
+@pytest.mark.parametrize(
+    ("routes", "name", "address"),
+    [
+        ({"b": "10.0.0.1"}, "127.0.1.1", "10.0.0.1"),
+        ({"b": "127.0.0.1", "c": "10.0.0.2"}, "127.0.1.1", "10.0.0.2"),
+        ({}, "10.0.0.3", "10.0.0.3"),
+        ({"b": "127.0.0.1"}, "10.0.0.3", "10.0.0.3"),
+    ],
+)
+def test_the_address_that_others_reach(
+    routes: dict[str, str], name: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source of a route to another host comes first, then this host's name; loopback is neither."""
+    network(monkeypatch, routes, name)
+    assert distributed.routable_address(["box", "b", "c"]) == address
+
+
+def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that knows only loopback says so and what to do."""
+    network(monkeypatch, {}, "127.0.1.1")
+    with pytest.raises(LaunchError) as caught:
+        distributed.routable_address(["b", "box", "c"])
+    assert str(caught.value) == (
+        "box knows no address of its own that other hosts can reach (b, box, c); give its name a routable address in "
+        "DNS or /etc/hosts"
+    )
+
+
+def network(monkeypatch: pytest.MonkeyPatch, routes: dict[str, str], name: str) -> None:
+    """A network with routes to these hosts from these addresses, where this host's name means `name`."""
+
+    class Probe:
+        def __init__(self, *_: object) -> None: ...
+
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def connect(self, where: tuple[str, int]) -> None:
+            if where[0] not in routes:
+                raise OSError("no route")
+            self.source = routes[where[0]]
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.source, 9
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: name)
+
+
+def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Slurm step without MPI meets through a file that belongs to this start of this step."""
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "routable_address", lambda hosts: "127.0.0.2")
+    run = RunDir(tmp_path)
+    with ThreadPoolExecutor() as pool:
+        stores = [pool.submit(distributed._through_folder, Rank(rank, 2, 0, 1), run) for rank in range(2)]
+        mine, others = (each.result() for each in stores)
+    mine.set("key", "value")
+    assert others.get("key") == b"value"
+    assert [path.name for path in run.ready.iterdir()] == ["rendezvous-7.0.2"]
+
+
+def test_meeting_through_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that never sees rank 0's file asks about the disk."""
+    clock = iter((0.0, 400.0))
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: next(clock))
+    run = RunDir(tmp_path)
+    with pytest.raises(LaunchError) as caught:
+        distributed._through_folder(Rank(1, 2, 1, 2), run)
+    path = run.ready / "rendezvous-.."
+    message = f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
+    assert str(caught.value) == message

@@ -1,0 +1,67 @@
+"""export/: the trained model in transformers' form."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.rank import Rank
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.export import export
+from ortlaunch.worker.model import build_model
+from ortlaunch.worker.stepping import TorchStepper
+from tests import makers
+
+LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "intermediate_size": 32, "max_position_embeddings": 32}  # fmt: skip
+WORDS = {"train": "python-docs", "tokenizer": {"train": "bpe", "vocab_size": 400}, "sequence_length": 32}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for this file, so that its tokenizer is trained once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTLAUNCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
+    """config.json and generation_config.json of a model that was built, passed through once and exported."""
+    run, data, group = RunDir(folder), Data(chosen), Group(Rank(0, 1, 0, 1), torch.device("cpu"))
+    model = build_model(chosen, data)
+    inner: Any = model.model
+    assert inner.config.use_cache is False  # in training keys and values are of no use
+    stepper = TorchStepper(model, torch.optim.SGD(model.parameters()), group, "fp32", 1, None)
+    export(chosen, run, group, stepper, model, data.tokenizer)
+    return {name: json.loads((run.export / f"{name}.json").read_text()) for name in ("config", "generation_config")}
+
+
+@pytest.mark.parametrize(("written", "expected"), [({}, True), ({"use_cache": False}, False)], ids=["own", "recipe's"])
+def test_the_export_generates_with_its_own_cache(written: dict[str, Any], expected: bool, tmp_path: Path) -> None:
+    """Training goes without a cache of keys and values; the export says what the model or the recipe says."""
+    chosen = makers.recipe(model={"task": "causal-lm", "config": {**LLAMA, **written}}, data=WORDS)
+    found = exported(chosen, tmp_path)
+    assert found["config"]["use_cache"] is expected
+    assert found["generation_config"].get("use_cache", True) is expected
+
+
+def test_an_export_follows_the_umask(tmp_path: Path) -> None:
+    """Weights, which safetensors writes for their owner alone, may be read by those who may read the other files."""
+    before = os.umask(0o002)
+    try:
+        exported(makers.recipe(model={"task": "causal-lm", "config": LLAMA}, data=WORDS), tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in RunDir(tmp_path).export.iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {0o664}

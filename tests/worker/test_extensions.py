@@ -1,0 +1,269 @@
+"""ORT's torch extensions: what is missing and what to type, one build per stack, and builds that fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ortlaunch import cache, extensions
+from ortlaunch.errors import FileError, MissingDependency
+from ortlaunch.ortmodule import compat
+from tests.ort import needs_ort
+from tests.ortmodule.modules import python
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Let exactly these packages be installed."""
+    found = {name.replace("_", "-"): version for name, version in versions.items()}
+    monkeypatch.setattr(extensions, "version", found.get)
+
+
+@pytest.mark.parametrize(
+    ("packages", "message"),
+    [
+        ({}, 'pip install "ortlaunch\\[ort-cpu\\]"'),
+        ({"onnxruntime": "1.27.0"}, 'pip install "ortlaunch\\[ort-cpu\\]"'),
+        ({"onnxruntime_training_cpu": "1.18.0"}, "1.18.0 is installed. Type: pip install"),
+        (
+            {"onnxruntime_training_cpu": "1.19.2", "onnxruntime": "1.20.1"},
+            "pip uninstall -y onnxruntime-training-cpu onnxruntime && pip install .*ort-cpu",
+        ),
+        (
+            {"onnxruntime_training_cpu": "1.19.2", "onnxruntime_training": "1.19.2"},
+            "onnxruntime-training-cpu 1.19.2 and onnxruntime-training 1.19.2 are installed together",
+        ),
+    ],
+)
+def test_wrong_packages_say_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], message: str
+) -> None:
+    """No wheel, the wrong version, or two wheels of one module."""
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7, "final", 0))
+    installed(monkeypatch, torch="2.13.0", **packages)
+    with pytest.raises(MissingDependency, match=message):
+        extensions.missing()
+
+
+def test_python_312_has_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 and later get told which Pythons work."""
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
+    installed(monkeypatch, torch="2.13.0")
+    with pytest.raises(MissingDependency, match=r"this is Python 3\.12\. Use Python 3\.9-3\.11"):
+        extensions.missing()
+
+
+def test_a_changed_extension_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A library that was cut short would end the process by SIGBUS: it is missing, and setup builds it again."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
+    monkeypatch.setattr(extensions, "_require_tools", lambda: None)
+    monkeypatch.setattr(extensions, "_compile", write_all)
+    extensions.build()
+    assert extensions.missing() == []
+    library = extensions.cache_dir() / "aten_op_executor.so"
+    library.write_text("")
+    assert extensions.missing() == ["aten_op_executor"]
+    assert extensions.damage() == [f"{library}: has 0 bytes, and had {len('aten_op_executor')}"]
+    assert extensions.build() == ["aten_op_executor"]
+    assert extensions.missing() == []
+
+
+def test_a_cache_of_others_is_told_before_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache folder that others may write to is refused as such, also where nothing was built in it yet."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
+    tmp_path.chmod(0o757)
+    with pytest.raises(FileError, match="is writable by others"):
+        extensions.missing()
+
+
+def write_all(names: list[str], folder: Path) -> None:
+    """In place of a compiler."""
+    for name in names:
+        (folder / f"{name}.so").write_text(name)
+
+
+@needs_ort
+def test_an_extension_that_does_not_load_says_how_to_build_it_again(built: None, tmp_path: Path) -> None:
+    """A library that does not load is not a traceback from inside ORT."""
+    damage = (
+        "from ortlaunch import cache, extensions as e; from ortlaunch.ortmodule import compat; "
+        "folder = e.cache_dir(); folder.mkdir(parents=True); "
+        "[(folder / f'{n}.so').write_text('') for n in e.wanted()]; "
+        "[cache.seal(folder / f'{n}.seal', [folder / f'{n}.so']) for n in e.wanted()]; compat.import_ortmodule()"
+    )
+    done = python(damage, timeout=60, ORTLAUNCH_CACHE=str(tmp_path))
+    assert "MissingDependency: the built extension does not load" in done.stderr
+    assert f"rm -r '{tmp_path}" in done.stderr
+
+
+def test_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No torch at all."""
+    installed(monkeypatch, onnxruntime_training_cpu="1.19.2")
+    with pytest.raises(MissingDependency, match="torch is not installed"):
+        extensions.missing()
+
+
+def test_a_refused_extension_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where torch_interop_utils could not be built the rest works; setup tries it again, and says why."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    installed(monkeypatch, torch="2.99.0", onnxruntime_training_cpu="1.19.2")
+    assert extensions.missing() == ["aten_op_executor", extensions.INTEROP]
+    folder = extensions.cache_dir()
+    folder.mkdir(parents=True)
+    write_all(["aten_op_executor"], folder)
+    cache.seal(folder / "aten_op_executor.seal", [folder / "aten_op_executor.so"])
+    (folder / f"{extensions.INTEROP}.refused").write_text("no such symbol")
+    assert extensions.is_built()
+    assert extensions.interop_refusal() == "no such symbol"
+    monkeypatch.setattr(extensions, "_require_tools", lambda: None)
+    monkeypatch.setattr(extensions, "_compile", lambda names, folder: (folder / f"{names[0]}.so").write_text(""))
+    assert extensions.build() == [extensions.INTEROP]
+    assert not extensions.interop_refusal()
+
+
+@needs_ort
+def test_unknown_sources_are_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A source without the text that is to be replaced is refused by file and text, and the rest is still built."""
+    package = tmp_path / "onnxruntime"
+    source = next(extensions._package("onnxruntime").glob(f"training/ortmodule/*/cpu/{extensions.INTEROP}"))
+    copied = package / source.relative_to(extensions._package("onnxruntime"))
+    shutil.copytree(source, copied)
+    code = copied / "custom_function_fw.cc"
+    code.write_text(code.read_text().replace("py_fn->cdata.lock()", "py_fn->cdata"))
+    monkeypatch.setattr(extensions, "_package", lambda name: package)
+    extensions._compile([extensions.INTEROP], tmp_path)
+    refusal = (tmp_path / f"{extensions.INTEROP}.refused").read_text()
+    assert "custom_function_fw.cc has 0 times, instead of once: 'auto saved_for" in refusal
+    assert list(tmp_path.glob("*.so")) == []
+
+
+@needs_ort
+@pytest.mark.slow
+def test_unchanged_sources_do_not_build_on_newer_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the changes torch_interop_utils is refused from torch 2.7 on, so that they are needed."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
+        pytest.skip("torch 2.6 and older take it as it is")
+    monkeypatch.setitem(extensions.extension_sources._CHANGES, extensions.INTEROP, {})
+    extensions._compile([extensions.INTEROP], tmp_path)
+    assert "error" in (tmp_path / f"{extensions.INTEROP}.refused").read_text().lower()
+
+
+def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With CUDA builds of both, ORT's allocator and FusedAdam's kernels are built as well, as install.py does."""
+    (tmp_path / "capi").mkdir()
+    (tmp_path / "version.py").write_text("debug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")
+    (tmp_path / "capi" / "build_and_package_info.py").write_text("package_name = 'x'\ncuda_version = '12.2'\n")
+    installed(monkeypatch, torch="2.10.0", onnxruntime_training="1.19.2")
+    monkeypatch.setattr(extensions, "_package", lambda name: tmp_path)
+    assert extensions.wanted() == ["aten_op_executor", "torch_interop_utils", "torch_gpu_allocator", "fused_ops"]
+    environment = extensions._build_environment()
+    assert environment["ONNXRUNTIME_CUDA_VERSION"] == "12.2"
+    assert environment["ONNXRUNTIME_ROCM_VERSION"] == ""
+    assert environment["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] == "-lineinfo,-O3,--use_fast_math,--threads,0"
+
+
+def test_each_stack_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another torch, even another build of one version, never meets the wrong extension."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    folders = set()
+    for version in ("2.13.0+cpu", "2.13.0", "2.6.0"):
+        installed(monkeypatch, torch=version, onnxruntime_training_cpu="1.19.2")
+        folders.add(extensions.cache_dir())
+    assert len(folders) == 3
+    assert {folder.parent for folder in folders} == {tmp_path / "extensions"}
+
+
+@needs_ort
+def test_unbuilt_extensions_say_setup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty cache is one command away from working."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    with pytest.raises(MissingDependency, match=r"aten_op_executor.* Type: ortlaunch setup"):
+        compat.import_ortmodule.__wrapped__()
+
+
+@needs_ort
+def test_missing_tools_are_all_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler and no ninja: both are named at once."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(extensions, "_search_path", lambda: str(tmp_path))
+    with pytest.raises(MissingDependency, match=r"a C\+\+ compiler .*ninja .* Then type: ortlaunch setup"):
+        extensions.build()
+
+
+@needs_ort
+def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache that cannot be made says where it should have been."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "file"))
+    with pytest.raises(MissingDependency, match="Set ORTLAUNCH_CACHE to a folder you can write"):
+        extensions.build()
+
+
+@needs_ort
+def test_a_failed_compilation_shows_its_end_and_leaves_nothing(tmp_path: Path) -> None:
+    """The compiler's last lines, a non-zero status, no temporary folder and no half extension."""
+    compiler = tmp_path / "c++"
+    # torch asks it for its version first, and must get an answer.
+    compiler.write_text('#!/bin/sh\ncase "$*" in *" -c "*) echo the compiler says no; exit 1;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    temporary, cache = tmp_path / "temporary", tmp_path / "cache"
+    temporary.mkdir()
+    environment = {**os.environ, "CXX": str(compiler), "TMPDIR": str(temporary), "ORTLAUNCH_CACHE": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-m", extensions.__name__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "building aten_op_executor for torch" in done.stderr
+    assert "the compiler says no" in done.stderr
+    assert list(temporary.iterdir()) == []
+    assert list(cache.rglob("*.so")) == []
+
+
+@needs_ort
+def test_two_builders_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second builder of one cache waits for the first and finds its work done."""
+    compiled: list[list[str]] = []
+    entered = threading.Barrier(2)
+    unlocked = extensions._require_tools
+
+    def compile_slowly(names: list[str], folder: Path) -> None:
+        compiled.append(names)
+        for name in names:
+            (folder / f"{name}.so").write_text("")
+
+    def meet() -> None:
+        unlocked()
+        entered.wait(10)
+
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(extensions, "_compile", compile_slowly)
+    monkeypatch.setattr(extensions, "_require_tools", meet)
+    builders = [threading.Thread(target=extensions.build) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert [names for names in compiled if names] == [extensions.wanted()]
+
+
+@needs_ort
+def test_asking_imports_nothing_heavy() -> None:
+    """The control side may ask what is missing without paying for torch."""
+    code = (
+        f"import sys, {extensions.__name__} as e; e.missing(); "
+        "print([m for m in ('torch', 'onnxruntime', 'transformers', 'deepspeed') if m in sys.modules])"
+    )
+    assert python(code, timeout=60).stdout.strip() == "[]"

@@ -1,0 +1,73 @@
+"""model.gradient_checkpointing on the engines that compile: eager's gradients, recomputed in the backward pass."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule.graph import size
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.recipe.models import Lora
+from ortlaunch.worker.model import LossModule, _checkpoint_gradients, _with_adapters
+from tests.ort import needs_ort
+from tests.ortmodule.modules import language_model, same, wrapped
+from tests.worker.test_gradient_checkpointing_ranks import saved
+
+IDS = torch.arange(32).reshape(2, 16)
+
+
+def models(lora: bool) -> tuple[LossModule, LossModule, LossModule]:
+    """A Llama, with or without adapters: plain, checkpointed, and plain again for eager's gradients."""
+    plain = language_model("llama", "sdpa")
+    if lora:
+        plain = LossModule(_with_adapters(plain.model, Lora(), "causal-lm"))
+    checkpointed, reference = copy.deepcopy(plain), copy.deepcopy(plain)
+    _checkpoint_gradients(checkpointed.model)
+    reference(input_ids=IDS, labels=IDS).backward()
+    return plain, checkpointed, reference
+
+
+def equal(ours: nn.Module, eager: nn.Module) -> None:
+    """Gradients of what is trained; nothing else has one."""
+    frozen = {name for name, p in eager.named_parameters() if p.grad is None}
+    assert {name for name, p in ours.named_parameters() if p.grad is None} == frozen
+    for module in (ours, eager):
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    same(ours, eager)
+
+
+@needs_ort
+@pytest.mark.parametrize("lora", [False, True])
+def test_onnx_runtime_recomputes(lora: bool, witness: Witness) -> None:
+    """The layers' nodes are in the backward pass once more, with frozen embeddings, too."""
+    plain, checkpointed, reference = models(lora)
+    graphs: list[Any] = []
+    for module in (plain, checkpointed):
+        wrapped(module)(input_ids=IDS, labels=IDS).backward()
+        graphs.append(witness.graphs[-1])
+    assert size(graphs[1].backward) > 1.2 * size(graphs[0].backward)
+    equal(checkpointed, reference)
+
+
+@pytest.mark.slow  # two compilations
+def test_torch_compile_recomputes() -> None:
+    """In whole graphs, of which fewer bytes are kept for the backward pass."""
+    from torch._dynamo.utils import counters
+
+    plain, checkpointed, reference = models(lora=False)
+    kept = []
+    for module in (plain, checkpointed):
+        counters.clear()
+        module.compile(dynamic=False)
+        weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        loss, size = saved(lambda module=module: module(input_ids=IDS, labels=IDS), weights)  # type: ignore[misc]
+        loss.backward()
+        kept.append(size)
+        assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
+    assert kept[1] < kept[0] / 2
+    equal(checkpointed, reference)

@@ -1,0 +1,66 @@
+"""train.epochs in steps: known when the data are, kept by a run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.errors import InputError
+from ortlaunch.plan import BatchPlan
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.length import length_line, with_steps
+from tests.makers import recipe
+
+BATCH = BatchPlan(16, 16, 1, 1, None)
+
+
+def steps(run: RunDir, samples: int, **sections: Any) -> int:
+    """What a recipe with these sections is settled to."""
+    group = Group(Rank(0, 1, 0, 1), torch.device("cpu"))
+    return with_steps(recipe(**sections), BATCH, run, group, samples).train.steps
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "expected"), [(1, 160, 10), (3, 100, 19), (0.5, 160, 5), (0.01, 16, 1), (0.1 + 0.2, 160, 3)]
+)
+def test_epochs_are_as_many_steps_as_they_take(epochs: float, samples: int, expected: int, tmp_path: Path) -> None:
+    """Every sample is seen at least as often as asked; a part of a step is a step."""
+    run = RunDir(tmp_path)
+    assert steps(run, samples, train={"epochs": epochs}) == expected
+    assert read_json(run.steps) == {"epochs": epochs, "samples": samples, "max_steps": expected}
+
+
+def test_steps_that_were_given_are_taken(tmp_path: Path) -> None:
+    """max_steps needs no data, and leaves nothing in the folder."""
+    assert steps(RunDir(tmp_path), 160, train={"max_steps": 7}) == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_goes_on_keeps_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data that has grown changes nothing, and it is said; more epochs do; a run without checkpoint begins anew."""
+    run, three = RunDir(tmp_path), {"train": {"epochs": 3}}
+    assert [steps(run, 160, **three), steps(run, 320, **three)] == [30, 60]
+    run.checkpoint(5).mkdir(parents=True)
+    (run.checkpoint(5) / "COMPLETE").touch()
+    assert capsys.readouterr().out == ""
+    assert steps(run, 480, **three) == 60
+    said = "the data has 480 samples, and had 320 when this run began; it keeps its 60 steps\n"
+    assert capsys.readouterr().out == said
+    assert steps(run, 480, train={"epochs": 4}) == 120
+
+
+def test_a_warm_up_longer_than_the_epochs(tmp_path: Path) -> None:
+    """Known only now, and told with both."""
+    with pytest.raises(InputError, match=r"schedule.warmup_steps: got 11, and train.epochs: 1 are 10 steps"):
+        steps(RunDir(tmp_path), 160, train={"epochs": 1}, schedule={"warmup_steps": 11})
+
+
+def test_the_length_in_a_line() -> None:
+    """Steps, samples and epochs, whichever of them the recipe gave."""
+    line = length_line(recipe(train={"max_steps": 1000}), BATCH, 1234)
+    assert line == "data: 1,234 samples; 1,000 steps of 16 are 16,000 samples, 13 epochs"

@@ -1,0 +1,92 @@
+"""Two real ranks: engine.matmul_precision is in force in every rank of every engine, and off in the next run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch import machine, recipe
+from ortlaunch.run.folder import RunDir, write_text
+from tests.makers import host, plan
+from tests.makers import recipe as made
+from tests.ort import needs_ort
+from tests.worker.precision_ranks import ENGINES, WORDS
+
+pytest.importorskip("deepspeed")
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+ROOT = Path(__file__).parents[2]
+MODULE = '''
+import torch
+
+
+class Net(torch.nn.Module):
+    """Weights as wide as take torch's products inside ONNX Runtime's graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        return (self.last(torch.relu(self.first(x))) - x).square().mean()
+
+
+def model():
+    return Net()
+
+
+def data():
+    return [{"x": row} for row in torch.randn(64, 256, generator=torch.Generator().manual_seed(0))]
+'''
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """What both ranks saw in each run: engines in turn, at highest, medium and highest again."""
+    folder = tmp_path_factory.mktemp("precision")
+    (folder / "mine.py").write_text(MODULE)
+    for name in ENGINES:
+        for i, word in enumerate(WORDS):
+            asked = made(
+                batch={"micro_size": 16, "accumulation_steps": 1}, zero={"stage": 1}, launch={"device": "cpu"},
+                engine={"name": name, "matmul_precision": word},
+            )  # fmt: skip
+            run = RunDir(folder / f"{name}-{i}")
+            write_text(run.recipe, recipe.to_yaml(asked))
+            planned = plan(asked, [host("localhost", 2)], launcher="torchrun")
+            write_text(run.plan, planned.to_json().replace('"modules": "here"', f'"modules": "{folder}"'))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.Popen(
+        [*launcher, "-m", "tests.worker.precision_ranks", str(folder), str(folder / "found.json")],
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, said = process.communicate(timeout=280)
+    finally:
+        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-4000:]
+    read: list[list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
+    return read
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_medium_is_in_force_in_every_rank_and_off_again(name: str, found: list[list[dict[str, Any]]]) -> None:
+    """The engine's own products change exactly where torch's do, and the third run is the first, bit for bit."""
+    place = ENGINES.index(name) * len(WORDS)
+    for rank in range(2):
+        first, medium, again = (run[rank] for run in found[place : place + len(WORDS)])
+        assert [run["engine"] for run in (first, medium, again)] == [name] * 3
+        assert [run["inside"] for run in (first, medium, again)] == list(WORDS)
+        assert [run["after"] for run in (first, medium, again)] == ["highest"] * 3
+        assert (medium["gradients"] != first["gradients"]) == (medium["product"] != first["product"])
+        assert (again["gradients"], again["product"]) == (first["gradients"], first["product"])
+        assert medium["told"]["in_force"] == "medium"
+        assert medium["told"]["mantissa_bits"] == (7 if "amx_bf16" in machine.matrix_units() else 23)

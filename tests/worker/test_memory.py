@@ -1,0 +1,338 @@
+"""Parameter counts against transformers and peft on the meta device; bytes by hand."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.planning.memory import (
+    Bytes,
+    Memory,
+    count_parameters,
+    estimate,
+    full_config,
+    padded_vocabulary,
+    tensor_sizes,
+)
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.families import complete
+from tests.makers import BERT, WORDS, bert
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 96, "vocab_size": 500}  # fmt: skip
+LLAMA_7B = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "intermediate_size": 11008, "vocab_size": 32000}  # fmt: skip
+BERT_LARGE = {"model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+              "intermediate_size": 4096, "vocab_size": 30528}  # fmt: skip
+CLASSES = {
+    "pretraining": "AutoModelForPreTraining",
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+}
+
+
+def transformers_model(config: dict[str, Any], task: str) -> nn.Module:
+    """transformers' own model of this config, without memory for its weights."""
+    import transformers
+
+    fields = dict(config)
+    kind = fields.pop("model_type")
+    with torch.device("meta"):
+        made: nn.Module = getattr(transformers, CLASSES[task]).from_config(
+            transformers.AutoConfig.for_model(kind, **fields)
+        )
+    return made
+
+
+def parameters(model: nn.Module, trained: bool = False) -> int:
+    """Parameters of a model, tied ones once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
+
+
+@pytest.mark.parametrize("task", ["pretraining", "masked-lm", "sequence-classification"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"type_vocab_size": 3, "max_position_embeddings": 77},
+        {"num_labels": 5},
+        pytest.param(
+            {"tie_word_embeddings": False},
+            marks=pytest.mark.skipif(
+                version("transformers") < "5", reason="transformers 4 ties the bias of the words even so"
+            ),
+        ),
+        {"num_hidden_layers": 1, "intermediate_size": 100, "vocab_size": 333},
+    ],
+    ids=str,
+)
+def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
+    """BERT's parameters, with each head."""
+    config = {**BERT, **fields}
+    assert count_parameters(complete(config) or {}, task) == parameters(transformers_model(config, task))
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 2},
+        {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+        {"head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        {"head_dim": 32, "attention_bias": True},
+        {"num_labels": 7},
+    ],
+    ids=str,
+)
+def test_llama_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
+    """Llama's parameters, with grouped heads, tied words and biases."""
+    config = {**LLAMA, **fields}
+    assert count_parameters(complete(config) or {}, task) == parameters(transformers_model(config, task))
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "published"),
+    [
+        (LLAMA_7B, "causal-lm", 6_738_415_616),
+        ({"model_type": "llama"}, "causal-lm", 6_738_415_616),
+        ({**BERT_LARGE, "vocab_size": 30522}, "pretraining", 336_226_108),
+    ],
+    ids=["Llama-2-7b", "a Llama config's defaults", "BERT-large"],
+)
+def test_published_sizes(config: dict[str, Any], task: str, published: int) -> None:
+    """The models of the shipped recipes have their published sizes, here and in transformers."""
+    assert count_parameters(complete(config) or {}, task) == published
+    assert parameters(transformers_model(config, task)) == published
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "modules"),
+    [
+        (LLAMA, "causal-lm", ["q_proj", "v_proj"]),
+        ({**LLAMA, "num_key_value_heads": 2}, "causal-lm", ["k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        ({**LLAMA, "head_dim": 32, "num_key_value_heads": 1}, "causal-lm", ["q_proj", "v_proj", "o_proj"]),
+        (BERT, "masked-lm", ["query", "value"]),
+        (BERT, "masked-lm", ["key"]),
+    ],
+)
+def test_adapters_have_pefts_count(config: dict[str, Any], task: str, modules: list[str]) -> None:
+    """LoRA trains as many parameters as peft makes, and the model has them on top of its own."""
+    import peft
+
+    made = peft.get_peft_model(transformers_model(config, task), peft.LoraConfig(r=4, target_modules=modules))
+    memory = known(bert(model={"task": task, "config": config, "lora": {"r": 4, "target_modules": modules}}))
+    assert (memory.parameters, memory.trainable) == (parameters(made), parameters(made, trained=True))
+
+
+def known(recipe: Recipe, micro: int = 2, ranks: int = 1) -> Memory:
+    """The estimate of a recipe that has one."""
+    memory = estimate(recipe, micro, ranks)
+    assert memory is not None
+    return memory
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"task": "causal-lm", "config": {"model_type": "gpt2"}},
+        {"task": "masked-lm", "config": BERT, "pretrained": "somewhere"},
+        {"task": "masked-lm", "pretrained": "somewhere"},
+        {"task": "masked-lm", "config": LLAMA},
+        {"task": "masked-lm", "config": BERT, "lora": {"target_modules": ["dense"]}},
+        {"task": "causal-lm", "config": LLAMA, "lora": {"target_modules": ["q_proj", "lm_head"]}},
+    ],
+)
+def test_no_guess_where_the_count_is_not_known(model: dict[str, Any]) -> None:
+    """Other models, weights on disk and unusual adapters are counted by the worker."""
+    assert estimate(bert(model=model), 2, 1) is None
+
+
+WIDTHS = {  # optimizer, precision -> bytes a parameter of (weights, gradients, optimizer) on one rank
+    ("adamw", "fp32"): {"DDP": (4, 4, 8), "ZeRO 0": (4, 4, 8), "ZeRO 1": (4, 4, 12)},
+    ("fused_adam", "bf16"): {"DDP": (4, 4, 8), "ZeRO 0": (2, 2, 12), "ZeRO 1": (2, 2, 12)},
+    ("lamb", "fp16"): {"DDP": (4, 4, 8), "ZeRO 0": (2, 2, 12)},
+    ("sgd", "fp32"): {"DDP": (4, 4, 0), "ZeRO 0": (4, 4, 0), "ZeRO 1": (4, 4, 4)},
+}
+
+
+@pytest.mark.parametrize(("names", "widths"), WIDTHS.items(), ids=str)
+def test_bytes_on_one_rank(names: tuple[str, str], widths: dict[str, tuple[int, int, int]]) -> None:
+    """Weights, gradients and optimizer state are whole multiples of the parameters."""
+    memory = known(bert(optimizer={"name": names[0], "learning_rate": 0.1}, precision=names[1]))
+    stages = dict(memory.by_stage)
+    for stage, (weights, gradients, optimizer) in widths.items():
+        found = stages[stage]
+        assert found[:3] == tuple(memory.parameters * width for width in (weights, gradients, optimizer))
+        assert found.total == sum(found)
+
+
+def test_sgd_with_momentum_has_state() -> None:
+    """Momentum is one float32 a parameter."""
+    memory = known(bert(optimizer={"name": "sgd", "learning_rate": 0.1, "momentum": 0.9}))
+    assert dict(memory.by_stage)["DDP"].optimizer == 4 * memory.parameters
+
+
+def test_torch_keeps_the_bytes_that_are_said() -> None:
+    """A real AdamW step keeps the optimizer bytes of the table, but for its step counters."""
+    model = nn.Linear(100, 50)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 100)).sum().backward()
+    optimizer.step()
+    state = [value for one in optimizer.state.values() for name, value in one.items() if name != "step"]
+    assert sum(value.nbytes for value in state) == 8 * parameters(model)
+
+
+def test_zero_shards_over_the_ranks() -> None:
+    """Each stage divides one thing more by the ranks, rounded up; activations stay."""
+    alone, shared = (dict(known(bert(zero={"stage": 3}), ranks=ranks).by_stage) for ranks in (1, 7))
+    up = {name: -(-getattr(alone["ZeRO 1"], name) // 7) for name in ("weights", "gradients", "optimizer")}
+    assert shared["DDP"] == alone["DDP"]
+    assert shared["ZeRO 0"][:4] == alone["ZeRO 0"][:4]  # its bucket is for ranks that share
+    whole = alone["ZeRO 1"]
+    assert shared["ZeRO 1"] == whole._replace(optimizer=up["optimizer"])
+    assert shared["ZeRO 2"] == whole._replace(optimizer=up["optimizer"], gradients=up["gradients"])
+    pieces = shared["ZeRO 3"]
+    assert pieces == Bytes(pieces.weights, up["gradients"], up["optimizer"], whole.activations, whole.buckets)
+    # Every tensor of this BERT is below DeepSpeed's 100,000 elements, so each stays whole beside its seventh.
+    assert 0 <= pieces.weights - whole.weights - up["weights"] < 4 * 100
+
+
+def test_zero_3_keeps_small_tensors_whole() -> None:
+    """Tensors up to the threshold stay whole beside their pieces: here biases and norms, then none, then all."""
+    config = {**BERT, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    sizes = tensor_sizes(complete(config) or {}, "masked-lm")
+    # By hand, 2 layers of 4 biases of 512 and 1 of 1024 and 512 and 4 of norms; outside them embeddings of types (2 x
+    # 512) and their norm, the head's bias, norm and words' bias.
+    small = 2 * (4 * 512 + 1024 + 512 + 4 * 512) + 2 * 512 + 2 * 512 + 3 * 512 + config["vocab_size"]
+    whole = {"null": small, 0: 0, 10**9: sum(sizes)}
+    for threshold, expected in whole.items():
+        own = {} if threshold == "null" else {"zero_optimization": {"stage3_param_persistence_threshold": threshold}}
+        model = {"task": "masked-lm", "config": config}
+        found = dict(known(bert(model=model, zero={"stage": 3, "deepspeed": own}), ranks=2).by_stage)["ZeRO 3"].weights
+        assert found == 4 * (sum(-(-size // 2) for size in sizes) + expected), threshold
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "expected"),
+    [("cpu", 2, (0, 1, 1, 1, 1)), ("cpu", 1, (0, 0, 1, 1, 1)), ("cuda", 2, (0, 1, 0, 0, 0))],
+)
+def test_buckets_of_gradients(device: str, ranks: int, expected: tuple[int, ...]) -> None:
+    """Where gradients are reduced: half a billion elements on CUDA (0 here), no more than there are on CPU (1)."""
+    made = bert(precision="bf16")
+    memory = estimate(made, 2, ranks, device)
+    assert memory is not None
+    found = [parts.buckets for _, parts in memory.by_stage]
+    most = [0, 0 if ranks == 1 else 2 * memory.trainable, *[2 * 500_000_000] * 3]
+    assert found == [2 * memory.trainable if one else other for one, other in zip(expected, most)]
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("zero", "chosen"), [(None, "DDP"), *(({"stage": stage}, f"ZeRO {stage}") for stage in range(4))]
+)
+def test_chosen_stage(zero: dict[str, Any] | None, chosen: str) -> None:
+    """The plan marks the stage that the recipe asks for."""
+    assert known(bert(zero=zero)).chosen == chosen
+
+
+@pytest.mark.parametrize(
+    ("sections", "width"),
+    [
+        ({}, 12),
+        ({"precision": "bf16"}, 12),
+        ({"zero": {"stage": 1}}, 16),
+        ({"zero": {"stage": 2}, "precision": "bf16"}, 14),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_checkpoint(sections: dict[str, Any], width: int) -> None:
+    """A checkpoint holds weights, master copies and optimizer state of all ranks together."""
+    adam = {"name": "adamw", "learning_rate": 0.1}
+    made = bert(optimizer=adam, **sections)
+    assert known(made).checkpoint == known(made, ranks=7).checkpoint == width * known(made).parameters
+
+
+def test_a_checkpoint_of_adapters_is_small() -> None:
+    """Frozen weights are not saved, neither without DeepSpeed nor with it; DeepSpeed adds its float32 copy."""
+    model = {"task": "causal-lm", "config": LLAMA, "lora": {"r": 4}}
+    adam = {"name": "adamw", "learning_rate": 0.1}
+    memory = known(bert(model=model, optimizer=adam))
+    assert memory.checkpoint == 12 * memory.trainable
+    sharded = known(bert(model=model, optimizer=adam, zero={"stage": 1}))
+    assert sharded.checkpoint == (4 + 12) * memory.trainable
+
+
+def activations(**sections: Any) -> int:
+    """Estimated activation bytes."""
+    return dict(known(bert(**sections)).by_stage)["DDP"].activations
+
+
+def test_activations_follow_the_paper() -> None:
+    """34 + 5as/h bytes a token and hidden unit in 16 bit (Korthikanti et al.), twice that in 32, and 16 a logit."""
+    micro, length, hidden, heads, layers, words = 2, 128, 64, 4, 2, 1000
+    tokens = micro * length
+    for precision, width in (("bf16", 1), ("fp32", 2)):
+        kept = layers * tokens * hidden * (34 + 5 * heads * length / hidden) * width
+        assert activations(precision=precision) == int(kept) + tokens * words * 16
+
+
+@pytest.mark.parametrize(
+    ("sections", "less"),
+    [
+        ({"model": {"task": "masked-lm", "config": BERT, "attention": "sdpa"}}, "no scores are kept"),
+        ({"engine": {"name": "ort", "memory_optimization": 1}}, "layers are computed again"),
+        ({"precision": "bf16"}, "half the width"),
+        ({"model": {"task": "sequence-classification", "config": BERT}}, "no logits a word"),
+    ],
+)
+def test_what_saves_activations(sections: dict[str, Any], less: str) -> None:
+    """Each setting that saves memory lowers the estimate."""
+    assert activations(**sections) < activations(), less
+
+
+@pytest.mark.parametrize(
+    ("config", "tokenizer", "words"),
+    [
+        ({}, {"train": "wordpiece", "vocab_size": 30522}, 30528),
+        ({}, {"train": "wordpiece"}, 30528),
+        ({}, {"train": "bpe", "vocab_size": 1000}, 1000),
+        ({"vocab_size": 50000}, {"train": "bpe", "vocab_size": 1000}, 50000),
+        ({}, "a-folder", 30522),
+    ],
+)
+def test_vocabulary_of_the_tokenizer(config: dict[str, Any], tokenizer: Any, words: int) -> None:
+    """A tokenizer that is trained here decides the vocabulary, padded to 8, unless the config does."""
+    model = {"task": "masked-lm", "config": {"model_type": "bert", **config}}
+    found = full_config(bert(model=model, data={**WORDS, "tokenizer": tokenizer}))
+    assert (found or {})["vocab_size"] == words
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, 8), (8, 8), (9, 16), (30522, 30528)])
+def test_padded_vocabulary(size: int, padded: int) -> None:
+    """Rounded up to a multiple of 8."""
+    assert padded_vocabulary(size) == padded
+
+
+def test_plan_of_llama_for_eight_gpus() -> None:
+    """What `plan` says for Llama-2-7b in fp16 on 8 ranks: 16 bytes a parameter, of which ZeRO 1 shards 12 and so on."""
+    model = {"task": "causal-lm", "config": LLAMA_7B}
+    adam = {"name": "fused_adam", "learning_rate": 1e-4}
+    memory = known(bert(model=model, optimizer=adam, precision="fp16", zero={"stage": 1}), ranks=8)
+    n = 6_738_415_616
+    found = [sum(parts[:3]) for _, parts in memory.by_stage]
+    norms = 65 * 4096  # small enough for ZeRO 3 to keep whole, in 2 bytes
+    assert found == [16 * n, 16 * n, 4 * n + 12 * n // 8, 2 * n + 14 * n // 8, 2 * n + 2 * norms]
+
+
+def test_engine_ort_writes_sdpa_out() -> None:
+    """There its scores are kept as those of eager attention, unless torch's own kernel is asked for."""
+    sdpa = {"model": {"task": "masked-lm", "config": BERT, "attention": "sdpa"}}
+    assert activations(**sdpa, engine={"name": "ort"}) == activations()
+    assert activations(**sdpa, engine={"name": "ort", "aten_sdpa": True}) == activations(**sdpa)

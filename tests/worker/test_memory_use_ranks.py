@@ -1,0 +1,22 @@
+"""What a rank counts as live memory; tests/worker/test_memory_use.py compares it with the plan."""
+
+from __future__ import annotations
+
+import torch
+
+from ortlaunch.worker.memory_use import _count
+
+
+class StandIn(torch.Tensor):
+    """Among all objects are some that name themselves tensors and have no memory, on torch 2.6 with DeepSpeed 0.17."""
+
+    @property
+    def device(self) -> torch.device:
+        """As torch's C++ answers."""
+        raise RuntimeError("tensor does not have a device")
+
+
+def test_what_has_no_device_has_no_memory() -> None:
+    """A stand-in for a tensor is left out, and does not end the run."""
+    ones = torch.ones(4)
+    assert _count([torch.ones(8).as_subclass(StandIn), ones, ones[1:]], {}) == 16

@@ -1,0 +1,228 @@
+"""metrics.jsonl, TensorBoard, the line for a person, and the count of floating point operations."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ortlaunch.errors import MissingDependency
+from ortlaunch.plan import duration
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker import metrics as metrics_module
+from ortlaunch.worker.metrics import Metrics, flops_per_token, measured_peak_flops
+
+VALUES = {
+    "epoch": 0.25, "loss": 1.25, "samples_per_second": 1234.56, "tokens_per_second": 98765.4, "mfu": 0.0525,
+    "learning_rate": 2e-3, "gradient_norm": 0.9876, "skipped_steps": 0,
+}  # fmt: skip
+
+
+def recipe(steps: int = 20, trackers: tuple[str, ...] = ()) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "t",
+            "model": {"task": "custom", "factory": "m:f"},
+            "data": {"train": {"format": "custom", "factory": "m:g"}},
+            "batch": {"global_size": 2, "micro_size": 2},
+            "optimizer": {"learning_rate": 0.1},
+            "train": {"max_steps": steps},
+            "log": {"trackers": trackers},
+        }
+    )
+
+
+def records(run: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in its only item."""
+    now = [100.0]
+    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_record_is_there_at_once(tmp_path: Path, clock: list[float]) -> None:
+    """Each logged step is one JSON object, on disk before the next, with its step and the seconds since the start."""
+    run = RunDir(tmp_path)
+    metrics = Metrics(recipe(), run, 0)
+    clock[0] += 1.5
+    metrics.write(10, VALUES)
+    assert records(run) == [{"step": 10, **VALUES, "elapsed_seconds": 1.5}]
+    clock[0] += 1
+    metrics.write(10, {"evaluation_loss": 2.0})
+    assert records(run)[1:] == [{"step": 10, "evaluation_loss": 2.0, "elapsed_seconds": 2.5}]
+    metrics.close()
+
+
+def test_a_record_is_json(tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss that is no number stays one for a person, and becomes a word in metrics.jsonl."""
+    metrics = Metrics(recipe(), RunDir(tmp_path), 0)
+    metrics.write(10, {"evaluation_loss": float("nan")})
+    metrics.close()
+    assert records(RunDir(tmp_path)) == [{"step": 10, "evaluation_loss": "nan", "elapsed_seconds": 0.0}]
+    assert "evaluation loss nan" in capsys.readouterr().out
+
+
+def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """Values with units; what was not computed is left out; the time left by the speed so far."""
+    metrics = Metrics(recipe(steps=40), RunDir(tmp_path), 10)
+    clock[0] += 5.0
+    metrics.write(20, VALUES)
+    metrics.write(20, {"loss": 3.0, "gradient_norm": None})
+    metrics.write(40, {"evaluation_loss": 2.0})
+    metrics.close()
+    assert (
+        capsys.readouterr().out.splitlines()
+        == [
+            "step 20/40  epoch 0.25  loss 1.2500  lr 0.002  norm 0.988  98,765 tokens/s  1,234.6 samples/s  MFU 5.2%  "
+            "ETA 0:10",
+            "step 20/40  loss 3.0000  ETA 0:10",
+            "step 40/40  evaluation loss 2.0000  ETA 0:00",
+        ]
+        or "samples/s" in capsys.readouterr().out
+    )
+
+
+def test_a_resumed_run_cuts_what_came_after_its_checkpoint(tmp_path: Path, clock: list[float]) -> None:
+    """Steps after the checkpoint, and a line that was half written, go; the record continues without a seam."""
+    run = RunDir(tmp_path)
+    lines = [{"step": step, "loss": 1.0 / step, "elapsed_seconds": step + 0.5} for step in (2, 4, 4, 6, 8)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 1, "lo')
+    metrics = Metrics(recipe(), run, 4)
+    clock[0] += 2
+    metrics.write(6, {"loss": 0.0})
+    metrics.close()
+    assert records(run)[-1]["elapsed_seconds"] == 6.5  # over all starts
+    assert [(r["step"], r["loss"]) for r in records(run)] == [(2, 0.5), (4, 0.25), (4, 0.25), (6, 0.0)]
+
+
+def test_a_run_without_checkpoint_begins_anew(tmp_path: Path) -> None:
+    """A run that died before its first checkpoint starts its record again."""
+    run = RunDir(tmp_path)
+    run.metrics.write_text('{"step": 1, "loss": 1.0}\n')
+    Metrics(recipe(), run, 0).close()
+    assert run.metrics.read_text() == ""
+
+
+def scalars(run: RunDir, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(run.tensorboard))
+    board.Reload()
+    return [(event.step, event.value) for event in board.Scalars(name)]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Every number becomes a scalar by its name; a resumed run takes back what came after its checkpoint."""
+    run = RunDir(tmp_path)
+    metrics = Metrics(recipe(trackers=("tensorboard",)), run, 0)
+    for step in (2, 4, 6):
+        metrics.write(step, {"loss": float(step), "gradient_norm": None, "skipped_steps": step})
+    metrics.close()
+    assert scalars(run, "loss") == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert scalars(run, "skipped_steps")[-1] == (6, 6.0)
+    with pytest.raises(KeyError):
+        scalars(run, "gradient_norm")
+    resumed = Metrics(recipe(trackers=("tensorboard",)), run, 4)
+    resumed.write(5, {"loss": 0.5})
+    resumed.close()
+    assert scalars(run, "loss") == [(2, 2.0), (4, 4.0), (5, 0.5)]
+
+
+def test_tensorboard_is_asked_for_and_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package the message says what to install; without the tracker nothing is written."""
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingDependency, match=r'pip install "ortlaunch\[tensorboard\]"'):
+        Metrics(recipe(trackers=("tensorboard",)), RunDir(tmp_path), 0)
+    Metrics(recipe(), RunDir(tmp_path), 0).close()
+    assert not RunDir(tmp_path).tensorboard.exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.9, "0:59"), (60, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")],
+)
+def test_duration(seconds: float, text: str) -> None:
+    """Hours only where there are any."""
+    assert duration(seconds) == text
+
+
+# ---------------------------------------------------------------------------------- floating point operations
+
+H, F, L, V, T = 16, 48, 2, 80, 32  # hidden, intermediate, layers, words, tokens
+ATTENTION = 12 * L * H * T
+BERT_LAYER = 4 * (H * H + H) + (H * F + F) + (F * H + H) + 2 * 2 * H
+BERT_HEAD = (H * H + H) + 2 * H + (V * H + V)
+LLAMA_LAYER = 4 * H * H + 3 * H * F + 2 * H
+
+
+def bert(tied: bool) -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=V, hidden_size=H, num_hidden_layers=L, num_attention_heads=2, intermediate_size=F,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def llama(tied: bool) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=H, num_hidden_layers=L, num_attention_heads=2, intermediate_size=F,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_of_bert(tied: bool) -> None:
+    """6 for each weight that multiplies: the embeddings' norm, the layers and the head, tied or not, and attention."""
+    second_bias = 0 if tied else V  # transformers keeps the head's bias twice then
+    assert flops_per_token(bert(tied), T) == 6 * (2 * H + L * BERT_LAYER + BERT_HEAD + second_bias) + ATTENTION
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_of_llama(tied: bool) -> None:
+    """The embedding is looked up and costs nothing; the head costs the same, tied or not."""
+    assert flops_per_token(llama(tied), T) == 6 * (L * LLAMA_LAYER + H + V * H) + ATTENTION
+
+
+def test_frozen_weights_cost_two_thirds() -> None:
+    """A frozen weight has no gradient of its own to compute: 4 instead of 6."""
+    import peft
+
+    adapted = peft.get_peft_model(llama(False), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    adapters = L * 2 * 2 * 4 * H
+    assert flops_per_token(adapted, T) == 4 * (L * LLAMA_LAYER + H + V * H) + 6 * adapters + ATTENTION
+
+
+def test_flops_of_a_classifier() -> None:
+    """A model without words for output has no head to tie."""
+    config = transformers.BertConfig(
+        vocab_size=V, hidden_size=H, num_hidden_layers=L, num_attention_heads=2, intermediate_size=F, num_labels=3
+    )
+    model = transformers.BertForSequenceClassification(config)
+    pooler, labels = H * H + H, 3 * H + 3
+    assert flops_per_token(model, T) == 6 * (2 * H + L * BERT_LAYER + pooler + labels) + ATTENTION
+
+
+@pytest.mark.parametrize(("model", "length"), [(nn.Linear(2, 2), 32), (bert(True), None)])
+def test_flops_that_nobody_knows(model: nn.Module, length: int | None) -> None:
+    """A model of one's own, or samples that are no texts, have no count."""
+    assert flops_per_token(model, length) is None
+
+
+def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of the measured matrix products counts: 2 n^3 operations in its time."""
+    times = itertools.accumulate(itertools.chain([0.0], itertools.cycle([3.0, 1.0, 0.5, 1.0])))
+    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: next(times))
+    assert measured_peak_flops(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 0.5

@@ -1,0 +1,71 @@
+"""modules/: the user's own code in the run folder."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker import module_copies as own
+from ortlaunch.worker.module_copies import copy_modules
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a package and a module, imported; tests of other files do not count as the user's."""
+    folder = tmp_path / "project"
+    (folder / "own_package").mkdir(parents=True)
+    (folder / "own_package/__init__.py").write_text("from own_package import part\n")
+    (folder / "own_package/part.py").write_text("x = 1\n")
+    (folder / "own_single.py").write_text("y = 2\n")
+    monkeypatch.setattr(own, "_INSTALLED", (*own._INSTALLED, "tests"))
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    for name in ("own_package", "own_single"):
+        importlib.import_module(name)
+    yield folder
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def kept(run: RunDir) -> dict[str, str]:
+    """What lies in modules/."""
+    files = (path for path in run.modules.rglob("*") if path.is_file())
+    return {str(path.relative_to(run.modules)): path.read_text() for path in files}
+
+
+def test_what_was_imported_is_copied(project: Path, tmp_path: Path) -> None:
+    """Packages and modules by their place on Python's path; nothing that is installed or Python's."""
+    run = RunDir(tmp_path / "run")
+    assert copy_modules(run) == []
+    assert kept(run) == {
+        "own_package/__init__.py": "from own_package import part\n", "own_package/part.py": "x = 1\n",
+        "own_single.py": "y = 2\n",
+    }  # fmt: skip
+
+
+def test_a_changed_module_is_told_and_one_edited_meanwhile_is_not_taken(project: Path, tmp_path: Path) -> None:
+    """Another start with other code says so; within a start the copy stays what was imported."""
+    run = RunDir(tmp_path / "run")
+    copy_modules(run)
+    (project / "own_single.py").write_text("y = 3\n")
+    assert copy_modules(run, again=True) == []
+    assert kept(run)["own_single.py"] == "y = 2\n"
+    expected = [f"{project}/own_single.py differs from what an earlier start of this run imported"]
+    assert copy_modules(run) == expected
+    assert kept(run)["own_single.py"] == "y = 3\n"
+
+
+def test_what_is_too_large_is_named(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is of source, not of data: bounded by file and in all."""
+    monkeypatch.setattr(own, "_LARGEST", 10)
+    run = RunDir(tmp_path / "run")
+    assert copy_modules(run) == [
+        f"{project}/own_package/__init__.py (29 B) is not copied into {run.modules}: too large"
+    ]
+    monkeypatch.setattr(own, "_MOST", 6)
+    assert len(copy_modules(RunDir(tmp_path / "small"))) == 2

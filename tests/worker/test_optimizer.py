@@ -1,0 +1,204 @@
+"""Which optimizer runs, what it says where another stands in, and which parameters decay."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.recipe.models import Optimizer
+from ortlaunch.worker.lamb import Lamb
+from ortlaunch.worker.optimizer import build_optimizer, parameter_groups
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Net(nn.Module):
+    """Names as transformers gives them: weights, biases and norms of several families."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(3, 3)
+        self.LayerNorm = nn.LayerNorm(3)
+        self.input_layernorm = nn.LayerNorm(3, bias=False)
+        self.q_norm = nn.LayerNorm(3, bias=False)
+
+
+def recipe(**fields: Any) -> Optimizer:
+    return Optimizer(**{"learning_rate": 0.1, "weight_decay": 0.01, **fields})
+
+
+def names(model: nn.Module, group: dict[str, Any]) -> list[str]:
+    return [name for name, p in model.named_parameters() if any(p is other for other in group["params"])]
+
+
+@pytest.mark.parametrize(
+    ("no_decay", "decayed", "spared"),
+    [
+        (
+            None,
+            ["dense.weight"],
+            ["dense.bias", "LayerNorm.weight", "LayerNorm.bias", "input_layernorm.weight", "q_norm.weight"],
+        ),
+        (
+            ("bias",),
+            ["dense.weight", "LayerNorm.weight", "input_layernorm.weight", "q_norm.weight"],
+            ["dense.bias", "LayerNorm.bias"],
+        ),
+        (("dense", "norm", "Norm"), [], [name for name, _ in Net().named_parameters()]),
+        ((), [name for name, _ in Net().named_parameters()], []),
+    ],
+)
+def test_words_of_no_decay_choose_the_group(no_decay: Any, decayed: list[str], spared: list[str]) -> None:
+    """Each parameter is in exactly one group, without decay where its name has one of the words; no group is empty."""
+    model = Net()
+    groups, notes = parameter_groups(
+        recipe(**({} if no_decay is None else {"no_decay": no_decay})), model.named_parameters()
+    )
+    assert notes == ()
+    found = {group["weight_decay"]: names(model, group) for group in groups}
+    assert found == {decay: group for decay, group in ((0.01, decayed), (0.0, spared)) if group}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    """A parameter without gradient is in no group, and a word that names only frozen ones counts as idle."""
+    model = Net()
+    model.dense.requires_grad_(False)
+    groups, notes = parameter_groups(recipe(no_decay=("dense", "norm")), model.named_parameters())
+    assert [names(model, group) for group in groups] == [
+        ["LayerNorm.weight", "LayerNorm.bias"],
+        ["input_layernorm.weight", "q_norm.weight"],
+    ]
+    assert notes == ("optimizer.no_decay: no parameter's name contains dense",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "noted"),
+    [
+        ({"no_decay": ("bias", "gamma", "beta")}, "gamma, beta"),
+        ({"no_decay": ("bias", "LayerNorm")}, None),
+        ({"no_decay": ("gamma",), "weight_decay": 0.0}, None),
+        ({}, None),
+    ],
+)
+def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> None:
+    """The user's own word that matches nothing is told; the default's are not, nor any without weight decay."""
+    chosen = build_optimizer(recipe(**fields), Net(), "eager", CPU)
+    assert chosen.notes == ((f"optimizer.no_decay: no parameter's name contains {noted}",) if noted else ())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "used", "why"),
+    [
+        ("adamw", torch.optim.AdamW, "torch.optim.AdamW", ""),
+        ("sgd", torch.optim.SGD, "torch.optim.SGD", ""),
+        ("lamb", Lamb, "ortlaunch.worker.lamb.Lamb", ""),
+        (
+            "fused_adam",
+            torch.optim.AdamW,
+            "torch.optim.AdamW(fused=True)",
+            "ONNX Runtime's FusedAdam runs on CUDA only",
+        ),
+    ],
+)
+def test_what_runs_on_cpu(name: str, kind: type, used: str, why: str) -> None:
+    """The class that runs is the one that is named, with the reason where it stands in for another."""
+    chosen = build_optimizer(recipe(name=name), Net(), "ort", CPU)
+    assert (type(chosen.optimizer), chosen.used, chosen.why) == (kind, used, why)
+    assert bool(chosen.optimizer.defaults.get("fused")) is (name == "fused_adam")
+
+
+def test_fused_adam_on_a_gpu_without_onnx_runtime() -> None:
+    """ONNX Runtime's FusedAdam needs engine ort; with another engine torch's fused AdamW runs, and says why."""
+    chosen = build_optimizer(recipe(name="fused_adam"), Net(), "inductor", CUDA)
+    assert chosen.used == "torch.optim.AdamW(fused=True)"
+    assert chosen.why == "ONNX Runtime is not loaded with engine inductor"
+
+
+def test_settings_arrive() -> None:
+    """Rate, betas, epsilon, momentum and decay of the recipe are the optimizer's."""
+    adam = build_optimizer(recipe(betas=(0.8, 0.9), epsilon=1e-3), Net(), "eager", CPU).optimizer
+    lamb = build_optimizer(recipe(name="lamb", betas=(0.8, 0.9), epsilon=1e-3), Net(), "eager", CPU).optimizer
+    sgd = build_optimizer(recipe(name="sgd", momentum=0.7), Net(), "eager", CPU).optimizer
+    for optimizer in (adam, lamb):
+        assert [(g["lr"], g["betas"], g["eps"]) for g in optimizer.param_groups] == [(0.1, (0.8, 0.9), 1e-3)] * 2
+    assert [(g["lr"], g["momentum"], g["weight_decay"]) for g in sgd.param_groups] == [
+        (0.1, 0.7, 0.01),
+        (0.1, 0.7, 0.0),
+    ]
+
+
+def by_hand(mode: str, weights: list[torch.Tensor], gradients: list[list[torch.Tensor]], **settings: Any) -> None:
+    """ORT 1.19.2's multi_tensor_adam.cu, written out: ADAMW_TORCH or ADAMW_TRANSFORMERS."""
+    rate, decay, epsilon = settings["lr"], settings["weight_decay"], settings["eps"]
+    first, second = settings["betas"]
+    means, squares = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    for step, of_step in enumerate(gradients, 1):
+        one, two = 1 - first**step, 1 - second**step
+        for weight, gradient, mean, square in zip(weights, of_step, means, squares):
+            if mode == "ADAMW_TORCH":
+                weight.sub_(weight * rate * decay)
+            mean.copy_(first * mean + (1 - first) * gradient)
+            square.copy_(second * square + (1 - second) * gradient * gradient)
+            if mode == "ADAMW_TORCH":
+                weight.sub_(rate * mean / (one * (square.sqrt() / two**0.5 + epsilon)))
+            else:
+                weight.sub_(rate * two**0.5 / one * mean / (square.sqrt() + epsilon))
+                weight.sub_(rate * decay * weight)
+
+
+def stepped(optimizer: torch.optim.Optimizer, weights: list[Any], gradients: list[list[torch.Tensor]]) -> None:
+    for of_step in gradients:
+        for weight, gradient in zip(weights, of_step):
+            weight.grad = gradient.to(weight)
+        optimizer.step()
+
+
+def fifty_steps(dtype: torch.dtype) -> tuple[nn.Module, list[list[torch.Tensor]]]:
+    """A net, and gradients of many sizes, down to where epsilon matters."""
+    torch.manual_seed(3)
+    model = Net().to(dtype)
+    sizes = [10.0**-k for k in range(8)]
+    return model, [
+        [size * torch.randn(p.shape, dtype=dtype) for size, p in zip(sizes, model.parameters())] for _ in range(50)
+    ]
+
+
+def test_torchs_fused_adamw_is_onnx_runtimes_formula() -> None:
+    """What stands in for FusedAdam does the same 50 steps as ORT's torch mode; the transformers mode is another."""
+    model, gradients = fifty_steps(torch.float64)
+    fields: Any = {"weight_decay": 0.1, "epsilon": 1e-6, "betas": (0.9, 0.99), "no_decay": ()}
+    chosen = build_optimizer(recipe(name="fused_adam", **fields), model, "ort", CPU)
+    assert chosen.used == "torch.optim.AdamW(fused=True)"
+    settings = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-6, "betas": (0.9, 0.99)}
+    expected, other = ([p.detach().clone() for p in model.parameters()] for _ in range(2))
+    by_hand("ADAMW_TORCH", expected, gradients, **settings)
+    by_hand("ADAMW_TRANSFORMERS", other, gradients, **settings)
+    stepped(chosen.optimizer, list(model.parameters()), gradients)
+    for weight, right, wrong in zip(model.parameters(), expected, other):
+        torch.testing.assert_close(weight.detach(), right, rtol=1e-6, atol=1e-12)
+        assert not torch.allclose(right, wrong, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
+    """On a GPU, ORT's kernel and torch's end 50 steps with the same weights."""
+    pytest.importorskip("onnxruntime.training")
+    from ortlaunch.ortmodule.compat import import_ortmodule
+
+    import_ortmodule()
+    model, gradients = fifty_steps(torch.float32)
+    ours, theirs = copy.deepcopy(model).cuda(), model.cuda()
+    fields = recipe(name="fused_adam", weight_decay=0.1)
+    kernels = [build_optimizer(fields, ours, "eager", CUDA), build_optimizer(fields, theirs, "ort", CUDA)]
+    assert [kernel.used for kernel in kernels] == [
+        "torch.optim.AdamW(fused=True)",
+        "onnxruntime.training.optim.FusedAdam",
+    ]
+    for kernel, net in zip(kernels, (ours, theirs)):
+        stepped(kernel.optimizer, list(net.parameters()), gradients)
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

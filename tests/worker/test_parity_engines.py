@@ -1,0 +1,146 @@
+"""The comparison on real ORTModules: BERT, Llama and LoRA pass, planted errors do not and are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.tasks.parity import Comparison, compare, dropouts
+from tests.ort import needs_ort
+from tests.ortmodule.modules import language_model, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+
+
+def prepared(family: str, dropout: float, lora: bool = False) -> LossModule:
+    """A small language model in training, with adapters or without."""
+    model = language_model(family, "eager", dropout)
+    if lora:
+        import peft
+
+        adapters = peft.LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"])
+        model.model = peft.get_peft_model(model.model, adapters)
+    return model.train()
+
+
+def words() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 99, (3, 16), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("family", "dropout", "lora"),
+    [("bert", 0.0, False), ("bert", 0.1, False), ("llama", 0.0, False), ("llama", 0.1, False), ("llama", 0.1, True)],
+)
+def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
+    """Loss and every gradient within 1e-4, on a second ORTModule over the same weights where there is dropout."""
+    model = prepared(family, dropout, lora)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    training = wrapped(model)
+    training(**words()).backward()
+    before = {name: model.get_parameter(name).grad.clone() for name in trained}
+
+    found = compare(model, wrapped(model) if dropout else training, words())
+
+    assert len(found.gradients) == len(trained)
+    assert found.largest < 1e-4
+    assert bool(dropouts(model)) == bool(dropout)
+    assert all(torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items())
+    if dropout:  # the module that trains would do, and throw its graph away
+        before_it = tally.re_exports
+        assert compare(model, training, words()).largest < 1e-4
+        assert tally.re_exports == before_it + 1
+
+
+def test_the_comparison_sees_the_weights_of_the_step() -> None:
+    """Weights that changed after the export are those compared: the loss follows them, the difference stays small."""
+    model = prepared("bert", 0.1)
+    engine = wrapped(model)
+    first = compare(model, engine, words())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    second = compare(model, engine, words())
+    assert second.loss != pytest.approx(first.loss, rel=1e-4)
+    assert second.largest < 1e-4
+
+
+def test_compared_passes_are_not_the_runs(witness: Witness) -> None:
+    """The witness counts what trains; while it looks away it counts nothing, also where a pass raises."""
+    model = prepared("llama", 0.0)
+    engine = wrapped(model)
+    engine(**words()).backward()
+    with witness.uncounted():
+        compare(model, engine, words())
+    with pytest.raises(KeyError), witness.uncounted():
+        raise KeyError
+    assert (witness.forward_passes, witness.backward_passes, witness.fallbacks) == (1, 1, 0)
+
+
+class Net(nn.Module):
+    """A tanh between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+
+
+def compared(planted: Any) -> Comparison:
+    """Net on ORT, whose exporter writes `planted` for tanh."""
+    torch.onnx.register_custom_op_symbolic("aten::tanh", planted, 9)
+    try:
+        net = Net()
+        return compare(net, wrapped(net), {"x": X})
+    finally:
+        torch.onnx.unregister_custom_op_symbolic("aten::tanh", 9)
+
+
+def test_the_net_itself_passes() -> None:
+    """Without a planted error there is no difference; the tests below can fail."""
+    assert compared(lambda g, x: g.op("Tanh", x)).largest < 1e-5
+
+
+def test_a_wrong_operator_is_seen() -> None:
+    """A sigmoid in place of tanh: the loss differs, and the gradients of the layers before and behind it."""
+    found = compared(lambda g, x: g.op("Sigmoid", x))
+    assert found.loss_difference > 0.01
+    assert {d.name for d in found.gradients if d.value > 0.1} >= {"first.weight", "first.bias", "second.weight"}
+
+
+@pytest.fixture
+def wrong_gradient() -> Iterator[None]:
+    """ORT's gradient of an ATen tanh, which it has none of: here the one that comes in, as if tanh were nothing."""
+    from onnxruntime.training.ortmodule import _custom_gradient_registry
+
+    identity = [("Identity", ["GO(0)"], ["GI(0)"])]
+    _custom_gradient_registry.CustomGradientRegistry.register(
+        "org.pytorch.aten", "ATen", ("tanh", ""), lambda: identity
+    )
+    _custom_gradient_registry.CustomGradientRegistry.register_all()
+    yield
+    del _custom_gradient_registry.CustomGradientRegistry._GRADIENTS["org.pytorch.aten::ATen::tanh::"]
+
+
+@pytest.mark.usefixtures("wrong_gradient")
+def test_a_wrong_gradient_behind_a_right_loss_is_seen() -> None:
+    """The forward pass is right, so the loss and the last layer are; what lies behind tanh is named."""
+    found = compared(lambda g, x: g.op("org.pytorch.aten::ATen", x, operator_s="tanh", overload_name_s=""))
+    assert found.loss_difference < 1e-6
+    values = {d.name: d.value for d in found.gradients}
+    assert set(list(values)[:2]) == {"first.weight", "first.bias"}
+    assert min(values["first.weight"], values["first.bias"]) > 0.05
+    assert max(values["second.weight"], values["second.bias"]) < 1e-5

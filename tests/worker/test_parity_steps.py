@@ -1,0 +1,155 @@
+"""What a run keeps of its compared steps: over a restart, over the ranks, and in JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import EngineError, ParityError
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.parity_steps import ParitySteps
+from tests.makers import recipe
+
+BATCH = {"x": torch.ones(2, 4)}
+
+
+class Net(nn.Module):
+    """A line, as LossModule holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x).square().mean() + 1
+
+
+def engine(factor: float = 1.0) -> Any:
+    """An engine whose loss is `factor` times the right one."""
+    net = Net()
+    report = {"engine": {"used": "inductor"}}
+    return SimpleNamespace(
+        plain=net,
+        to_compare=lambda: lambda x: net(x) * factor,
+        report=report,
+        take=lambda batch: batch,
+        truth=lambda: report,
+        uncounted=lambda compiled: contextlib.nullcontext(),
+    )
+
+
+def group(*others: dict[str, Any]) -> Any:
+    """This rank, 0, with what the other ranks send."""
+    return SimpleNamespace(rank=0, size=1 + len(others), gather=lambda text: [text, *map(json.dumps, others)])
+
+
+def steps(run: RunDir, first_step: int = 0, factor: float = 1.0, ranks: Any = None, **settings: Any) -> ParitySteps:
+    made = recipe(engine={"name": "inductor", "parity_steps": 2, **settings})
+    batches: Any = SimpleNamespace(micro_batch=lambda step, accumulation, rank: BATCH)
+    return ParitySteps(made, run, ranks or group(), engine(factor), batches, first_step)
+
+
+def lines(run: RunDir) -> list[dict[str, Any]]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in run.parity.read_text().splitlines()]
+
+
+def test_only_the_first_steps_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of three, with one line each and one for the end; the table is for `ortlaunch parity`."""
+    run = RunDir(tmp_path)
+    compared = steps(run)
+    for step in range(3):
+        compared.check(step)
+    assert [line["step"] for line in lines(run)] == [1, 2]
+    assert json.loads(run.engine.read_text())["parity"]["steps"] == [1, 2]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == ["parity, step 1", "parity, step 2", "parity"]
+    alone = steps(run, parity_only=True)
+    for step in range(2):
+        alone.check(step)
+    assert "largest relative differences of 2 gradients:" in capsys.readouterr().out
+
+
+def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
+    """What was compared before the checkpoint stays, what came after it is compared again."""
+    run = RunDir(tmp_path)
+    before = steps(run)
+    before.check(0)
+    before.check(1)
+    kept = lines(run)[0]
+    again = steps(run, first_step=1)
+    assert again.engine.report["parity"]["steps"] == [1]
+    again.check(1)
+    assert [line["step"] for line in lines(run)] == [1, 2]
+    assert lines(run)[0] == kept
+    assert steps(run, first_step=2).engine.report["parity"]["verdict"] == "passed"
+    new = steps(run)
+    new.check(0)
+    assert [line["step"] for line in lines(run)] == [1]
+
+
+def test_a_difference_stops_and_is_recorded(tmp_path: Path) -> None:
+    """1 % is above fp32's tolerance: the error names the parameter as the model does, with both values."""
+    run = RunDir(tmp_path)
+    with pytest.raises(ParityError) as caught:
+        steps(run, factor=1.01).check(0)
+    text = str(caught.value)
+    assert "engine inductor and plain PyTorch differ by more than 0.001 in step 1" in text
+    assert "\n  weight  0.01  (norm " in text or "\n  bias    0.01  (norm " in text
+    assert "model.weight" not in text
+    assert lines(run)[0]["passed"] is False
+    assert json.loads(run.engine.read_text())["parity"]["verdict"] == "failed"
+    steps(run, factor=1.01, parity_tolerance=0.02).check(0)
+
+
+def test_what_is_not_finite_is_a_word_in_json(tmp_path: Path) -> None:
+    """Every line and engine.json are JSON for every reader."""
+    run = RunDir(tmp_path)
+    with pytest.raises(ParityError):
+        steps(run, factor=float("nan")).check(0)
+    assert lines(run)[0]["loss_difference"] == "inf"
+    assert lines(run)[0]["loss"] == "nan"
+    assert "Infinity" not in run.engine.read_text()
+
+
+def test_the_worst_rank_decides(tmp_path: Path) -> None:
+    """A rank within tolerance stops with the one that is not, and says which it was."""
+    run = RunDir(tmp_path)
+    with pytest.raises(ParityError):
+        steps(run, factor=1.01).check(0)
+    other = {**lines(run)[0], "rank": 1}
+    with pytest.raises(ParityError, match="rank 1"):
+        steps(run, ranks=group(other)).check(0)
+    with pytest.raises(EngineError, match="rank 1 could not compare with plain PyTorch: out of memory"):
+        steps(run, ranks=group({"rank": 1, "error": "out of memory"})).check(0)
+
+
+def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
+    """A pass that fails is told to the others before it ends the run."""
+    sent = []
+    ranks = SimpleNamespace(rank=0, size=1, gather=lambda text: sent.append(json.loads(text)) or [text])
+    compared = steps(RunDir(tmp_path), ranks=ranks)
+    compared.engine.to_compare = lambda: lambda x: torch.ones(2) @ x
+    with pytest.raises(EngineError, match="rank 0 could not compare"):
+        compared.check(0)
+    assert sent[0]["rank"] == 0
+
+
+def test_one_module_is_made_for_all_compared_steps(tmp_path: Path) -> None:
+    """A graph without dropout is exported anew; it is let go after the last step."""
+    made = []
+    compared = steps(RunDir(tmp_path))
+    compared.engine.to_compare = lambda: made.append(1) or compared.engine.plain
+    compared.check(0)
+    assert compared.module is not None
+    compared.check(1)
+    assert (made, compared.module) == ([1], None)

@@ -1,0 +1,320 @@
+"""A rank's guardian: how each end of a rank is seen, recorded and passed on; without torch and without a launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
+from ortlaunch.run.folder import RunDir, write_json
+
+GUARDED = """
+import ctypes, os, signal, sys, time
+import ortlaunch.worker.child, ortlaunch.worker.failure
+from ortlaunch.errors import EngineError, InputError
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.rank_supervisor import watch
+
+def live():
+    print("to stdout", flush=True)
+    if "QUIET" not in os.environ:
+        print("to stderr", file=sys.stderr, flush=True)
+    exec(os.environ["LIFE"], globals())
+
+ortlaunch.worker.child.GRACE_SECONDS = 0.3
+if "FULL" in os.environ:  # as a disk is: what has its room already can still be written
+    def write_json(path, value):
+        raise OSError(28, "No space left on device")
+    ortlaunch.worker.failure.write_json = write_json
+rank = int(sys.argv[1])
+sys.exit(watch(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
+"""
+
+
+class Ended(NamedTuple):
+    """How a guarded life ended: the guardian's status and output, and what the rank left."""
+
+    status: int
+    out: str
+    err: str
+    record: dict[str, Any] | None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """The folder of a run that ortlaunch's own launcher started."""
+    run = RunDir(tmp_path / "run")
+    write_json(run.plan, {"launcher": "mpi"})
+    return run
+
+
+def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
+    """A rank that lives this code, and its guardian."""
+    command = [sys.executable, "-c", GUARDED, str(rank), str(run)]
+    env = {**os.environ, "LIFE": life, **environ}
+    result = subprocess.run(command, env=env, capture_output=True, timeout=30, check=False)
+    record = json.loads(run.error(rank).read_text()) if run.error(rank).exists() else None
+    return Ended(result.returncode, result.stdout.decode(), result.stderr.decode(), record)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_good_life(rank: int, run: RunDir) -> None:
+    """Both streams are in the rank's logs, rank 0's also on the terminal, and no error is recorded."""
+    ended = guarded(run, "", rank)
+    assert (ended.status, ended.record) == (0, None)
+    assert (ended.out, ended.err) == (("to stdout\n", "to stderr\n") if rank == 0 else ("", ""))
+    assert run.log(rank, "out").read_text() == "to stdout\n"
+    assert run.log(rank, "err").read_text() == "to stderr\n"
+
+
+IGNORE = "signal.signal(15, signal.SIG_IGN)"
+EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
+ENDS = {  # life: (status of the guardian, and of the record: exit status, type, secondary, words of its summary)
+    "raise ValueError('planted')": (1, 1, "ValueError", False, "failed with ValueError"),
+    "raise RuntimeError('x: Connection closed by peer')": (1, 1, "RuntimeError", True, "failed with RuntimeError"),
+    "raise EngineError('no such operator')": (1, 1, "EngineError", False, "failed with EngineError"),
+    "raise InputError('wrong')": (2, 2, "InputError", False, "failed with InputError"),
+    "raise KeyboardInterrupt": (1, 1, "KeyboardInterrupt", False, "failed with KeyboardInterrupt"),
+    "sys.exit(7)": (7, 7, "SystemExit", False, "failed with SystemExit; exit status 7"),
+    "sys.exit(0)": (1, 1, "SystemExit", False, "failed with SystemExit; exit status 1"),
+    "sys.exit(256)": (1, 1, "SystemExit", False, "exit status 1"),
+    "sys.exit('words')": (1, 1, "SystemExit", False, "exit status 1"),
+    "os._exit(5)": (5, 5, "Exit", False, "left with exit status 5 before the end; exit status 5"),
+    "os._exit(0)": (1, 1, "Exit", False, "left with exit status 0 before the end; exit status 1"),
+    "os.kill(os.getpid(), 9)": (-9, 137, "Signal", False, "was ended by SIGKILL; exit status 137"),
+    "os.kill(os.getpid(), 11)": (-11, 139, "Signal", False, "was ended by SIGSEGV; exit status 139"),
+    "os.kill(os.getppid(), 15); time.sleep(9)": (-15, 143, "Signal", True, "was ended by SIGTERM; exit status 143"),
+    f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(9)": (
+        -15,
+        143,
+        "Signal",
+        True,
+        "was ended by SIGKILL, for it outlived its grace after SIGTERM; exit status 143",
+    ),
+    "os.kill(os.getppid(), 15); os.kill(os.getpid(), 19); time.sleep(9)": (-15, 143, "Signal", True, "SIGTERM"),
+    f"{EXITS}; os.kill(os.getppid(), 15); time.sleep(9)": (3, 3, "SystemExit", True, "failed with SystemExit"),
+    "signal.signal(10, signal.SIG_DFL); os.kill(os.getppid(), 10); time.sleep(9)": (
+        -10,
+        138,
+        "Signal",
+        False,
+        "was ended by SIGUSR1; exit status 138",
+    ),
+}
+
+
+@pytest.mark.parametrize("life", ENDS)
+def test_how_a_rank_ends(life: str, run: RunDir) -> None:
+    """The guardian ends as the rank did, and the record tells status, kind, and whether the cause is elsewhere."""
+    status, recorded, kind, secondary, words = ENDS[life]
+    ended = guarded(run, life)
+    assert ended.status == status
+    assert ended.record is not None
+    assert (ended.record["exit_status"], ended.record["type"]) == (recorded, kind)
+    assert ended.record["secondary"] is secondary
+    assert (ended.record["rank"], ended.record["local_rank"], ended.record["host"]) == (1, 1, os.uname().nodename)
+    assert ended.record["summary"].startswith(f"rank 1 on host {os.uname().nodename} (local rank 1) ")
+    assert ended.record["summary"].endswith(f"; log: {run.log(1, 'err')}")
+    assert words in ended.record["summary"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_notice_ends_nothing(number: int, run: RunDir) -> None:
+    """A scheduler's notice reaches the rank, which goes on unless its own code handles it."""
+    heard = "heard = []; signal.signal({0}, lambda *_: heard.append(1)); os.kill(os.getppid(), {0}); time.sleep(0.3)"
+    life = f"os.kill(os.getppid(), {number:d}); time.sleep(0.2); {heard.format(int(number))}; assert heard"
+    ended = guarded(run, life)
+    assert (ended.status, ended.record) == (0, None), ended
+
+
+def test_a_rank_that_was_asked_to_end_may_end_well(run: RunDir) -> None:
+    """A rank that takes SIGTERM as a wish and comes to its end has not failed, and nothing says that it was asked."""
+    ended = guarded(run, f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1)")
+    assert (ended.status, ended.record) == (0, None)
+    assert list(run.errors.iterdir()) == []
+
+
+def test_that_a_rank_was_asked_is_known_at_once(run: RunDir) -> None:
+    """mpirun kills 0.2 s after SIGTERM: what the guardian was asked is in the run folder before that."""
+    guarded(run, f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); os.kill(os.getppid(), 9); time.sleep(9)")
+    number, when = run.asked(1).read_text().split()
+    assert (int(number), float(when) > 0) == (signal.SIGTERM, True)
+
+
+def test_no_rank_without_its_launcher(run: RunDir, tmp_path: Path) -> None:
+    """A guardian whose launcher ended before it could ask the kernel to be told starts no rank."""
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    mark = tmp_path / "mark"
+    for pid, begins in ((int(gone.stdout), False), (os.getpid(), True)):
+        where = {LAUNCHER_VARIABLE: f"{process_space()} {pid}"}
+        ended = guarded(run, f"open({str(mark)!r}, 'w').close()", **where)
+        assert (ended.status, mark.exists()) == ((0, True) if begins else (143, False))
+
+
+def test_a_log_on_a_full_disk_ends_nothing(run: RunDir) -> None:
+    """The rank lives on, and its guardian says once what is missing."""
+    run.logs.mkdir(parents=True)
+    run.log(1, "out").symlink_to("/dev/full")
+    ended = guarded(run, "print('more', flush=True); time.sleep(0.2); print('again', flush=True)")
+    assert (ended.status, ended.record) == (0, None)
+    assert ended.err == f"ortlaunch: {run.log(1, 'out')} is not complete: No space left on device\n"
+
+
+@pytest.mark.parametrize("life", ["raise ValueError('planted' * 10_000)", "os._exit(5)"])
+def test_how_a_rank_ends_on_a_full_disk(life: str, run: RunDir) -> None:
+    """The account of its end has its room from the beginning: status and cause are not lost."""
+    ended = guarded(run, life, FULL="1")
+    assert ended.record is not None
+    assert ended.status == ended.record["exit_status"] == (5 if "5" in life else 1)
+    assert ended.record["summary"].startswith("rank 1 on host")
+    assert [path.name for path in run.errors.iterdir()] == [run.error(1).name]
+
+
+NO_SPACE = "raise OSError(28, 'No space left on device', '/data/x')"
+
+
+@pytest.mark.parametrize("life", [NO_SPACE, f"try:\n    {NO_SPACE}\nexcept OSError:\n    raise RuntimeError('pos')"])
+def test_a_full_disk_is_the_cause(life: str, run: RunDir) -> None:
+    """What failed for want of space says so in its one line, also where a library's own error hides it."""
+    record = guarded(run, life).record
+    assert record is not None
+    assert ": no space left on device (/data/x); exit status 1" in record["summary"]
+
+
+def test_the_traceback_is_recorded_and_logged(run: RunDir) -> None:
+    """A failure's own account has its traceback, in the record and in the rank's log."""
+    record = guarded(run, "raise ValueError('planted')").record
+    assert record is not None
+    assert record["traceback"].startswith("Traceback (most recent call last):")
+    assert record["traceback"].rstrip().endswith("ValueError: planted")
+    assert record["traceback"] in run.log(1, "err").read_text()
+
+
+def test_an_error_for_the_user_has_no_traceback(run: RunDir) -> None:
+    """What is written for a person stays a message."""
+    record = guarded(run, "raise EngineError('no such operator')").record
+    assert record is not None
+    assert record["traceback"] == "no such operator"
+
+
+def test_last_words_of_a_killed_rank(run: RunDir) -> None:
+    """A rank that cannot speak any more is told by the end of its log, which may be long."""
+    life = "print('\\n'.join(f'line {i}' for i in range(100)), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
+    record = guarded(run, life).record
+    assert record is not None
+    assert record["traceback"].splitlines() == [f"line {number}" for number in range(80, 100)]
+
+
+def test_everything_said_is_logged(run: RunDir) -> None:
+    """Output larger than a pipe, written just before the end, is whole in the log."""
+    ended = guarded(run, "sys.stdout.write('x' * 300_000); sys.stdout.flush(); os._exit(5)")
+    assert ended.status == 5
+    assert run.log(1, "out").read_text() == "to stdout\n" + "x" * 300_000 + "\n"
+
+
+LIVE = "print('\\x1b]ortlaunch;step 1\\x07', end=''); print('\\x1b[1mloss\\x1b[0m', flush=True)"
+
+
+@pytest.mark.parametrize("width", ["80", "", "wide"])
+def test_the_live_line_is_on_the_terminal_alone(width: str, run: RunDir) -> None:
+    """Logs hold plain lines; the terminal, where there is one, also what rank 0 does now, until the end."""
+    ended = guarded(run, LIVE, rank=0, ORTLAUNCH_PROGRESS=width)
+    assert run.log(0, "out").read_text() == "to stdout\nloss\n"
+    assert ended.out.replace("\r\x1b[Kstep 1", "").replace("\r\x1b[K", "") == "to stdout\nloss\n"
+    assert ended.out.endswith("\r\x1b[Kstep 1\r\x1b[K") is (width == "80")
+
+
+def test_logs_of_a_continued_run_go_on(run: RunDir) -> None:
+    """The second life in a folder adds to the logs, and its beginning shows on them."""
+    guarded(run, "")
+    log = run.log(1, "err")
+    os.utime(log, (1, 1))
+    guarded(run, "", QUIET="1")
+    assert run.log(1, "out").read_text() == "to stdout\n" * 2
+    assert log.read_text() == "to stderr\n"
+    assert log.stat().st_mtime > 1
+
+
+AT_EXIT = """
+handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: %s)
+ctypes.CDLL(None).__cxa_atexit(handler, None, None)
+"""
+
+
+@pytest.mark.parametrize(("variable", "runs"), [("PMI_RANK", True), ("OMPI_COMM_WORLD_RANK", False), ("RANK", False)])
+def test_exit_handlers_run_where_mpich_needs_them(variable: str, runs: bool, run: RunDir, tmp_path: Path) -> None:
+    """Under Hydra C's exit handlers run, by which MPICH signs off; elsewhere a rank leaves at once."""
+    mark = tmp_path / "mark"
+    life = AT_EXIT % f"open({str(mark)!r}, 'w').close()"
+    assert guarded(run, life, **{variable: "1"}).status == 0
+    assert mark.exists() == runs
+
+
+def test_a_crash_in_an_exit_handler_is_no_failure(run: RunDir) -> None:
+    """What happens after the rank has said that it finished does not count."""
+    ended = guarded(run, AT_EXIT % "os.kill(os.getpid(), 11)", PMI_RANK="1")
+    assert (ended.status, ended.record) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "rank", "life", "told"),
+    [
+        ("inside", 1, "raise ValueError('planted')", True),
+        ("inside", 1, "os.kill(os.getpid(), 9)", True),
+        ("inside", 1, "raise RuntimeError('Connection closed by peer')", False),
+        ("mpi", 1, "raise ValueError('planted')", False),
+        ("inside", 0, "raise ValueError('planted')", True),
+    ],
+)
+def test_the_failing_rank_speaks_where_nobody_else_will(
+    launcher: str, rank: int, life: str, told: bool, run: RunDir
+) -> None:
+    """Under the user's own launcher the cause is on the terminal, once, with its traceback; echoes are not."""
+    write_json(run.plan, {"launcher": launcher})
+    run.errors.mkdir()
+    if not told:
+        run.told.touch()  # what an echo waits for
+    ended = guarded(run, life, rank)
+    assert ended.record is not None
+    assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n") is told
+    assert ended.err.count("raise ValueError('planted')") <= 1
+    assert run.told.exists()
+    assert ("planted" in ended.err) == (told and "planted" in life)
+
+
+def test_an_echo_of_a_cause_that_nobody_tells_speaks_itself(run: RunDir) -> None:
+    """The failing rank's host is gone, say: a lost connection is then all that is known, and it is told."""
+    write_json(run.plan, {"launcher": "inside"})
+    ended = guarded(run, "raise RuntimeError('Connection closed by peer')")
+    assert ended.record is not None
+    assert ended.record["secondary"]
+    assert ended.err.count("RuntimeError: Connection closed by peer") == 1
+    assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n")
+
+
+def test_a_rank_dies_with_its_guardian(run: RunDir, tmp_path: Path) -> None:
+    """A guardian that is killed takes its rank along."""
+    pid = tmp_path / "pid"
+    life = f"open({str(pid)!r}, 'w').write(str(os.getpid())); os.kill(os.getppid(), 9); time.sleep(60)"
+    assert guarded(run, life).status == -signal.SIGKILL
+    deadline = time.monotonic() + 5
+    while lives(pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not lives(pid.read_text())
+
+
+def lives(pid: str) -> bool:
+    """Whether a process is there and more than a zombie, whose command line is empty."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False

@@ -1,0 +1,154 @@
+"""Tokenizers: trained once on the corpus, the same in every process, or loaded from a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.cache import take_notes
+from ortlaunch.errors import InputError
+from ortlaunch.recipe.models import Data
+from ortlaunch.worker.data import tokenizer as tokenizer_module
+from ortlaunch.worker.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Words from a made-up language, and the cache in a folder of this test."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    draw = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz→é中文жф0123456789!?."
+    words = ["".join(draw.choices(letters, k=draw.randint(1, 9))) for _ in range(400)]
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n\n".join(" ".join(draw.choices(words, k=40)) for _ in range(60)), encoding="utf-8")
+    return path
+
+
+def data(corpus: Path, tokenizer: Any) -> Data:
+    source = {"format": "text", "path": [str(corpus)]}
+    return Data.model_validate({"train": source, "tokenizer": tokenizer, "sequence_length": 16})
+
+
+_TRAIN = """
+import sys
+from ortlaunch.recipe.models import Data
+from ortlaunch.worker.data import tokenizer
+for kind, letters in (("wordpiece", 1000), ("wordpiece", 20), ("bpe", 1000)):
+    tokenizer._MOST_LETTERS = letters
+    made = tokenizer.load_tokenizer(Data.model_validate({
+        "train": {"format": "text", "path": [sys.argv[1]]},
+        "tokenizer": {"train": kind, "vocab_size": 410 + letters // 100}, "sequence_length": 16}))
+    print(made.backend_tokenizer.to_str())
+"""
+
+
+def test_training_gives_the_same_words_in_every_process(corpus: Path, tmp_path: Path) -> None:
+    """Hosts that share no cache train the same tokenizer: else one rank's words would be another's nonsense."""
+    hosts = []
+    for number in range(2):
+        environment = {**os.environ, "ORTLAUNCH_CACHE": str(tmp_path / f"host{number}"), "PYTHONHASHSEED": str(number)}
+        command = [sys.executable, "-c", _TRAIN, str(corpus)]
+        hosts.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    made = [host.communicate(timeout=120)[0].splitlines() for host in hosts]
+    assert [len(json.loads(text)["model"]["vocab"]) for text in made[0]] == [420, 410, 420]
+    assert made[0] == made[1]
+
+
+def test_wordpiece_is_berts(corpus: Path) -> None:
+    """Lower case, `##` for the rest of a word, BERT's special words first, [CLS] and [SEP] around a text."""
+    made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
+    assert len(made) == 420
+    assert made.convert_ids_to_tokens(range(5)) == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert set(made.all_special_tokens) == {"[UNK]", "[SEP]", "[PAD]", "[CLS]", "[MASK]"}
+    assert made.convert_ids_to_tokens(made("AbC!")["input_ids"]) == ["[CLS]", *made.tokenize("abc!"), "[SEP]"]
+    assert made("Éa", add_special_tokens=False)["input_ids"] == made("ea", add_special_tokens=False)["input_ids"]
+    first, second = made("a b", "c")["input_ids"], made("a b", "c")["token_type_ids"]
+    assert (first.count(made.sep_token_id), second) == (2, [0, 0, 0, 0, 1, 1])
+    assert made.decode(made("abcabc")["input_ids"], skip_special_tokens=True) == "abcabc"
+    assert made.convert_ids_to_tokens(made("a中b", add_special_tokens=False)["input_ids"])[1] == "中"
+
+
+def test_the_pieces_of_words_are_no_special_words(corpus: Path) -> None:
+    """`##a` in a text is two signs and a letter, and stays visible when special words are left out."""
+    made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
+    assert "##a" in made.get_vocab()
+    assert set(made.get_added_vocab()) == {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
+    assert made.tokenize("##a")[-1] == "a"
+
+
+def test_rare_letters_are_unknown(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the most frequent letters a letter gets no word of its own."""
+    monkeypatch.setattr(tokenizer_module, "_MOST_LETTERS", 10)
+    made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 420}))
+    letters = {word.removeprefix("##") for word in made.get_vocab() if len(word.removeprefix("##")) == 1}
+    assert len(letters) == 10
+
+
+def test_bpe_is_byte_level(corpus: Path) -> None:
+    """Every text survives, whatever its signs; `</s>` ends texts and fills them up."""
+    made = load_tokenizer(data(corpus, {"train": "bpe", "vocab_size": 420}))
+    assert len(made) == 420
+    text = "Never seen: Жук 🎈\n\ttab"
+    assert made.decode(made(text)["input_ids"]) == text
+    assert (made.eos_token, made.pad_token, made.bos_token, made.eos_token_id) == ("</s>", "</s>", "<s>", 2)
+
+
+def test_trained_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same corpus and settings are trained once; another size or a changed corpus is another tokenizer."""
+    trained = []
+    original = tokenizer_module._bpe
+    monkeypatch.setattr(tokenizer_module, "_bpe", lambda data, size: (trained.append(size), original(data, size))[1])
+    for size in (300, 300, 310):
+        load_tokenizer(data(corpus, {"train": "bpe", "vocab_size": size}))
+    assert trained == [300, 310]
+    corpus.write_text("another corpus")
+    load_tokenizer(data(corpus, {"train": "bpe", "vocab_size": 300}))
+    assert trained == [300, 310, 300]
+
+
+def test_a_training_that_died_is_done_again(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without its mark is not taken."""
+    chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
+    first = load_tokenizer(chosen)
+    folder = Path(first.name_or_path)
+    folder.with_suffix(".seal").unlink()
+    (folder / "tokenizer.json").write_text("{")
+    assert load_tokenizer(chosen).get_vocab() == first.get_vocab()
+
+
+def test_a_changed_tokenizer_is_trained_again(corpus: Path) -> None:
+    """Other words in the cache than those that were trained would be another training: trained again, and told."""
+    chosen = data(corpus, {"train": "bpe", "vocab_size": 300})
+    first = load_tokenizer(chosen)
+    changed = Path(first.name_or_path) / "tokenizer.json"
+    text = changed.read_text()
+    changed.write_text(text.replace('"a"', '"A"', 1))
+    assert load_tokenizer(chosen).get_vocab() == first.get_vocab()
+    assert take_notes() == [f"{changed}: is not what was written; made anew"]
+
+
+def test_from_a_folder(corpus: Path, tmp_path: Path) -> None:
+    """A saved tokenizer is the same again."""
+    made = load_tokenizer(data(corpus, {"train": "wordpiece", "vocab_size": 350}))
+    made.save_pretrained(tmp_path / "saved")
+    again = load_tokenizer(data(corpus, str(tmp_path / "saved")))
+    assert again.get_vocab() == made.get_vocab()
+    assert again("a b c")["input_ids"] == made("a b c")["input_ids"]
+
+
+@pytest.mark.parametrize("content", [None, "{}", "no json"])
+def test_a_folder_without_tokenizer(content: str | None, corpus: Path, tmp_path: Path) -> None:
+    """What cannot be loaded is named, with what would do."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    if content is not None:
+        (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(InputError, match=rf"data.tokenizer: cannot load '{folder}': .*; give a local folder, a hub id"):
+        load_tokenizer(data(corpus, str(folder)))

@@ -1,0 +1,177 @@
+"""The training loop in this process: what it logs, and what it refuses to go on with."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ortlaunch.errors import NonFiniteError
+from ortlaunch.plan import BatchPlan
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.data import Batches, OwnSamples, collate
+from tests.training import records, train_here
+
+STEPS = {"max_steps": 6}
+SHARDINGS = [None, *({"stage": stage} for stage in range(4))]
+ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def world(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepSpeed asks for; and what its ZeRO 3 replaces in torch, for good, comes back for other tests."""
+    monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in {**ranks, "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(name, value)
+
+
+class Line(nn.Module):
+    """A weighted sum, and its mean squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.weight - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("sections", [
+    {"checkpoint": {"every_steps": 4}},
+    {"train": {**STEPS, "evaluate_every_steps": 4}},
+], ids=["checkpoints", "evaluation"])  # fmt: skip
+def test_the_logged_loss_is_of_all_steps_since_the_last_line(sections: dict, tmp_path: Path) -> None:
+    """What is done between two log lines, a checkpoint or an evaluation, takes no step out of their loss."""
+    log = {"train": STEPS, "log": {"every_steps": 6}}
+    plain = train_here(tmp_path / "plain", Line(), ROWS, evaluation=ROWS[:4], **log)
+    other = train_here(tmp_path / "other", Line(), ROWS, evaluation=ROWS[:4], **{**log, **sections})
+    assert other.values("loss") == plain.values("loss")
+
+
+@pytest.mark.parametrize("zero", SHARDINGS, ids=str)
+def test_the_gradient_norm_is_logged_without_clipping(zero: dict | None, tmp_path: Path, world: None) -> None:
+    """It is that of the batch's mean loss, on every way to step."""
+    model = Line()
+    samples = collate([ROWS[i] for i in Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42).indices(0, 0, 0)])
+    model(**samples).backward()
+    expected = float(model.weight.grad.norm())
+    settings = {"train": {"max_steps": 1}, "batch": {"micro_size": 2, "accumulation_steps": 1}}
+    trained = train_here(tmp_path, Line(), ROWS, zero=zero, **settings)
+    assert trained.values("gradient_norm") == [(1, pytest.approx(expected, rel=1e-6))]
+
+
+class Spoiled(Line):
+    """A loss, or only the gradient of one weight, that is not finite where a sample says so."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.other = how, nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, y)
+        if self.how == "loss":
+            return loss + torch.where(bad.any(), torch.nan, 0.0) * self.weight.sum()
+        if self.how == "constant":
+            return loss + torch.where(bad.any(), torch.inf, 0.0)
+        return loss + torch.where(bad.any(), self.other, 1.0).sqrt().sum()  # whose slope at 0 is infinite
+
+
+def spoil(at: int) -> list[dict]:
+    """Samples of which one is bad."""
+    return [{**row, "bad": torch.tensor(i == at)} for i, row in enumerate(ROWS)]
+
+
+BAD = {
+    "loss": ("step 2: the loss is nan on rank 0, samples {} of data.train", "is not finite: weight\n"),
+    "gradient": ("step 2: every loss is finite, and a gradient is not; samples {} of data.train", "finite: other\n"),
+    "constant": ("step 2: the loss is inf on rank 0, samples {} of data.train", "its gradients were finite"),
+}
+
+
+@pytest.mark.parametrize("zero", SHARDINGS, ids=str)
+@pytest.mark.parametrize("how", BAD)
+def test_what_is_not_finite_ends_the_training(how: str, zero: dict | None, tmp_path: Path, world: None) -> None:
+    """The error names the step, the samples and the parameter; that step changes no weight and saves nothing."""
+    order = Batches(OwnSamples(ROWS), BatchPlan(4, 2, 2, 1, None), 42)
+    samples = order.indices(1, 1, 0)
+    model, batch = Spoiled(how), {"micro_size": 2, "accumulation_steps": 2}
+    known: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda *_: known.append(model.weight.detach().clone()))
+    settings = {"train": STEPS, "checkpoint": {"every_steps": 1}, "log": {"every_steps": 1}, "batch": batch}
+    with pytest.raises(NonFiniteError) as caught:
+        train_here(tmp_path, model, spoil(samples[0]), zero=zero, **settings)
+    line, parameter = BAD[how]
+    all_of_step = [*order.indices(1, 0, 0), *samples]
+    assert line.format(", ".join(map(str, samples if how == "loss" else all_of_step))) in str(caught.value)
+    assert parameter in str(caught.value)
+    assert [record["step"] for record in records(RunDir(tmp_path))] == [1]
+    assert [step for step, _ in RunDir(tmp_path).complete_checkpoints()] == [1]
+    if how != "constant" and (zero or {}).get("stage") != 3:  # where the weights are pieces
+        assert torch.equal(model.weight, known[-1])
+        assert torch.isfinite(model.weight).all()
+
+
+def test_a_longer_schedule_tells_its_jump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More steps on resume stretch the schedule: allowed, and told with both learning rates; going on is not told."""
+    for steps, lost in ((4, 4), (4, None), (8, None)):
+        sections = {"checkpoint": {"every_steps": 2}, "log": {"every_steps": 1}}
+        trained = train_here(tmp_path, Line(), ROWS, train={"max_steps": steps}, **sections)
+        if lost:
+            shutil.rmtree(trained.run.checkpoint(lost))
+    rates = dict(trained.values("learning_rate"))
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
+    assert [rates[step] for step in (4, 5)] == pytest.approx([0.025, 0.05])
+    assert said == [
+        f"resumed after step 2 from {trained.run.checkpoint(2)}",
+        f"resumed after step 4 from {trained.run.checkpoint(4)}",
+        "the learning rate goes from 0.025 at step 4 to 0.05 at step 5: the schedule runs over 8 steps, or is another, "
+        "than when step 4 was taken",
+    ]
+
+
+class Steep(nn.Module):
+    """A line in half precision, with a slope that a loss scale brings beyond its range."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.layer, self.slope = nn.Linear(4, 1), slope
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x).float() * self.slope + 0 * y).mean()
+
+
+HALF = {"precision": "fp16", "train": {"max_steps": 30}, "log": {"every_steps": 1}}
+
+
+def test_steps_that_fp16_skips_are_no_failure(tmp_path: Path) -> None:
+    """Until the loss scale fits, gradients overflow: the run goes on, without a norm for these steps."""
+    trained = train_here(tmp_path, Steep(100.0), ROWS, **HALF)
+    skipped = trained.state.skipped
+    assert 0 < skipped < 20
+    norms = [norm for _, norm in trained.values("gradient_norm")]
+    assert norms.count(None) == skipped
+    assert norms[-1] is not None
+
+
+@pytest.mark.parametrize(("slope", "message"), [
+    (float("nan"), "step 1: the loss is nan on rank 0"),
+    (1e9, "step 17: every loss is finite, and a gradient is not"),  # 2 ** 16 has been halved to below 1
+])  # fmt: skip
+def test_fp16_hides_no_failure(slope: float, message: str, tmp_path: Path) -> None:
+    """A loss that is not finite, or gradients that overflow without being scaled, end an fp16 run, too."""
+    with pytest.raises(NonFiniteError, match=message):
+        train_here(tmp_path, Steep(slope), ROWS, **HALF)

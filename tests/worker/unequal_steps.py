@@ -1,0 +1,151 @@
+"""One rank: trains a small Llama on samples with unequal numbers of counted labels, one case after the other.
+
+Started by torchrun from test_unequal_labels.py; arguments: the file to write, an engine, and cases as MICRO,ZERO. What
+plain PyTorch makes of the whole batch (`reference`) shares samples and first weights with it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+GLOBAL, LENGTH, STEPS, RATE = 16, 16, 2, 0.5
+CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+          "vocab_size": 64, "max_position_embeddings": LENGTH, "use_cache": False}  # fmt: skip
+MICRO_SIZES = (1, 2, 4, 8)
+ZERO = ("none", "0", "1", "2", "3")
+
+
+class Case(NamedTuple):
+    """One way to take the same steps."""
+
+    engine: str
+    ranks: int
+    micro: int
+    zero: str
+
+    def __str__(self) -> str:
+        sharding = f"ZeRO {self.zero}" if self.zero != "none" else "DDP" if self.ranks > 1 else "no DeepSpeed"
+        return f"{self.engine}, {self.ranks} rank{'s' * (self.ranks > 1)}, micro size {self.micro}, {sharding}"
+
+
+def cases(engines: tuple[str, ...] = ("eager", "inductor", "ort")) -> Iterator[Case]:
+    """Every way; ZeRO 3 with eager alone."""
+    for engine, ranks, micro, zero in itertools.product(engines, (1, 2), MICRO_SIZES, ZERO):
+        if zero != "3" or engine == "eager":
+            yield Case(engine, ranks, micro, zero)
+
+
+def samples() -> list[dict[str, Any]]:
+    """Prompts of 1 to 15 words, whose labels do not count, and one sample without any that does."""
+    import torch
+
+    made = []
+    for index in range(GLOBAL):
+        ids = torch.randint(CONFIG["vocab_size"], (LENGTH,), generator=torch.Generator().manual_seed(index))
+        labels = ids.clone()
+        labels[: index + 1] = -100
+        made.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return made
+
+
+def model() -> Any:
+    """The same weights each time."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).train()
+
+
+def reference() -> dict[str, list[float]]:
+    """Loss and gradient norm of each step over the whole batch, in one pass."""
+    import torch
+
+    plain, rows = model(), samples()
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    found: dict[str, list[float]] = {"loss": [], "norm": []}
+    for _ in range(STEPS):
+        plain.zero_grad()
+        loss = plain(**batch).loss
+        loss.backward()
+        found["loss"].append(loss.item())
+        found["norm"].append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in plain.parameters())))
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.sub_(RATE * parameter.grad)
+    return found
+
+
+def steps(case: Case, group: Any) -> dict[str, Any]:
+    """The same of ortlaunch's training step, and how many passes the engine ran."""
+    import torch
+
+    from ortlaunch.worker.data import Batches, OwnSamples
+    from ortlaunch.worker.engine import build_engine
+    from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.tasks.train import TrainState, train_step
+    from tests.makers import host, plan, recipe
+
+    torch._dynamo.reset()
+    made = recipe(
+        model={"task": "causal-lm", "config": {"model_type": "llama", **CONFIG}},
+        batch={"global_size": GLOBAL, "micro_size": case.micro},
+        optimizer={"name": "sgd", "learning_rate": RATE},
+        schedule={"name": "constant"},
+        engine={"name": case.engine},
+        zero=None if case.zero == "none" else {"stage": int(case.zero)},
+        train={"max_steps": STEPS},
+    )
+    planned = plan(made, [host("localhost", case.ranks)], launcher="torchrun" if case.ranks > 1 else "local")
+    batches = Batches(OwnSamples(samples()), planned.batch, made.seed)
+    engine = build_engine(made, planned, LossModule(model()), group, batches.micro_batch(0, 0, group.rank))
+    found: dict[str, Any] = {"loss": [], "norm": []}
+    for state in map(TrainState, range(STEPS)):
+        loss, stepped, _ = train_step(made, planned, group, engine, batches, state)
+        found["loss"].append(group.mean(float(loss)))
+        found["norm"].append(stepped.gradient_norm)
+    truth = engine.truth()
+    ran = {"ort": lambda: truth["onnxruntime"]["backward_passes"], "inductor": lambda: truth["inductor"]["graphs"]}
+    if case.zero != "none":
+        engine.stepper.engine.destroy()  # type: ignore[attr-defined]
+    return {**found, "ran": ran.get(case.engine, lambda: 1)()}
+
+
+def main() -> None:
+    """Every case that was asked for."""
+    file, name, *asked = sys.argv[1:]
+    if name == "ort":
+        from ortlaunch.ortmodule.options import prepare
+        from tests.makers import recipe
+
+        prepare(recipe(engine={"name": "ort"}).engine)
+    import deepspeed
+    import torch
+
+    from ortlaunch.rank import Rank
+    from ortlaunch.worker.distributed import Group
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
+    torch.distributed.init_process_group("gloo")
+    size, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    group = Group(Rank(number, size, number, size), torch.device("cpu"))
+    found = {}
+    for text in asked:
+        micro, zero = text.split(",")
+        case = Case(name, size, int(micro), zero)
+        found[str(case)] = steps(case, group)
+        if number == 0:
+            print(case, found[str(case)], flush=True)
+    if number == 0:
+        with open(file, "w", encoding="utf-8") as out:
+            json.dump(found, out)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
