@@ -286,7 +286,7 @@ def test_bert_learns_on_onnx_runtime(bert: Run) -> None:
     assert ort["repairs_not_applied"] == {}
     assert truth["optimizer"]["used"] == "torch.optim.AdamW(fused=True)"
     assert truth["attention"] == "sdpa"  # with the model's attention dropout
-    assert truth["freed_memory"] == KEPT or platform.libc_ver()[0] != "glibc"
+    assert truth["freed_memory"].startswith(KEPT) or platform.libc_ver()[0] != "glibc"
 
 
 @needs_ort

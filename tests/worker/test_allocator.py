@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,22 +45,35 @@ def test_what_is_freed_is_used_again() -> None:
 
 
 @glibc
-def test_large_blocks_come_in_large_pages() -> None:
-    """torch is asked to, unless the environment says how it is to be."""
-    for given, found in (({}, "1"), ({"THP_MEM_ALLOC_ENABLE": "0"}, "0")):
-        code = f"from ortlaunch.worker.allocator import *; e = {given}; keep_freed_memory(e); print(e)"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout.strip() == str({"THP_MEM_ALLOC_ENABLE": found})
-
-
-@glibc
-def test_it_says_so() -> None:
-    """In the words that engine.json has."""
-    done = subprocess.run(
-        [sys.executable, "-c", "from ortlaunch.worker.allocator import *; print(keep_freed_memory({}))"],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert done.stdout.strip() == KEPT
+@pytest.mark.parametrize(
+    ("order", "given", "found", "said"),
+    [
+        (None, {}, "1", "in huge pages"),
+        ("4294967295", {}, "1", "in huge pages"),
+        ("-1", {}, "1", "in huge pages"),
+        ("9", {}, None, "in ordinary pages: the host of this virtual machine takes back what is free"),
+        ("9", {"THP_MEM_ALLOC_ENABLE": "1"}, "1", "as THP_MEM_ALLOC_ENABLE=1 says"),
+        (None, {"THP_MEM_ALLOC_ENABLE": "0"}, "0", "as THP_MEM_ALLOC_ENABLE=0 says"),
+    ],
+)
+def test_large_blocks_come_in_large_pages(
+    tmp_path: Path, order: str | None, given: dict[str, str], found: str | None, said: str
+) -> None:
+    """torch is asked to, unless the host takes free pages back or the environment says how it is to be."""
+    told = tmp_path / "page_reporting_order"
+    if order is not None:
+        told.write_text(f"{order}\n")
+    code = f"""
+from pathlib import Path
+from ortlaunch.worker import allocator
+allocator._REPORTING, environ = Path({str(told)!r}), {given}
+print(allocator.keep_freed_memory(environ))
+print(environ.get("THP_MEM_ALLOC_ENABLE"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    words, asked = done.stdout.splitlines()
+    assert words.startswith(f"{KEPT}; larger ones {said}")
+    assert asked == str(found)
 
 
 @pytest.mark.parametrize(
