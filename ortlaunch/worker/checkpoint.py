@@ -6,8 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.stepping import Stepper
 
@@ -22,14 +23,14 @@ def save(run: RunDir, recipe: Recipe, group: Group, stepper: Stepper, step: int,
     stepper.save(folder, dict(state))
     group.barrier()
     if group.rank == 0:
-        _complete(folder, step, group)
+        _complete(folder, step, group, state["samples"])
         _prune(run, recipe.checkpoint.keep)
     return folder
 
 
-def _complete(folder: Path, step: int, group: Group) -> None:
+def _complete(folder: Path, step: int, group: Group, samples: int) -> None:
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    write_json(folder / "manifest.json", {"step": step, "ranks": group.size, "files": files})
+    write_json(folder / "manifest.json", {"step": step, "samples": samples, "ranks": group.size, "files": files})
     write_text(folder / "COMPLETE", "")
 
 
@@ -44,3 +45,9 @@ def newest(run: RunDir) -> tuple[int, Path] | None:
     """(step, folder) of the newest checkpoint that was written to its end."""
     found = run.complete_checkpoints()
     return found[-1] if found else None
+
+
+def samples_seen(folder: Path, step: int, batch: BatchPlan) -> int:
+    """How many samples the steps up to this checkpoint took, in whatever batches; old ones tell only their steps."""
+    seen: int = read_json(folder / "manifest.json").get("samples", step * batch.global_samples)
+    return seen

@@ -7,6 +7,7 @@ from typing import Any
 from ortlaunch.plan import Plan, duration
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.worker.checkpoint import samples_seen
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
@@ -42,8 +43,8 @@ def finish(
 
 def summarize(run: RunDir, plan: Plan, samples: int) -> dict[str, Any]:
     """What the whole training came to, over all its starts: from the checkpoint and metrics.jsonl."""
-    steps, kept = run.complete_checkpoints()[-1][0], records(run)
-    seen = steps * plan.batch.global_samples
+    (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
+    seen = samples_seen(folder, steps, plan.batch)
     last = {name: value for record in kept for name, value in record.items()}  # the newest of each name
     return {
         "steps": steps,

@@ -9,13 +9,15 @@ from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.worker.checkpoint import newest, samples_seen
 from ortlaunch.worker.distributed import Group
 
 
 def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: Group, samples: int) -> Recipe:
     """The recipe with `train.max_steps`, from `train.epochs` where those were given (collective).
 
-    A run that goes on keeps the steps that it began with, for its schedule runs over them.
+    A run that goes on keeps the steps that it began with, for its schedule runs over them; where its batches are of
+    another size now, as many as take the samples that are left.
 
     Raises:
         InputError: ranks have read different numbers of samples, or the warm-up is longer than the run.
@@ -26,19 +28,25 @@ def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: Group, samp
     counts = group.gather(str(samples))
     if len(set(counts)) > 1:
         raise InputError(f"train.epochs: ranks have different numbers of samples: {', '.join(sorted(set(counts)))}")
-    steps = max(1, math.ceil(round(epochs * samples / batch.global_samples, 6)))
-    begun = _begun(run, epochs)
-    if begun is None and group.rank == 0:
-        write_json(run.steps, {"epochs": epochs, "samples": samples, "max_steps": steps})
-    if begun is not None and begun["samples"] != samples and group.rank == 0:
-        print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run began; it keeps its "
-              f"{begun['max_steps']:,} steps", flush=True)  # fmt: skip
-    steps = steps if begun is None else begun["max_steps"]
+    begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}
+    done, seen = _done(run, batch)
+    steps = max(1, done + math.ceil(round((epochs * begun["samples"] - seen) / batch.global_samples, 6)))
+    if group.rank == 0:
+        write_json(run.steps, {"epochs": epochs, "samples": begun["samples"], "max_steps": steps})
+        if begun["samples"] != samples:
+            print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run began; it keeps its "
+                  f"{steps:,} steps", flush=True)  # fmt: skip
     if recipe.schedule.warmup_steps is not None and recipe.schedule.warmup_steps > steps:
         raise InputError(
             f"schedule.warmup_steps: got {recipe.schedule.warmup_steps}, and train.epochs: {epochs:g} are {steps} steps"
         )
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
+
+
+def _done(run: RunDir, batch: BatchPlan) -> tuple[int, int]:
+    """Steps, and the samples that they took."""
+    found = newest(run)
+    return (0, 0) if found is None else (found[0], samples_seen(found[1], found[0], batch))
 
 
 def _begun(run: RunDir, epochs: float) -> dict[str, Any] | None:

@@ -36,15 +36,15 @@ class Writer:
 def save(run: RunDir, step: int, keep: int | None = None, fails: bool = False) -> Path:
     recipe: Any = SimpleNamespace(checkpoint=SimpleNamespace(keep=keep))
     stepper: Any = Writer(fails)
-    return checkpoint.save(run, recipe, GROUP, stepper, step, {"step": step, "skipped": 0})
+    return checkpoint.save(run, recipe, GROUP, stepper, step, {"step": step, "samples": 8 * step})
 
 
 def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
     """The manifest has step, ranks and every file with its size; the mark comes last."""
     folder = save(RunDir(tmp_path), 5)
     manifest = json.loads((folder / "manifest.json").read_text())
-    size = len(json.dumps({"step": 5, "skipped": 0}))
-    assert manifest == {"step": 5, "ranks": 1, "files": {"part/weights": 5, "state": size}}
+    size = len(json.dumps({"step": 5, "samples": 40}))
+    assert manifest == {"step": 5, "samples": 40, "ranks": 1, "files": {"part/weights": 5, "state": size}}
     assert (folder / "COMPLETE").stat().st_mtime_ns >= (folder / "manifest.json").stat().st_mtime_ns
 
 

@@ -11,12 +11,18 @@ import torch
 from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.length import length_line, with_steps
 from tests.makers import recipe
 
 BATCH = BatchPlan(16, 16, 1, 1, None)
+
+
+def checkpoint(run: RunDir, step: int, samples: int) -> None:
+    """One that was written to its end."""
+    write_json(run.checkpoint(step) / "manifest.json", {"step": step, "samples": samples})
+    (run.checkpoint(step) / "COMPLETE").touch()
 
 
 def steps(run: RunDir, samples: int, **sections: Any) -> int:
@@ -45,13 +51,22 @@ def test_a_run_that_goes_on_keeps_its_steps(tmp_path: Path, capsys: pytest.Captu
     """Data that has grown changes nothing, and it is said; more epochs do; a run without checkpoint begins anew."""
     run, three = RunDir(tmp_path), {"train": {"epochs": 3}}
     assert [steps(run, 160, **three), steps(run, 320, **three)] == [30, 60]
-    run.checkpoint(5).mkdir(parents=True)
-    (run.checkpoint(5) / "COMPLETE").touch()
+    checkpoint(run, 5, 80)
     assert capsys.readouterr().out == ""
     assert steps(run, 480, **three) == 60
     said = "the data has 480 samples, and had 320 when this run began; it keeps its 60 steps\n"
     assert capsys.readouterr().out == said
     assert steps(run, 480, train={"epochs": 4}) == 120
+
+
+def test_epochs_of_other_batches_are_taken_from_the_samples_that_are_left(tmp_path: Path) -> None:
+    """Three epochs of 160 samples, 80 of them taken in steps of 8, are 10 steps and 25 of 16."""
+    run, three = RunDir(tmp_path), {"train": {"epochs": 3}}
+    checkpoint(run, 10, 80)
+    assert steps(run, 160, **three) == 35
+    assert read_json(run.steps)["max_steps"] == 35
+    checkpoint(run, 20, 240)
+    assert steps(run, 160, **three) == 35
 
 
 def test_a_warm_up_longer_than_the_epochs(tmp_path: Path) -> None:

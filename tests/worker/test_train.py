@@ -143,6 +143,32 @@ def test_a_longer_schedule_tells_its_jump(tmp_path: Path, capsys: pytest.Capture
     ]
 
 
+class Noting(Line):
+    """Remembers which samples it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: list[int] = []
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        self.taken += number.tolist()
+        return super().forward(x, y)
+
+
+def test_steps_of_another_size_take_the_samples_that_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Resumed with other batches, as on another number of ranks, a run takes no sample twice and leaves none out."""
+    rows, taken = [{**row, "number": torch.tensor(i)} for i, row in enumerate(ROWS)], []
+    for steps, size in ((4, 6), (6, 4), (9, 2)):
+        sections = {"train": {"max_steps": steps}, "batch": {"micro_size": size, "accumulation_steps": 1}}
+        trained = train_here(tmp_path, Noting(), rows, **sections)
+        taken += trained.model.taken
+    alone = Batches(OwnSamples(rows), BatchPlan(38, 38, 1, 1, None), 42)
+    assert taken == alone.indices(0, 0, 0)
+    assert trained.state.samples == 38
+    said = "a step now takes 4 samples; the 4 steps so far took 24 of them, and the next takes those that follow"
+    assert said in capsys.readouterr().out
+
+
 class Steep(nn.Module):
     """A line in half precision, with a slope that a loss scale brings beyond its range."""
 

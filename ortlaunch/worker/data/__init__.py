@@ -301,7 +301,16 @@ class Batches:
                 "them: give it in parts, or make samples longer"
             )
         self.samples, self.batch, self.seed = samples, batch, seed
+        self._step, self._seen = 0, 0
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0))
+
+    def go_on(self, step: int, seen: int) -> None:
+        """Step `step` follows on `seen` samples, whatever the global batch was before it."""
+        self._step, self._seen = step, seen
+
+    def seen(self, step: int) -> int:
+        """Samples that the steps before `step` (from 0) took."""
+        return self._seen + (step - self._step) * self.batch.global_samples
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> dict[str, torch.Tensor]:
         """What `rank` takes in pass `accumulation` of step `step` (both from 0); tensors are (micro_samples, ...)."""
@@ -320,7 +329,7 @@ class Batches:
     def _places(self, step: int, accumulation: int, rank: int) -> Iterator[tuple[int, int]]:
         """(index, epoch) of each sample."""
         b = self.batch
-        first = step * b.global_samples + (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
+        first = self.seen(step) + (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
         for number in range(first, first + b.micro_samples):
             epoch, place = divmod(number, len(self.samples))
             if self._order[0] != epoch:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.plan import Plan
+from ortlaunch.plan import BatchPlan, Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.worker import checkpoint
@@ -32,6 +32,7 @@ class TrainState:
     """All that a run needs beside weights and optimizer to go on."""
 
     step: int = 0
+    samples: int = 0  # that these steps took, in whatever batches
     skipped: int = 0
     learning_rate: float | None = None  # the last step's; checkpoints of earlier versions lack it
 
@@ -40,7 +41,7 @@ def train(
     recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, batches: Batches, evaluation: Samples | None
 ) -> TrainState:
     """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
-    state = _resume(recipe, run, group, engine)
+    state = _resume(recipe, run, group, engine, batches)
     if state.step >= recipe.train.steps:
         if group.rank == 0:
             print(f"nothing to train: {state.step} of {recipe.train.steps} steps are done", flush=True)
@@ -60,6 +61,7 @@ def train(
                 break
         loss, stepped, rate = train_step(recipe, plan, group, engine, batches, state)
         state.step += 1
+        state.samples = batches.seen(state.step)
         meter.losses.append(loss)
         progress.step()
         last = state.step == recipe.train.steps
@@ -71,8 +73,8 @@ def train(
                 **read,
                 "learning_rate": rate,
                 "gradient_norm": stepped.gradient_norm,
-                "samples": state.step * plan.batch.global_samples,
-                "epoch": round(state.step * plan.batch.global_samples / len(batches.samples), 4),
+                "samples": state.samples,
+                "epoch": round(state.samples / len(batches.samples), 4),
                 "skipped_steps": state.skipped,
             }
             progress.show_loss(values["loss"])
@@ -169,15 +171,27 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _resume(recipe: Recipe, run: RunDir, group: Group, engine: Engine) -> TrainState:
+def _resume(recipe: Recipe, run: RunDir, group: Group, engine: Engine, batches: Batches) -> TrainState:
     found = checkpoint.newest(run)
     if found is None:
         return TrainState()
     step, folder = found
-    state = TrainState(**engine.stepper.load(folder))
+    seen = checkpoint.samples_seen(folder, step, batches.batch)
+    state = TrainState(**{"samples": seen, **engine.stepper.load(folder)})
+    batches.go_on(state.step, state.samples)
     if group.rank == 0:
-        print(f"resumed after step {step} from {folder}", *_schedule_notes(recipe, state), sep="\n", flush=True)
+        notes = *_batch_notes(state, batches.batch), *_schedule_notes(recipe, state)
+        print(f"resumed after step {step} from {folder}", *notes, sep="\n", flush=True)
     return state
+
+
+def _batch_notes(state: TrainState, batch: BatchPlan) -> Iterator[str]:
+    """Where the steps so far were of other sizes."""
+    if state.samples != state.step * batch.global_samples:
+        yield (
+            f"a step now takes {batch.global_samples:,} samples; the {state.step:,} steps so far took "
+            f"{state.samples:,} of them, and the next takes those that follow"
+        )
 
 
 def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
