@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ortlaunch.plan import Plan, make_plan
+from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host
+from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.recipe import Recipe
 
 BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -22,10 +22,10 @@ from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, results, t
 from ortlaunch.bench.turns import Failed, Player
 from ortlaunch.bench.variants import ENGINES, Variant, settle, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
-from ortlaunch.plan import human
 from ortlaunch.run import provenance
 from ortlaunch.run.control import Settled
 from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.units import human
 
 _LEAST_BUSY_LOAD = 0.5  # runnable processes a core, beside this one
 _SPUN = 0.2  # share of its waiting time that a job may spend on a processor

@@ -8,7 +8,7 @@ from typing import Any
 
 from ortlaunch.bench.turns import Player
 from ortlaunch.bench.variants import Variant
-from ortlaunch.plan import human
+from ortlaunch.units import human
 
 _HEAD = ("variant", "s/step", "middle half", "samples/s", "tokens/s", "MFU", "memory", "first step", "parity", "ratio")
 MEASURED, REFUSED, FAILED = "measured", "refused", "failed"

@@ -121,7 +121,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")] = False,
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
-    from ortlaunch.plan import describe
+    from ortlaunch.planning.describe import describe
     from ortlaunch.planning.memory import why_unknown
     from ortlaunch.run.control import dry_run, foreseen, settle_run
     from ortlaunch.run.folder import RunDir

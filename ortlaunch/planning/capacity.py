@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
 from ortlaunch.machine import most_memory
-from ortlaunch.plan import Node, Plan, human
-from ortlaunch.planning.memory import Bytes
+from ortlaunch.plan import Bytes, Node, Plan
 from ortlaunch.planning.world import cores, is_this_host
+from ortlaunch.units import human
 
 # Private memory of one rank and its guardian before a model is built: 230 MiB with torch 2.13 on a CPU, engine eager.
 PROCESS = 200 << 20

@@ -9,8 +9,9 @@ models give None and are counted by the worker.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+from ortlaunch.plan import Bytes, Memory
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.families import FAMILIES, complete
 from ortlaunch.recipe.models import Lora, TokenizerTraining
@@ -19,35 +20,6 @@ from ortlaunch.recipe.pretrained import config_of
 _STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
 # DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
 _PERSISTENT, _BUCKET = 100_000, 500_000_000
-
-
-class Bytes(NamedTuple):
-    """Bytes on one rank; `buckets` hold gradients on their way to other ranks."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buckets: int = 0
-
-    @property
-    def model(self) -> int:
-        """What is exact: weights, gradients and optimizer state."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-class Memory(NamedTuple):
-    """What a plan says about memory: parameter counts, bytes per rank by ZeRO stage, bytes of a checkpoint."""
-
-    parameters: int
-    trainable: int
-    by_stage: tuple[tuple[str, Bytes], ...]
-    chosen: str
-    checkpoint: int
 
 
 def padded_vocabulary(size: int) -> int:

@@ -19,8 +19,10 @@ from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.output import terminal_width
-from ortlaunch.plan import Plan, describe, duration, make_plan, replan
+from ortlaunch.plan import Plan
 from ortlaunch.planning.capacity import crowded
+from ortlaunch.planning.describe import describe
+from ortlaunch.planning.make_plan import make_plan, replan
 from ortlaunch.planning.world import Asked, World, is_this_host, settle
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
@@ -30,6 +32,7 @@ from ortlaunch.run import inputs, micro_size, provenance, shipped
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run.folder import PROGRESS_VARIABLE, RunDir, write_json, write_text
 from ortlaunch.run.lock import RunLock
+from ortlaunch.units import duration
 
 _JOIN_SECONDS = 120
 

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 from ortlaunch.errors import LaunchError, PlanError
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import End, explain_end
-from ortlaunch.plan import Plan, human, replan
+from ortlaunch.plan import Plan
+from ortlaunch.planning.make_plan import replan
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.units import human
 
 MARGIN = 0.9  # of the room; the rest is for what two steps do not show
 _MEMORY = re.compile(

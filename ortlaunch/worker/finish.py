@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ortlaunch.plan import Plan, duration
+from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.units import duration
 from ortlaunch.worker.checkpoint import samples_seen
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.distributed import Group

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ortlaunch.plan import Plan, human
+from ortlaunch.plan import Plan
+from ortlaunch.units import human
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.stepping import Stepper
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import MissingDependency
-from ortlaunch.plan import duration
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_text
+from ortlaunch.units import duration
 
 
 class Metrics:

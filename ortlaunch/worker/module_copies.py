@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from ortlaunch.cache import cache_root
-from ortlaunch.plan import human
 from ortlaunch.run.folder import RunDir
+from ortlaunch.units import human
 
 _LARGEST, _MOST = 1 << 20, 8 << 20  # bytes of a file, and of all: source, not data
 _INSTALLED = ("site-packages", "dist-packages")

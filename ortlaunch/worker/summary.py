@@ -6,9 +6,10 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from ortlaunch.plan import Plan, counted
+from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
+from ortlaunch.units import counted
 from ortlaunch.worker.distributed import Group
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.length import length_line

@@ -22,7 +22,7 @@ ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
 SHARED = {"errors", "rank", "cache", "run.folder", "run.lock", "recipe", "plan", "planning.memory", "extensions",
-          "machine", "file_errors", "user_modules"}  # fmt: skip
+          "machine", "units", "file_errors", "user_modules"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
@@ -34,13 +34,14 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "output": ({"errors"}, set()),
     "machine": (set(), set()),
     "start": (set(), set()),
+    "units": (set(), set()),
     "extensions": ({"errors", "cache", "extension_sources"}, {"filelock"}),
     "extension_sources": (set(), set()),
     "recipe": ({"errors", "recipe"}, {"pydantic", "pydantic_core", "yaml"}),
     "user_modules": ({"errors", "recipe"}, set()),
-    "plan": ({"errors", "recipe", "rank", "planning"}, set()),
-    "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning"}, set()),
-    "planning.memory": ({"recipe"}, set()),
+    "plan": ({"errors", "rank"}, set()),
+    "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning", "units"}, set()),
+    "planning.memory": ({"recipe", "plan"}, set()),
     "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
     "run": ({"__init__", *SHARED, *CONTROL} - {"cli"}, set()),
     "run.folder": (set(), set()),
@@ -198,7 +199,9 @@ def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) ->
     assert loaded_by(VERB, tmp_path, "constraints") & {"yaml", "filelock", *HEAVY} == set()
 
 
-@pytest.mark.parametrize("module", ["errors", "rank", "cache", "start", "run.folder", "planning.hosts", "extensions"])
+@pytest.mark.parametrize(
+    "module", ["errors", "rank", "plan", "cache", "start", "run.folder", "planning.hosts", "extensions"]
+)
 def test_the_lowest_modules_are_standard_library(module: str, tmp_path: Path) -> None:
     """Reading hosts, ranks and run folders takes neither pydantic nor yaml."""
     assert loaded_by(f"import ortlaunch.{module}", tmp_path) & {"pydantic", "yaml", *HEAVY} == set()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.plan import Plan, replan
+from ortlaunch.plan import Plan
+from ortlaunch.planning.make_plan import replan
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run import micro_size
 from ortlaunch.run.folder import RunDir, write_json

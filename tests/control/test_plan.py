@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from ortlaunch.errors import PlanError
-from ortlaunch.plan import BatchPlan, Node, Plan, describe, human
+from ortlaunch.plan import BatchPlan, Node, Plan
+from ortlaunch.planning.describe import describe
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.recipe.rules import broken
+from ortlaunch.units import human
 from tests.makers import bert, host, plan, recipe
 
 UNEVEN = (host("a", 2), Host("b", 1, (3,)), host("c", 3))

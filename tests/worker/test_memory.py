@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.memory import (
-    Bytes,
-    Memory,
     count_parameters,
     estimate,
     full_config,

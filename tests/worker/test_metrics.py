@@ -14,9 +14,9 @@ import transformers
 from torch import nn
 
 from ortlaunch.errors import MissingDependency
-from ortlaunch.plan import duration
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
+from ortlaunch.units import duration
 from ortlaunch.worker import metrics as metrics_module
 from ortlaunch.worker.metrics import Metrics, flops_per_token, measured_peak_flops
 

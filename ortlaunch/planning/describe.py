@@ -1,0 +1,81 @@
+"""The plan as a page for a person."""
+
+from __future__ import annotations
+
+from ortlaunch.plan import Memory, Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.units import counted, human
+
+
+def describe(plan: Plan, recipe: Recipe) -> str:
+    """The plan for a person: world, batch, length, memory by ZeRO stage."""
+    lines = [*_world_lines(plan), *_start_lines(plan, recipe), *_batch_lines(plan), _length_line(plan, recipe)]
+    choice = plan.world_size > 1 or recipe.zero is not None  # else ZeRO has nothing to shard
+    return "\n".join([*lines, *(_memory_lines(plan.memory, choice) if plan.memory else [])])
+
+
+def _world_lines(plan: Plan) -> list[str]:
+    shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
+    ranks, hosts = counted(plan.world_size, "rank"), counted(len(plan.nodes), "host")
+    lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
+    for node in shown:
+        if node is None:
+            lines.append(f"  ... {len(plan.nodes) - 6} more hosts")
+        else:
+            last = node.first_rank + node.slots - 1
+            kind = "GPU" if plan.device == "cuda" else "slot"
+            devices = _short(node.devices)
+            ranks = f"ranks {node.first_rank}-{last}" if node.slots > 1 else f"rank {last}"
+            lines.append(f"  {node.host}: {ranks}, {kind} {devices}")
+    return lines
+
+
+def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
+    """How ranks meet and what they get of this shell, where that is more than one process here has by itself."""
+    lines = [f"  rendezvous: {plan.rendezvous}"] if plan.world_size > 1 else []
+    if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
+        lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
+    return lines
+
+
+def _short(devices: tuple[int, ...]) -> str:
+    """`0,1,2`, or `0-63` for more than a line shows."""
+    if len(devices) > 8 and devices == tuple(range(devices[0], devices[-1] + 1)):
+        return f"{devices[0]}-{devices[-1]}"
+    shown = devices if len(devices) <= 32 else (*devices[:16], "...", devices[-1])
+    return ",".join(map(str, shown))
+
+
+def _batch_lines(plan: Plan) -> list[str]:
+    b = plan.batch
+    tokens = f", {b.tokens_per_step:,} tokens a step" if b.tokens_per_step else ""
+    return [
+        f"batch: {b.global_samples} samples = {b.micro_samples} micro x {b.accumulation_steps} accumulation "
+        f"x {b.data_parallel_ranks} ranks{tokens}"
+    ]
+
+
+def _length_line(plan: Plan, recipe: Recipe) -> str:
+    steps, epochs = recipe.train.max_steps, recipe.train.epochs
+    if steps is None:
+        return f"steps: as many as {epochs:g} epochs take, known when the data are read"
+    return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"
+
+
+def _memory_lines(memory: Memory, choice: bool) -> list[str]:
+    """Bytes of a rank, of every ZeRO stage where there is a `choice`."""
+    lines = [
+        f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "
+        f"a checkpoint takes {human(memory.checkpoint)}; on each rank:",
+        f"    {'':8}{'weights':>11}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'buckets':>11}{'total':>11}",
+    ]
+    for stage, parts in (row for row in memory.by_stage if choice or row[0] == memory.chosen):
+        mark = "->" if stage == memory.chosen else "  "
+        cells = "".join(
+            f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11, 11))
+        )
+        lines.append(f"  {mark}{stage if choice else '':8}{cells}")
+    return [
+        *lines,
+        "    activations are an estimate, buckets an upper bound; the rest is exact, without framework overhead",
+    ]

@@ -1,0 +1,126 @@
+"""Recipe and hosts -> Plan: ranks on hosts, the batch equation solved, what is forwarded. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ortlaunch.errors import PlanError
+from ortlaunch.plan import BatchPlan, Node, Plan
+from ortlaunch.planning.deepspeed_config import deepspeed_config
+from ortlaunch.planning.hosts import Host
+from ortlaunch.planning.memory import estimate
+from ortlaunch.recipe import Recipe
+
+# Variables of the user's shell that every rank gets, by name; their values are never written or shown.
+FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "HTTPS_PROXY", "NO_PROXY")
+FORWARDED_PREFIXES = (
+    "NCCL_", "GLOO_", "UCX_", "FI_", "I_MPI_", "MPI4PY_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_",
+    "ORTMODULE_", "ORTLAUNCH_", "TORCH_", "TORCHINDUCTOR_", "DS_", "CUDA_LAUNCH_BLOCKING", "PYTORCH_",
+)  # fmt: skip
+
+
+def make_plan(
+    recipe: Recipe,
+    hosts: Sequence[Host],
+    *,
+    launcher: str,
+    device: str,
+    modules: str,
+    worker: Sequence[str],
+    environ: Mapping[str, str],
+) -> Plan:
+    """Settle a run.
+
+    Args:
+        recipe: a valid recipe.
+        hosts: in rank order; every slot becomes a rank.
+        launcher: `local`, `torchrun`, `mpi` or `inside`.
+        device: `cpu` or `cuda`.
+        modules: folder of the recipe, where the user's own modules may lie.
+        worker: the command of one rank.
+        environ: the user's environment, of which names are picked for forwarding.
+
+    Raises:
+        PlanError: the batch equation has no whole solution on these ranks.
+    """
+    nodes, first = [], 0
+    for host in hosts:
+        nodes.append(Node(host.name, host.slots, first, host.devices))
+        first += host.slots
+    batch = _batch(recipe, first)
+    return Plan(
+        name=recipe.name,
+        launcher=launcher,
+        device=device,
+        nodes=tuple(nodes),
+        batch=batch,
+        rendezvous=_RENDEZVOUS[launcher],
+        modules=modules,
+        argv=tuple(worker),
+        env=tuple(sorted(recipe.launch.env.items())),
+        forward=_forwarded(recipe, environ),
+        memory=estimate(recipe, batch.micro_samples, first, device),
+        deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, first),
+    )
+
+
+def replan(recipe: Recipe, plan: Plan) -> Plan:
+    """The same world with another batch.
+
+    Raises:
+        PlanError: the batch equation has no whole solution on these ranks.
+    """
+    batch, ranks = _batch(recipe, plan.world_size), plan.world_size
+    return replace(
+        plan,
+        batch=batch,
+        memory=estimate(recipe, batch.micro_samples, ranks, plan.device),
+        deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, ranks),
+    )
+
+
+_RENDEZVOUS = {
+    "local": "none: one process",
+    "torchrun": "a file in the run folder; no port is opened beyond this host",
+    "mpi": "on one host a file in the run folder, else a port of rank 0's address, told through MPI",
+    "inside": "as the launcher's environment says",
+}
+
+
+def _forwarded(recipe: Recipe, environ: Mapping[str, str]) -> tuple[str, ...]:
+    named = {name for name in environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)}
+    absent = [name for name in recipe.launch.forward if name not in environ]
+    if absent:
+        raise PlanError(f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it out")
+    return tuple(sorted((named | set(recipe.launch.forward)) - set(recipe.launch.env)))
+
+
+def _batch(recipe: Recipe, ranks: int) -> BatchPlan:
+    """Solve global = micro x accumulation x ranks for the one that the recipe leaves out."""
+    total, micro, steps = recipe.batch.global_size, recipe.batch.micro_size, recipe.batch.accumulation_steps
+    if micro == "auto":
+        micro = 1  # until it is found (micro_size.py)
+    if total is None:
+        micro, steps = micro or 1, steps or 1
+        total = micro * steps * ranks
+    elif micro is None:
+        steps = steps or 1
+        micro = _divided(total, steps * ranks, f"accumulation_steps ({steps}) x {ranks} ranks")
+    elif steps is None:
+        steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {ranks} ranks")
+    if total != micro * steps * ranks:
+        raise PlanError(
+            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps ({steps}) x {ranks} ranks "
+            f"= {micro * steps * ranks}; leave one of the three out, or run on {total / (micro * steps):g} ranks"
+        )
+    length = recipe.data.sequence_length
+    return BatchPlan(total, micro, steps, ranks, total * length if length else None)
+
+
+def _divided(total: int, unit: int, shown: str) -> int:
+    if total % unit:
+        below, above = total // unit * unit, (total // unit + 1) * unit
+        near = f"{below} or {above}" if below else str(above)
+        raise PlanError(f"batch: global_size ({total}) is not a multiple of {shown} = {unit}; {near} would do")
+    return total // unit
