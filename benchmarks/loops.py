@@ -102,7 +102,7 @@ def bare_ours(gate: Gate, options: dict[str, Any]) -> None:
 def ours(gate: Gate, options: dict[str, Any], work: Callable[..., None] | None = None) -> None:
     """ortlaunch's own worker on a run folder that the command prepared; `work` in place of its loop."""
     import ortlaunch.worker.tasks.train as loop
-    from ortlaunch.planning.world import Asked
+    from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.rank import Rank
     from ortlaunch.run import control
     from ortlaunch.run.folder import RunDir
@@ -127,11 +127,11 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[..., None] | None =
     path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"  # beside this module, which it names
     path.write_text(json.dumps(recipe))
     try:
-        settled = control.settle_run(path, (), Asked("local", 1, None, None, None), os.environ)
+        resolved = control.resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
     finally:
         path.unlink()
     run = RunDir(folder / "run")
-    control._prepare(settled, run)
+    control._prepare(resolved, run)
     step = loop.train_step
 
     def gated(*arguments: Any) -> Any:

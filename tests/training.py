@@ -13,7 +13,7 @@ from torch import nn
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.data import Batches, OwnSamples
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.tasks.train import TrainState, train
@@ -48,7 +48,7 @@ def train_here(
     """Train `model` on `samples` by a recipe with these sections, eager on the CPU."""
     made, run = recipe(**sections), RunDir(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    planned, group = plan(made), Group(Rank(0, 1, 0, 1), torch.device("cpu"))
+    planned, group = plan(made), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     batches = Batches(OwnSamples(samples), planned.batch, made.seed)
     wrapped = LossModule(model.train())
     engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))

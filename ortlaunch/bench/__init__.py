@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.bench.picture import draw, require_matplotlib
-from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, results, table, telling
+from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, results, short_reason, table
 from ortlaunch.bench.turns import Failed, Player
-from ortlaunch.bench.variants import ENGINES, Variant, settle, variants
+from ortlaunch.bench.variants import ENGINES, Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.run import provenance
-from ortlaunch.run.control import Settled
+from ortlaunch.run.control import ResolvedRun
 from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.units import human
 
@@ -49,7 +49,7 @@ class Stopped(OrtlaunchError):
 
 
 def bench(
-    settled: Settled, engines: Sequence[str], vary: Sequence[str], length: Length, out: Path | None, picture: bool
+    resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str], length: Length, out: Path | None, picture: bool
 ) -> int:
     """Measure, show and write the comparison; the exit status: 1 where a variant failed or differs, 2 where none ran.
 
@@ -58,39 +58,39 @@ def bench(
     """
     if picture:
         require_matplotlib()
-    found = prepared(settled, engines or ENGINES, vary)
-    folder = new_folder(out, settled.plan.name)
-    report = measure(settled, found, length, folder, lambda text: print(text, flush=True))
+    found = prepared(resolved, engines or ENGINES, vary)
+    folder = new_folder(out, resolved.plan.name)
+    report = measure(resolved, found, length, folder, lambda text: print(text, flush=True))
     rows = report["variants"]
     write_json(folder / "bench.json", report)
     written = [folder / "bench.json"]
     measured = [row for row in rows if row["state"] == MEASURED]
     if picture and measured:
-        draw(measured, title(settled, report), folder / "bench.png")
+        draw(measured, title(resolved, report), folder / "bench.png")
         written.append(folder / "bench.png")
     print("\n".join(["", table(rows), *_verdict(rows), f"written: {', '.join(map(str, written))}"]), flush=True)
     if not engines and not vary:
         from ortlaunch.bench.auto import remember
 
-        remember(settled, report, folder)
+        remember(resolved, report, folder)
     return int(any(row["state"] == FAILED or (row["state"] == MEASURED and not passes(row)) for row in rows))
 
 
-def prepared(settled: Settled, engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
-    """Every variant, settled or refused.
+def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
+    """Every variant, resolved or refused.
 
     Raises:
         InputError: all of them are refused.
     """
-    if settled.world.inside is not None:
+    if resolved.world.inside is not None:
         raise PlanError(
             "a bench starts its jobs itself, and this process is a rank of a launcher already; start it outside, with "
             "--launcher, --nproc-per-node or --hostfile as the training has them"
         )
-    if settled.file.recipe.batch.micro_size == "auto":
+    if resolved.file.recipe.batch.micro_size == "auto":
         raise PlanError("batch.micro_size is auto, and variants are compared on one batch; add batch.micro_size=NUMBER")
-    found = [settle(variant, settled) for variant in variants(engines, vary)]
-    if all(variant.settled is None for variant in found):
+    found = [resolve_variant(variant, resolved) for variant in variants(engines, vary)]
+    if all(variant.resolved is None for variant in found):
         raise InputError("\n".join(f"{variant.name}: {variant.refused}" for variant in found))
     return found
 
@@ -107,7 +107,7 @@ def new_folder(out: Path | None, name: str) -> Path:
     raise PlanError(f"{folder}: is there already; give --out a new folder")
 
 
-def measure(settled: Settled, found: Sequence[Variant], length: Length, folder: Path, say: Say) -> dict[str, Any]:
+def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, folder: Path, say: Say) -> dict[str, Any]:
     """Run the bench: bench.json as plain values.
 
     Raises:
@@ -115,11 +115,11 @@ def measure(settled: Settled, found: Sequence[Variant], length: Length, folder: 
     """
     begun, load = time.time(), os.getloadavg()
     _say_busy(say, load)
-    players = [Player(v, RunDir(folder / v.slug)) for v in found if v.settled is not None]
+    players = [Player(v, RunDir(folder / v.slug)) for v in found if v.resolved is not None]
     length = _that_fits(length, players, say)
     for variant in found:
-        if variant.settled is None:
-            say(f"{variant.name}: refused: {telling(variant.refused)}")
+        if variant.resolved is None:
+            say(f"{variant.name}: refused: {short_reason(variant.refused)}")
     with _stoppable():
         try:
             play(players, length, say)
@@ -127,12 +127,12 @@ def measure(settled: Settled, found: Sequence[Variant], length: Length, folder: 
             for player in players:
                 player.cancel()
     _say_spinning(players, say)
-    plan = settled.plan
+    plan = resolved.plan
     return {
         "format": 1,
         "name": plan.name,
-        "recipe": str(settled.path),
-        "overrides": list(settled.overrides),
+        "recipe": str(resolved.path),
+        "overrides": list(resolved.overrides),
         "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(begun)),
         "seconds": round(time.time() - begun, 1),
         **length._asdict(),
@@ -187,7 +187,7 @@ def _try(player: Player, say: Say, action: Callable[[], None]) -> None:
         action()
     except (Failed, LaunchError) as error:
         player.failed = str(error)
-        say(f"{player.variant.name}: failed: {telling(str(error))}")
+        say(f"{player.variant.name}: failed: {short_reason(str(error))}")
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def _stoppable() -> Iterator[None]:
 
 def _that_fits(length: Length, players: Sequence[Player], say: Say) -> Length:
     """All variants stay in memory between their turns; where this host's cannot hold them, one at a time."""
-    plans = [player.variant.settled.plan for player in players if player.variant.settled]
+    plans = [player.variant.resolved.plan for player in players if player.variant.resolved]
     free = machine.free_memory()
     if length.one_at_a_time or free is None or any(p.memory is None or p.device != "cpu" for p in plans):
         return length
@@ -262,9 +262,9 @@ def times(best: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{best['samples_per_second'] / other['samples_per_second']:.2f} x {other['name']}"
 
 
-def title(settled: Settled, report: dict[str, Any]) -> str:
+def title(resolved: ResolvedRun, report: dict[str, Any]) -> str:
     """What was measured on what."""
-    hardware, ranks = report["hardware"], settled.plan.world_size
+    hardware, ranks = report["hardware"], resolved.plan.world_size
     gpus = hardware["gpus"] if report["device"] == "cuda" else []
     where = gpus[0] if gpus else f"{hardware['processor']}, {hardware['cores']} cores"
     return f"{report['name']} on {where}, {ranks} {'rank' if ranks == 1 else 'ranks'}"

@@ -17,12 +17,12 @@ from typing import Any
 
 from ortlaunch import __version__, extensions, machine
 from ortlaunch.bench import Length, measure, new_folder, prepared, times
-from ortlaunch.bench.report import MEASURED, fastest, passes, table, telling
+from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.plan import Plan
-from ortlaunch.run.control import Settled, differences
+from ortlaunch.run.control import ResolvedRun, differences
 from ortlaunch.run.folder import RunDir, read_json, write_json
 
 SHORT = Length(rounds=3, steps=3)
@@ -31,7 +31,7 @@ _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance", "pari
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")
 
 
-def choose(settled: Settled, run: RunDir, check: Callable[[], None]) -> Settled:
+def choose(resolved: ResolvedRun, run: RunDir, check: Callable[[], None]) -> ResolvedRun:
     """The run with its engine: the run folder's, else the remembered one, else the one that is measured now.
 
     Args:
@@ -42,52 +42,52 @@ def choose(settled: Settled, run: RunDir, check: Callable[[], None]) -> Settled:
         EngineError: no engine runs this model and passes parity.
     """
     kept = read_json(run.choice) if run.choice.exists() else None
-    if kept and (run.complete_checkpoints() or kept["key"] == digest(settled)):
-        return decided(settled, kept, "as this run began")
-    found = remembered(settled)
+    if kept and (run.complete_checkpoints() or kept["key"] == digest(resolved)):
+        return decided(resolved, kept, "as this run began")
+    found = remembered(resolved)
     if found:
-        return decided(settled, found, "cached")
-    if settled.world.inside is not None:
+        return decided(resolved, found, "cached")
+    if resolved.world.inside is not None:
         raise PlanError(
             "engine.name: auto has not been measured for this model, shape and machine, and a launcher's rank can "
-            f"start no jobs; run `ortlaunch bench {settled.path}` once outside of the launcher, with as many ranks, or "
-            f"name the engine{_nearest(settled)}"
+            f"start no jobs; run `ortlaunch bench {resolved.path}` once outside of the launcher, with as many ranks, "
+            f"or name the engine{_nearest(resolved)}"
         )
     check()
-    folder = new_folder(None, f"{settled.plan.name}-auto")
+    folder = new_folder(None, f"{resolved.plan.name}-auto")
     _say(f"engine auto: measuring once, in {folder}")
-    report = measure(settled, prepared(settled, ENGINES, ()), SHORT, folder, _say)
+    report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, _say)
     write_json(folder / "bench.json", report)
     _say(table(report["variants"]))
-    return decided(settled, _remember(settled, report, folder))
+    return decided(resolved, _remember(resolved, report, folder))
 
 
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def foreseen(settled: Settled) -> Settled:
+def preview(resolved: ResolvedRun) -> ResolvedRun:
     """The plan of a recipe with engine auto, without measuring: with the remembered engine if there is one."""
-    found = remembered(settled)
+    found = remembered(resolved)
     if found:
-        return decided(settled, found, "cached")
+        return decided(resolved, found, "cached")
     note = "engine auto: measured when training starts, and remembered; until then planned as for ort"
-    return settled._replace(world=settled.world._replace(notes=(*settled.world.notes, note)))
+    return resolved._replace(world=resolved.world._replace(notes=(*resolved.world.notes, note)))
 
 
-def decided(settled: Settled, choice: dict[str, Any], source: str = "") -> Settled:
+def decided(resolved: ResolvedRun, choice: dict[str, Any], source: str = "") -> ResolvedRun:
     """The same run with the chosen engine; its notes say which and why."""
-    engine, before = choice["chosen"], settled.file.recipe.engine
-    chosen = settled.again(*engine_overrides(engine, before, parity=True))
+    engine, before = choice["chosen"], resolved.file.recipe.engine
+    chosen = resolved.with_overrides(*engine_overrides(engine, before, parity=True))
     note = f"engine auto: {engine}: {choice['why']}{f' ({source})' if source else ''}"
     if engine == "eager" and before.parity_steps:
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
     return chosen._replace(choice=choice, world=chosen.world._replace(notes=(*chosen.world.notes, note)))
 
 
-def remembered(settled: Settled) -> dict[str, Any] | None:
+def remembered(resolved: ResolvedRun) -> dict[str, Any] | None:
     """The choice that was measured for this model, shape and machine, if one was."""
-    path = _path(settled)
+    path = _path(resolved)
     if not path.exists():
         return None
     require_own(path.parent)
@@ -100,32 +100,32 @@ def remembered(settled: Settled) -> dict[str, Any] | None:
     return found
 
 
-def _nearest(settled: Settled) -> str:
+def _nearest(resolved: ResolvedRun) -> str:
     """What keeps the most similar remembered measurement from being this one's."""
-    asked = key(settled)
-    known = [read_json(path)["key"] for path in _path(settled).parent.glob("*.json")]
+    asked = key(resolved)
+    known = [read_json(path)["key"] for path in _path(resolved).parent.glob("*.json")]
     apart = min((list(differences(other, asked)) for other in known), key=len, default=[])
     return f"; the nearest that was measured differs in {', '.join(apart[:4])}" if apart else ""
 
 
-def remember(settled: Settled, report: dict[str, Any], folder: Path) -> None:
+def remember(resolved: ResolvedRun, report: dict[str, Any], folder: Path) -> None:
     """After a bench of all engines that measured no less than auto itself would: auto will take its answer."""
     long_enough = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
     if long_enough and fastest(report["variants"]) is not None:
-        choice = _remember(settled, report, folder)
+        choice = _remember(resolved, report, folder)
         _say(f"engine.name: auto will take {choice['chosen']} for this recipe on this machine")
 
 
-def _remember(settled: Settled, report: dict[str, Any], folder: Path) -> dict[str, Any]:
-    choice = {**decide(report["variants"]), "bench": str(folder.resolve()), "key": digest(settled)}
-    _keep(settled, choice)
+def _remember(resolved: ResolvedRun, report: dict[str, Any], folder: Path) -> dict[str, Any]:
+    choice = {**decide(report["variants"]), "bench": str(folder.resolve()), "key": digest(resolved)}
+    _keep(resolved, choice)
     return choice
 
 
-def _keep(settled: Settled, choice: dict[str, Any]) -> None:
+def _keep(resolved: ResolvedRun, choice: dict[str, Any]) -> None:
     cache_folder("engines")
-    write_json(_path(settled), {"key": key(settled), "choice": choice})
-    seal(_path(settled).with_suffix(".seal"), [_path(settled)])
+    write_json(_path(resolved), {"key": key(resolved), "choice": choice})
+    seal(_path(resolved).with_suffix(".seal"), [_path(resolved)])
 
 
 def decide(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -150,14 +150,14 @@ def decide(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _left_out(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if row["state"] != MEASURED:
-            yield f"{row['engine']} {row['state']}: {telling(row['reason'])}"
+            yield f"{row['engine']} {row['state']}: {short_reason(row['reason'])}"
         elif not passes(row):
             yield f"{row['engine']} left out: parity: {row['parity']['verdict']}: {row['parity'].get('why')}"
 
 
 def _brief(row: dict[str, Any]) -> dict[str, Any]:
     if row["state"] != MEASURED:
-        return {"state": row["state"], "reason": telling(row["reason"])}
+        return {"state": row["state"], "reason": short_reason(row["reason"])}
     return {
         "state": row["state"],
         "seconds_per_step": row["seconds"],
@@ -166,18 +166,18 @@ def _brief(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _path(settled: Settled) -> Path:
-    return cache_root() / "engines" / f"{digest(settled)}.json"
+def _path(resolved: ResolvedRun) -> Path:
+    return cache_root() / "engines" / f"{digest(resolved)}.json"
 
 
-def digest(settled: Settled) -> str:
+def digest(resolved: ResolvedRun) -> str:
     """The key as a file's name."""
-    return hashlib.sha256(json.dumps(key(settled), sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(key(resolved), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def key(settled: Settled) -> dict[str, Any]:
+def key(resolved: ResolvedRun) -> dict[str, Any]:
     """All that decides which engine is fastest, as plain values."""
-    recipe, plan = settled.file.recipe, settled.plan
+    recipe, plan = resolved.file.recipe, resolved.plan
     whole = recipe.model_dump(mode="json")
     own_data = recipe.data.train if not isinstance(recipe.data.train, str) and recipe.data.train.factory else None
     return {

@@ -33,14 +33,14 @@ def _row(variant: Variant, player: Player | None) -> dict[str, Any]:
         failed = player is not None and bool(player.failed)
         reason = player.failed if player is not None and failed else variant.refused
         return {**row, "state": FAILED if failed else REFUSED, "reason": reason, **_folder(player)}
-    assert variant.settled is not None
+    assert variant.resolved is not None
     took = [seconds for turn in player.turns for seconds in turn["seconds"]]
-    batch, ranks, median = variant.settled.plan.batch, variant.settled.plan.world_size, statistics.median(took)
+    batch, ranks, median = variant.resolved.plan.batch, variant.resolved.plan.world_size, statistics.median(took)
     return {
         **row,
         "state": MEASURED,
-        "precision": variant.settled.file.recipe.precision,
-        "matmul_precision": variant.settled.file.recipe.engine.matmul_precision,
+        "precision": variant.resolved.file.recipe.precision,
+        "matmul_precision": variant.resolved.file.recipe.engine.matmul_precision,
         "ranks": ranks,
         "seconds": spread(took),
         "samples_per_second": batch.global_samples / median,
@@ -131,7 +131,7 @@ def _parity_cell(parity: dict[str, Any]) -> str:
 
 
 def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    notes = [f"{row['name']}: {row['state']}: {telling(row['reason'])}" for row in rows if "reason" in row]
+    notes = [f"{row['name']}: {row['state']}: {short_reason(row['reason'])}" for row in rows if "reason" in row]
     measured = [row for row in rows if row["state"] == MEASURED]
     notes += [
         f"{row['name']}: parity: {row['parity']['why']}"
@@ -149,7 +149,7 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def telling(reason: str) -> str:
+def short_reason(reason: str) -> str:
     """One line of a failure's text: the message of an error for people, or the end of a traceback."""
     said = reason.partition("\n\nortlaunch: ")[0].strip().splitlines() or [""]
     return said[-1] if said[0].startswith("Traceback") else said[0]

@@ -49,9 +49,9 @@ class Player:
 
     def start(self) -> None:
         """Start the job, and wait until it has warmed up; the first start's times are kept."""
-        assert self.variant.settled is not None
-        plan = self.variant.settled.plan
-        request = control.write_run(self.variant.settled, self.run)
+        assert self.variant.resolved is not None
+        plan = self.variant.resolved.plan
+        request = control.write_run(self.variant.resolved, self.run)
         self.run.order.unlink(missing_ok=True)
         self.run.results.unlink(missing_ok=True)
         self._number = self._read = 0
@@ -86,8 +86,8 @@ class Player:
             time.sleep(_POLL_SECONDS)
 
     def _check(self) -> None:
-        assert self.variant.settled is not None
-        launcher = backend(self.variant.settled.plan.launcher)
+        assert self.variant.resolved is not None
+        launcher = backend(self.variant.resolved.plan.launcher)
         if launcher.state(self._job) is not JobState.RUNNING:
             job, self._job = self._job, None
             end = explain_end(self.run, launcher.wait(job), None, job.ended_by, job.oom_kills)
@@ -95,16 +95,16 @@ class Player:
 
     def leave(self) -> None:
         """Let the job end by itself."""
-        if not self.alive or self.variant.settled is None:
+        if not self.alive or self.variant.resolved is None:
             return
         write_json(self.run.order, {"number": self._number + 1, "do": "leave"})
-        launcher, deadline = backend(self.variant.settled.plan.launcher), time.monotonic() + _LEAVE_SECONDS
+        launcher, deadline = backend(self.variant.resolved.plan.launcher), time.monotonic() + _LEAVE_SECONDS
         while launcher.state(self._job) is JobState.RUNNING and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self.cancel()
 
     def cancel(self) -> None:
         """End the job now, with all that it started."""
-        if self.alive and self.variant.settled is not None:
-            backend(self.variant.settled.plan.launcher).cancel(self._job)
+        if self.alive and self.variant.resolved is not None:
+            backend(self.variant.resolved.plan.launcher).cancel(self._job)
             self._job = None

@@ -15,7 +15,7 @@ from ortlaunch import doctor
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.run import control
-from ortlaunch.run.control import Settled
+from ortlaunch.run.control import ResolvedRun
 from ortlaunch.run.folder import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
@@ -25,11 +25,11 @@ _PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
 class Variant(NamedTuple):
-    """A recipe with one engine and one choice of each varied key; settled, or refused with a reason."""
+    """A recipe with one engine and one choice of each varied key; resolved, or refused with a reason."""
 
     engine: str
     chosen: tuple[str, ...]  # key.path=value of each varied key
-    settled: Settled | None = None
+    resolved: ResolvedRun | None = None
     refused: str = ""
 
     @property
@@ -111,12 +111,12 @@ def split_values(text: str) -> Iterator[str]:
     yield piece.strip()
 
 
-def settle(variant: Variant, base: Settled) -> Variant:
+def resolve_variant(variant: Variant, base: ResolvedRun) -> Variant:
     """The variant with its plan, or with the reason why it cannot run here."""
     try:
-        settled = base.again(*variant.overrides(base.file.recipe.engine))
-        doctor.require(settled.file.recipe, settled.plan)
-        control.dry_run(settled, RunDir(variant.slug))  # finds mpirun, where that is the launcher
+        resolved = base.with_overrides(*variant.overrides(base.file.recipe.engine))
+        doctor.require(resolved.file.recipe, resolved.plan)
+        control.dry_run(resolved, RunDir(variant.slug))  # finds mpirun, where that is the launcher
     except InputError as error:
         return variant._replace(refused=str(error))
-    return variant._replace(settled=settled)
+    return variant._replace(resolved=resolved)

@@ -85,11 +85,11 @@ def _asked(
     exclude: Exclude,
     planned_only: bool = False,
 ) -> Any:
-    from ortlaunch.planning.world import Asked
+    from ortlaunch.planning.world import LaunchOptions
 
     if launcher not in (None, "auto", "local", "torchrun", "mpi"):
         raise typer.BadParameter(f"got {launcher}; one of auto, local, torchrun, mpi", param_hint="--launcher")
-    return Asked(launcher, nproc, hostfile, include, exclude, planned_only)
+    return LaunchOptions(launcher, nproc, hostfile, include, exclude, planned_only)
 
 
 @app.command(cls=Verb)
@@ -97,9 +97,9 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Check a recipe; all errors at once, each with its place."""
     from ortlaunch.recipe import load
     from ortlaunch.run import inputs
-    from ortlaunch.run.shipped import resolve
+    from ortlaunch.run.shipped import locate
 
-    recipe = resolve(recipe)
+    recipe = locate(recipe)
     loaded = load(recipe, overrides or ())
     functions = [loaded.explain(problem) for problem in inputs.broken_factories(loaded.recipe, recipe.parent)]
     if functions and loaded.recipe.launch.nodes in (None, 1):
@@ -123,21 +123,21 @@ def plan(
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.planning.describe import describe
     from ortlaunch.planning.memory import why_unknown
-    from ortlaunch.run.control import dry_run, foreseen, settle_run
+    from ortlaunch.run.control import dry_run, preview, resolve
     from ortlaunch.run.folder import RunDir
     from ortlaunch.run.micro_size import note
 
     asked = _asked(launcher, nproc_per_node, hostfile, include, exclude, planned_only=True)
-    settled = foreseen(settle_run(recipe, overrides or (), asked, os.environ))
+    resolved = preview(resolve(recipe, overrides or (), asked, os.environ))
     if json:
-        typer.echo(settled.plan.to_json())
+        typer.echo(resolved.plan.to_json())
         return
-    command = dry_run(settled, RunDir(f"runs/{settled.plan.name}-TIME")).splitlines()[-1]
-    notes = note(settled.file.recipe, settled.plan)
-    if settled.plan.memory is None:
-        notes.append(f"memory: not known here: {why_unknown(settled.file.recipe)}")
-    shown = describe(settled.plan, settled.file.recipe)
-    typer.echo("\n".join([*settled.world.notes, shown, *notes, f"command: {command}"]))
+    command = dry_run(resolved, RunDir(f"runs/{resolved.plan.name}-TIME")).splitlines()[-1]
+    notes = note(resolved.file.recipe, resolved.plan)
+    if resolved.plan.memory is None:
+        notes.append(f"memory: not known here: {why_unknown(resolved.file.recipe)}")
+    shown = describe(resolved.plan, resolved.file.recipe)
+    typer.echo("\n".join([*resolved.world.notes, shown, *notes, f"command: {command}"]))
 
 
 @app.command(cls=Verb)
@@ -156,14 +156,14 @@ def train(
     from ortlaunch.run import control
 
     asked = _asked(launcher, nproc_per_node, hostfile, include, exclude, planned_only=dry_run)
-    settled = control.settle_run(recipe, overrides or (), asked, os.environ)
+    resolved = control.resolve(recipe, overrides or (), asked, os.environ)
     if dry_run:
-        settled = control.foreseen(settled)
-        print(*settled.world.notes, sep="\n", end="\n" if settled.world.notes else "", file=sys.stderr)
-        typer.echo(control.dry_run(settled, control.run_folder(run_dir, settled, os.environ)))
+        resolved = control.preview(resolved)
+        print(*resolved.world.notes, sep="\n", end="\n" if resolved.world.notes else "", file=sys.stderr)
+        typer.echo(control.dry_run(resolved, control.run_folder(run_dir, resolved, os.environ)))
         return
     go_on_unread()
-    raise typer.Exit(control.train(settled, run_dir))
+    raise typer.Exit(control.train(resolved, run_dir))
 
 
 @app.command(cls=Verb)
@@ -213,15 +213,15 @@ def bench(
 ) -> None:
     """Measure engines and options side by side: speed, memory, time to first step, equality with plain PyTorch."""
     from ortlaunch import bench as benches
-    from ortlaunch.run.control import settle_run
+    from ortlaunch.run.control import resolve
 
-    settled = settle_run(
+    resolved = resolve(
         recipe, overrides or (), _asked(launcher, nproc_per_node, hostfile, include, exclude), os.environ
     )
     chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
     length = benches.Length(rounds, steps, one_at_a_time)
     go_on_unread()
-    raise typer.Exit(benches.bench(settled, chosen, vary or (), length, out, picture))
+    raise typer.Exit(benches.bench(resolved, chosen, vary or (), length, out, picture))
 
 
 @app.command(cls=Verb)

@@ -25,7 +25,7 @@ _MPIRUN_LISTENS = (
 )
 
 
-class Asked(NamedTuple):
+class LaunchOptions(NamedTuple):
     """What the command line says of the world; None where it is silent."""
 
     launcher: str | None = None
@@ -46,7 +46,7 @@ class World(NamedTuple):
     notes: tuple[str, ...]
 
 
-def settle(recipe: Recipe, asked: Asked, environ: Mapping[str, str]) -> World:
+def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str]) -> World:
     """Settle the world of a run.
 
     Raises:
@@ -55,12 +55,12 @@ def settle(recipe: Recipe, asked: Asked, environ: Mapping[str, str]) -> World:
     found = _enclosing(environ)
     gpus = visible_gpus(environ)
     device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")
-    hosts, notes = _hosts(recipe, asked, gpus if device == "cuda" else 0, found[0] if found else None)
-    launcher = _launcher(recipe, asked, hosts, found)
-    _check_nodes(recipe, hosts, asked)
-    _check_job(recipe, hosts, asked, environ)
+    hosts, notes = _hosts(recipe, options, gpus if device == "cuda" else 0, found[0] if found else None)
+    launcher = _launcher(recipe, options, hosts, found)
+    _check_nodes(recipe, hosts, options)
+    _check_job(recipe, hosts, options, environ)
     if launcher != "inside":
-        notes += tuple(_check_this_host(hosts, device, gpus, asked))
+        notes += tuple(_check_this_host(hosts, device, gpus, options))
         if (recipe.launch.device, device) == ("auto", "cpu") and not all(is_this_host(host.name) for host in hosts):
             notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
     if launcher == "mpi":
@@ -95,13 +95,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _hosts(recipe: Recipe, asked: Asked, gpus: int, inside: Rank | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    per_node = asked.processes_per_node or recipe.launch.processes_per_node
-    if asked.hostfile:
-        return _from_file(asked, per_node)
-    if asked.include or asked.exclude:
+def _hosts(
+    recipe: Recipe, options: LaunchOptions, gpus: int, inside: Rank | None
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    per_node = options.processes_per_node or recipe.launch.processes_per_node
+    if options.hostfile:
+        return _from_file(options, per_node)
+    if options.include or options.exclude:
         raise PlanError("--include and --exclude choose from a host file: give --hostfile")
-    if inside is not None and not asked.processes_per_node:
+    if inside is not None and not options.processes_per_node:
         return _of_launcher(inside), ()
     if (recipe.launch.nodes or 1) > 1:
         raise PlanError(
@@ -112,13 +114,13 @@ def _hosts(recipe: Recipe, asked: Asked, gpus: int, inside: Rank | None) -> tupl
     return (Host("localhost", slots, tuple(range(slots))),), ()
 
 
-def _from_file(asked: Asked, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    assert asked.hostfile is not None
-    listed = read_hostfile(asked.hostfile, default_slots=per_node)
-    hosts = tuple(map(_by_name, select(listed.hosts, asked.include, asked.exclude)))
-    if asked.processes_per_node:
-        hosts = tuple(_first_slots(host, asked.processes_per_node) for host in hosts)
-    return hosts, (f"{asked.hostfile}: read as {listed.dialect}; hosts: {len(hosts)}",)
+def _from_file(options: LaunchOptions, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    assert options.hostfile is not None
+    listed = read_hostfile(options.hostfile, default_slots=per_node)
+    hosts = tuple(map(_by_name, select(listed.hosts, options.include, options.exclude)))
+    if options.processes_per_node:
+        hosts = tuple(_first_slots(host, options.processes_per_node) for host in hosts)
+    return hosts, (f"{options.hostfile}: read as {listed.dialect}; hosts: {len(hosts)}",)
 
 
 def _by_name(host: Host) -> Host:
@@ -145,9 +147,9 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     return tuple(Host(name, per_node, tuple(range(per_node))) for name in names)
 
 
-def _launcher(recipe: Recipe, asked: Asked, hosts: tuple[Host, ...], found: tuple[Rank, str] | None) -> str:
-    chosen = asked.launcher or recipe.launch.launcher
-    if found and chosen == "auto" and not asked.processes_per_node:
+def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], found: tuple[Rank, str] | None) -> str:
+    chosen = options.launcher or recipe.launch.launcher
+    if found and chosen == "auto" and not options.processes_per_node:
         return "inside"
     if found and found[0].world_size > 1:
         raise PlanError(
@@ -172,9 +174,9 @@ def _launcher(recipe: Recipe, asked: Asked, hosts: tuple[Host, ...], found: tupl
     return chosen
 
 
-def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], asked: Asked) -> None:
+def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions) -> None:
     """hosts x slots must be what the recipe asks for: a world never shrinks by itself."""
-    nodes, per_node = recipe.launch.nodes, asked.processes_per_node or recipe.launch.processes_per_node
+    nodes, per_node = recipe.launch.nodes, options.processes_per_node or recipe.launch.processes_per_node
     if nodes is not None and nodes != len(hosts):
         raise PlanError(f"launch.nodes is {nodes}, and there are {len(hosts)} hosts; they must be equal")
     uneven = [f"{host.name} {host.slots}" for host in hosts if per_node is not None and host.slots != per_node]
@@ -184,15 +186,15 @@ def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], asked: Asked) -> None:
         )
 
 
-def _check_job(recipe: Recipe, hosts: tuple[Host, ...], asked: Asked, environ: Mapping[str, str]) -> None:
+def _check_job(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions, environ: Mapping[str, str]) -> None:
     """A Slurm job's script runs once, on its first node; its tasks are srun's to start."""
     job = environ.get("SLURM_JOB_ID")
-    if job is None or detect(environ) or asked.hostfile or recipe.launch.nodes is not None:
+    if job is None or detect(environ) or options.hostfile or recipe.launch.nodes is not None:
         return
     nodes = _count(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     tasks = _count(environ, "SLURM_NTASKS", "SLURM_NPROCS") or nodes
     ranks = sum(host.slots for host in hosts)
-    chosen = asked.processes_per_node or recipe.launch.processes_per_node
+    chosen = options.processes_per_node or recipe.launch.processes_per_node
     if nodes > 1 or (tasks > ranks and not chosen):
         raise PlanError(
             f"Slurm job {job} has {tasks} tasks on {nodes} nodes, and this is its script or shell, not one of its "
@@ -212,7 +214,7 @@ def is_this_host(name: str) -> bool:
     return bare in LOCAL_NAMES or bare in (socket.gethostname(), socket.gethostname().split(".")[0])
 
 
-def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, asked: Asked) -> Iterator[str]:
+def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, options: LaunchOptions) -> Iterator[str]:
     """Slots of this host must exist; other hosts are checked by their ranks before a model is built."""
     here = [host for host in hosts if is_this_host(host.name)]
     if len(here) > 1:
@@ -222,7 +224,7 @@ def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, asked: Ask
     for host in here:
         if device == "cuda" and not gpus:
             lacks = f"launch.device is cuda, and {host.name} has no GPU that CUDA_VISIBLE_DEVICES shows"
-            if not asked.planned_only:
+            if not options.planned_only:
                 raise PlanError(
                     f"{lacks}; start on a host that has one, name such hosts with --hostfile, or set launch.device=cpu"
                 )
@@ -231,7 +233,7 @@ def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, asked: Ask
             raise PlanError(
                 f"{host.name} has {gpus} GPUs, and {host.slots} ranks are asked for; give it at most {gpus} slots"
             )
-        if device == "cpu" and asked.hostfile is not None and host.slots > cores():
+        if device == "cpu" and options.hostfile is not None and host.slots > cores():
             raise PlanError(
                 f"{host.name} has {cores()} cores and no GPU, and the host file gives it {host.slots} slots; "
                 "lower them, or use --nproc-per-node without a host file to put more ranks than cores on this machine"

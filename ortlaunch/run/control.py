@@ -23,7 +23,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.make_plan import make_plan, replan
-from ortlaunch.planning.world import Asked, World, is_this_host, settle
+from ortlaunch.planning.world import LaunchOptions, World, is_this_host, resolve_world
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.ort_variables import contradictions, seen
@@ -37,7 +37,7 @@ from ortlaunch.units import duration
 _JOIN_SECONDS = 120
 
 
-class Settled(NamedTuple):
+class ResolvedRun(NamedTuple):
     """A valid recipe with its world and plan."""
 
     file: RecipeFile
@@ -45,24 +45,24 @@ class Settled(NamedTuple):
     plan: Plan
     path: Path = Path()
     overrides: tuple[str, ...] = ()
-    asked: Asked = Asked()
+    options: LaunchOptions = LaunchOptions()
     choice: dict[str, Any] | None = None  # how engine.name: auto was decided
 
-    def again(self, *overrides: str) -> Settled:
+    def with_overrides(self, *overrides: str) -> ResolvedRun:
         """The same with further overrides."""
-        return settle_run(self.path, (*self.overrides, *overrides), self.asked, os.environ)
+        return resolve(self.path, (*self.overrides, *overrides), self.options, os.environ)
 
 
-def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> Settled:
+def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]) -> ResolvedRun:
     """Recipe -> world -> plan; pure but for reading files and looking at this machine."""
-    given, path = path, shipped.resolve(path)
+    given, path = path, shipped.locate(path)
     loaded = recipe.load(path, overrides)
-    world = settle(loaded.recipe, asked, environ)
-    named = f"those of {asked.hostfile}" if asked.hostfile else "the run's hosts"
+    world = resolve_world(loaded.recipe, options, environ)
+    named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
     broken = [loaded.explain(problem) for problem in device_rules(loaded.recipe, world.device, named)]
     if broken:
         raise RecipeError(broken)
-    notes = (*((f"recipe: {path}",) if path != given else ()), *world.notes, *_absent(loaded, path, world, asked))
+    notes = (*((f"recipe: {path}",) if path != given else ()), *world.notes, *_absent(loaded, path, world, options))
     world = world._replace(notes=(*notes, *_engine_notes(loaded.recipe, world.device, environ)))
     plan = make_plan(
         loaded.recipe,
@@ -74,11 +74,11 @@ def settle_run(path: Path, overrides: Sequence[str], asked: Asked, environ: Mapp
         environ=environ,
     )
     if world.inside is None:
-        world = world._replace(notes=(*world.notes, *crowded(plan, asked.planned_only)))
-    return Settled(loaded, world, plan, path, tuple(overrides), asked)
+        world = world._replace(notes=(*world.notes, *crowded(plan, options.planned_only)))
+    return ResolvedRun(loaded, world, plan, path, tuple(overrides), options)
 
 
-def _absent(loaded: RecipeFile, path: Path, world: World, asked: Asked) -> list[str]:
+def _absent(loaded: RecipeFile, path: Path, world: World, options: LaunchOptions) -> list[str]:
     """Notes on what the recipe reads and is not here: it may lie on the other hosts, or come before the run.
 
     Raises:
@@ -87,7 +87,7 @@ def _absent(loaded: RecipeFile, path: Path, world: World, asked: Asked) -> list[
     here = all(is_this_host(host.name) for host in world.hosts)
     files = [loaded.explain(problem) for problem in inputs.missing_files(loaded.recipe)]
     functions = [loaded.explain(problem) for problem in inputs.broken_factories(loaded.recipe, path.parent)]
-    if here and (functions or (files and not asked.planned_only)):
+    if here and (functions or (files and not options.planned_only)):
         raise RecipeError([*files, *functions])
     return [*files, *functions]
 
@@ -114,9 +114,9 @@ def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> It
         yield "in your environment: " + ", ".join(f"{name}={value}" for name, value in found.items()) + f" ({effect})"
 
 
-def run_folder(chosen: Path | None, settled: Settled, environ: Mapping[str, str]) -> RunDir:
+def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
     """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
-    name, rank = settled.plan.name, settled.world.inside
+    name, rank = resolved.plan.name, resolved.world.inside
     if chosen is not None:
         return RunDir(chosen)
     if rank is None or rank.world_size == 1:
@@ -143,9 +143,9 @@ def _launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
     return None
 
 
-def dry_run(settled: Settled, run: RunDir) -> str:
+def dry_run(resolved: ResolvedRun, run: RunDir) -> str:
     """Exactly what a real run would send."""
-    return str(_request(settled.plan, run))
+    return str(_request(resolved.plan, run))
 
 
 def _request(plan: Plan, run: RunDir) -> Request:
@@ -154,91 +154,91 @@ def _request(plan: Plan, run: RunDir) -> Request:
     return backend(plan.launcher).request(plan, run)
 
 
-def train(settled: Settled, chosen: Path | None) -> int:
+def train(resolved: ResolvedRun, chosen: Path | None) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
     with RunLock() as lock:
-        return _train(settled, chosen, lock)
+        return _train(resolved, chosen, lock)
 
 
-def _train(settled: Settled, chosen: Path | None, lock: RunLock) -> int:
-    started, run = time.monotonic(), run_folder(chosen, settled, os.environ)
-    if run.recipe.exists() and settled.world.inside is None:
+def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock) -> int:
+    started, run = time.monotonic(), run_folder(chosen, resolved, os.environ)
+    if run.recipe.exists() and resolved.world.inside is None:
         lock.take(run)  # before anything is measured
-    settled = _with_engine(_with_known_size(settled, run), run)
-    if _says_that_nothing_is_left(settled, run):
+    resolved = _with_engine(_with_known_size(resolved, run), run)
+    if _says_that_nothing_is_left(resolved, run):
         return 0
-    if settled.world.inside is not None:
-        return _be_a_rank(settled, run, settled.world.inside, lock)
-    _check_means(settled, run)
+    if resolved.world.inside is not None:
+        return _be_a_rank(resolved, run, resolved.world.inside, lock)
+    _check_means(resolved, run)
     run = _claimed(run) if chosen is None else run
     lock.take(run)
-    if micro_size.is_asked(settled.file.recipe):
-        settled = _with_size(settled, micro_size.find(settled.file.recipe, settled.plan, run))
-    request = _prepare(settled, run)
+    if micro_size.is_asked(resolved.file.recipe):
+        resolved = _with_size(resolved, micro_size.find(resolved.file.recipe, resolved.plan, run))
+    request = _prepare(resolved, run)
     os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
-    launcher = backend(settled.plan.launcher)
+    launcher = backend(resolved.plan.launcher)
     job = launcher.submit(request)
     end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
     print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
     took = f", in {duration(time.monotonic() - started)}"
-    text = end.text if end.status else with_next(end.text + took, sys.argv[1:], settled.file.recipe, run)
+    text = end.text if end.status else with_next(end.text + took, sys.argv[1:], resolved.file.recipe, run)
     print(text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
 
-def _says_that_nothing_is_left(settled: Settled, run: RunDir) -> bool:
+def _says_that_nothing_is_left(resolved: ResolvedRun, run: RunDir) -> bool:
     """A finished run is left as it is, down to the last file."""
-    left = nothing_left(settled.file.recipe, run)
-    if left is None or (settled.world.inside is not None and settled.world.inside.rank > 0):
+    left = nothing_left(resolved.file.recipe, run)
+    if left is None or (resolved.world.inside is not None and resolved.world.inside.rank > 0):
         return left is not None
-    _check_folder(run, settled.file.recipe)
-    print(with_next(left, sys.argv[1:], settled.file.recipe, run), flush=True)
+    _check_folder(run, resolved.file.recipe)
+    print(with_next(left, sys.argv[1:], resolved.file.recipe, run), flush=True)
     return True
 
 
-def _with_known_size(settled: Settled, run: RunDir) -> Settled:
+def _with_known_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """`micro_size: auto` with the number that an earlier start in this run folder found."""
-    if not micro_size.is_asked(settled.file.recipe):
-        return settled
-    found = micro_size.known(settled.file.recipe, settled.plan, run)
-    if found is None and settled.world.inside is not None:
+    if not micro_size.is_asked(resolved.file.recipe):
+        return resolved
+    found = micro_size.known(resolved.file.recipe, resolved.plan, run)
+    if found is None and resolved.world.inside is not None:
         micro_size.refuse_inside()
-    return settled if found is None else _with_size(settled, found)
+    return resolved if found is None else _with_size(resolved, found)
 
 
-def _with_size(settled: Settled, size: int) -> Settled:
-    file = settled.file.with_micro_size(size)
-    return settled._replace(file=file, plan=replan(file.recipe, settled.plan))
+def _with_size(resolved: ResolvedRun, size: int) -> ResolvedRun:
+    file = resolved.file.with_micro_size(size)
+    return resolved._replace(file=file, plan=replan(file.recipe, resolved.plan))
 
 
-def _with_engine(settled: Settled, run: RunDir) -> Settled:
+def _with_engine(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     """Engine auto decided; a rank above 0 starts what rank 0 has decided."""
-    inside = settled.world.inside
-    if settled.file.recipe.engine.name != "auto" or (inside is not None and inside.rank > 0):
-        return settled
+    inside = resolved.world.inside
+    if resolved.file.recipe.engine.name != "auto" or (inside is not None and inside.rank > 0):
+        return resolved
     from ortlaunch.bench import auto
 
-    return auto.choose(settled, run, check=lambda: _check_means(settled, run))
+    return auto.choose(resolved, run, check=lambda: _check_means(resolved, run))
 
 
-def foreseen(settled: Settled) -> Settled:
+def preview(resolved: ResolvedRun) -> ResolvedRun:
     """For showing a plan: engine auto as it would be decided now, without measuring."""
-    if settled.file.recipe.engine.name != "auto":
-        return settled
+    if resolved.file.recipe.engine.name != "auto":
+        return resolved
     from ortlaunch.bench import auto
 
-    return auto.foreseen(settled)
+    return auto.preview(resolved)
 
 
-def _be_a_rank(settled: Settled, run: RunDir, rank: Rank, lock: RunLock) -> int:
+def _be_a_rank(resolved: ResolvedRun, run: RunDir, rank: Rank, lock: RunLock) -> int:
     """This process is a rank already: rank 0 prepares the folder, then each becomes the worker."""
     mark = run.ready / (_launch_id(rank, os.environ) or "launch")
     if rank.rank == 0:
         mark.unlink(missing_ok=True)
-        _check_means(settled, run)
+        _check_means(resolved, run)
         lock.take(run, keep=True)
-        _prepare(settled, run)
-        for path, text in _request(settled.plan, run).files:
+        _prepare(resolved, run)
+        for path, text in _request(resolved.plan, run).files:
             write_text(Path(path), text)
         write_text(mark, "")
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -248,15 +248,15 @@ def _be_a_rank(settled: Settled, run: RunDir, rank: Rank, lock: RunLock) -> int:
                 f"rank 0 did not prepare {run} within {_JOIN_SECONDS} s; is it on a disk that all hosts share?"
             )
         time.sleep(0.05)
-    argv = _request(settled.plan, run).argv
-    os.execve(argv[0], argv, {**os.environ, **dict(settled.plan.env)})
+    argv = _request(resolved.plan, run).argv
+    os.execve(argv[0], argv, {**os.environ, **dict(resolved.plan.env)})
 
 
-def _check_means(settled: Settled, run: RunDir) -> None:
+def _check_means(resolved: ResolvedRun, run: RunDir) -> None:
     """What the run takes is there, or an error says what to type; nothing has been written yet."""
-    doctor.require(settled.file.recipe, settled.plan)
-    _request(settled.plan, run)
-    _check_folder(run, settled.file.recipe)
+    doctor.require(resolved.file.recipe, resolved.plan)
+    _request(resolved.plan, run)
+    _check_folder(run, resolved.file.recipe)
 
 
 def _claimed(run: RunDir) -> RunDir:
@@ -268,28 +268,28 @@ def _claimed(run: RunDir) -> RunDir:
     raise LaunchError(f"there are a thousand folders {run}-*")
 
 
-def _prepare(settled: Settled, run: RunDir) -> Request:
+def _prepare(resolved: ResolvedRun, run: RunDir) -> Request:
     """Write the run folder, say what will run."""
-    request = write_run(settled, run)
-    provenance.record(run, settled.path)
-    for note in settled.world.notes:
+    request = write_run(resolved, run)
+    provenance.record(run, resolved.path)
+    for note in resolved.world.notes:
         print(note, flush=True)
-    print(f"{describe(settled.plan, settled.file.recipe)}\nrun folder: {run}", flush=True)
+    print(f"{describe(resolved.plan, resolved.file.recipe)}\nrun folder: {run}", flush=True)
     return request
 
 
-def write_run(settled: Settled, run: RunDir) -> Request:
+def write_run(resolved: ResolvedRun, run: RunDir) -> Request:
     """Write what the ranks read; returns what starts them."""
-    plan, request = settled.plan, _request(settled.plan, run)
-    write_text(run.recipe, recipe.to_yaml(settled.file.recipe))
+    plan, request = resolved.plan, _request(resolved.plan, run)
+    write_text(run.recipe, recipe.to_yaml(resolved.file.recipe))
     write_text(run.plan, plan.to_json())
     if plan.deepspeed is not None:
         write_json(run.deepspeed, plan.deepspeed)
-    variables = {**seen(os.environ), **seen(settled.file.recipe.launch.env)}
+    variables = {**seen(os.environ), **seen(resolved.file.recipe.launch.env)}
     write_json(run.environment, {**provenance.environment(), "ortmodule_variables": variables})
     write_text(run.request, f"{request}\n")
-    if settled.choice is not None:
-        write_json(run.choice, settled.choice)
+    if resolved.choice is not None:
+        write_json(run.choice, resolved.choice)
     else:
         run.choice.unlink(missing_ok=True)
     for old in run.errors.glob("*"):

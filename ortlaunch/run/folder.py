@@ -47,7 +47,7 @@ class RunDir:
         self.rendezvous = self.path / "rendezvous"
         self.logs = self.path / "logs"
         self.errors = self.path / "errors"
-        self.told = self.errors / "told"
+        self.failure_printed = self.errors / "printed"
         self.ready = self.path / "ready"
         self.lock = self.path / "lock"
         self.metrics = self.path / "metrics.jsonl"

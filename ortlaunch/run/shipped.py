@@ -64,7 +64,7 @@ def _named(what: str, name: str, files: dict[str, Path]) -> Path:
     raise InputError(f"no shipped {what} {name!r}; {advice}")
 
 
-def resolve(given: Path) -> Path:
+def locate(given: Path) -> Path:
     """The recipe file that is meant: a file of that name, else the shipped recipe that `recipes list` calls so.
 
     Raises:

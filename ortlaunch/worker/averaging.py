@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 
 
 class Averaging:
@@ -26,7 +26,7 @@ class Averaging:
     The first pass shows whether every rank uses every trained parameter; all ranks decide the same.
     """
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, group: DistributedContext) -> None:
         self.group = group
         ids = [group.device.index] if group.device.type == "cuda" else None
         self.module: Any = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)

@@ -9,11 +9,13 @@ from typing import Any
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import Stepper
 
 
-def save(run: RunDir, recipe: Recipe, group: Group, stepper: Stepper, step: int, state: dict[str, Any]) -> Path:
+def save(
+    run: RunDir, recipe: Recipe, group: DistributedContext, stepper: Stepper, step: int, state: dict[str, Any]
+) -> Path:
     """Write the checkpoint after `step` steps (collective); older ones beyond `checkpoint.keep` go."""
     folder = run.checkpoint(step)
     if group.rank == 0:
@@ -28,7 +30,7 @@ def save(run: RunDir, recipe: Recipe, group: Group, stepper: Stepper, step: int,
     return folder
 
 
-def _complete(folder: Path, step: int, group: Group, samples: int) -> None:
+def _complete(folder: Path, step: int, group: DistributedContext, samples: int) -> None:
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     write_json(folder / "manifest.json", {"step": step, "samples": samples, "ranks": group.size, "files": files})
     write_text(folder / "COMPLETE", "")

@@ -30,7 +30,7 @@ _KEPT: list[object] = []
 JOIN_TIMEOUT = timedelta(minutes=30)
 
 
-class Group:
+class DistributedContext:
     """The agreed world as one rank sees it."""
 
     def __init__(self, rank: Rank, device: torch.device) -> None:
@@ -79,7 +79,7 @@ class Group:
 
 
 @contextlib.contextmanager
-def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Group]:
+def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     """Join the planned world.
 
     Raises:
@@ -91,7 +91,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[Group]:
     launcher = found[1] if found else ""
     _join(rank, run, launcher, "nccl" if device.type == "cuda" else "gloo")
     _export(rank)
-    yield Group(rank, device)
+    yield DistributedContext(rank, device)
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
     if _uses_mpi(launcher) and not _on_one_host(rank):
@@ -112,7 +112,7 @@ def agree(plan: Plan, rank: Rank) -> None:
         raise LaunchError(f"rank {rank.rank} should be {planned}, the launcher made it {rank}")
 
 
-def agree_on_files(group: Group, run: RunDir, texts: list[str]) -> None:
+def agree_on_files(group: DistributedContext, run: RunDir, texts: list[str]) -> None:
     """All ranks must have read the same recipe and plan: one that came early may have met an older run's."""
     digest = hashlib.sha256("".join(texts).encode()).hexdigest()
     other = next((rank for rank, found in enumerate(group.gather(digest)) if found != digest), None)

@@ -21,7 +21,7 @@ from ortlaunch import extensions
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.loss_weight import LossWeight
 from ortlaunch.worker.matmul_precision import describe, keep_positions_exact
 from ortlaunch.worker.memory_use import MemoryUse
@@ -94,7 +94,7 @@ class Engine:
         return {**report, "onnxruntime": {**self.report["onnxruntime"], **counts, **_exports()}}
 
 
-def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Group, sample: Batch) -> Engine:
+def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: DistributedContext, sample: Batch) -> Engine:
     """Put the model on its device and its engine.
 
     Args:
@@ -139,7 +139,7 @@ def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Ba
     }
 
 
-def threads(group: Group) -> int:
+def threads(group: DistributedContext) -> int:
     """Threads of one rank: OMP_NUM_THREADS, else this host's cores divided by its ranks."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     # torchrun sets 1 where nobody chose.
@@ -154,14 +154,14 @@ def _at_highest(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"matmul_precision": "highest"})})
 
 
-def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Group) -> Stepper:
+def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: DistributedContext) -> Stepper:
     if plan.deepspeed is not None:
         return DeepSpeedStepper(module, chosen.optimizer, group, plan.deepspeed)
     steps, norm = plan.batch.accumulation_steps, recipe.train.max_grad_norm
     return TorchStepper(module, chosen.optimizer, group, recipe.precision, steps, norm)
 
 
-def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tuple[Any, Any, str]:
+def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch) -> tuple[Any, Any, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
     from ortlaunch.ortmodule.options import require_effect
     from ortlaunch.ortmodule.witness import Witness
@@ -184,7 +184,7 @@ def _ort(recipe: Recipe, model: LossModule, group: Group, sample: Batch) -> tupl
     return (model, witness, reason) if reason else (wrapped, witness, "")
 
 
-def _wrapped(recipe: Recipe, model: LossModule, group: Group) -> Any:
+def _wrapped(recipe: Recipe, model: LossModule, group: DistributedContext) -> Any:
     from ortlaunch.ortmodule.wrap import wrap
 
     return wrap(model, recipe.engine, threads=threads(group), ranks_here=group.local.local_world_size)
@@ -196,7 +196,7 @@ def _where(error: Exception) -> str:
     return f"in {os.path.basename(frame.filename)}, {frame.name}: {frame.line}"
 
 
-def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: Group, sample: Batch) -> None:
+def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: DistributedContext, sample: Batch) -> None:
     """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     dtype = torch.float16 if recipe.precision == "fp16" and recipe.zero is None else None
@@ -217,7 +217,7 @@ def _brief(reason: str) -> str:
 
 
 def _report(
-    recipe: Recipe, plan: Plan, used: str, fallback: str, chosen: Chosen, group: Group, model: LossModule
+    recipe: Recipe, plan: Plan, used: str, fallback: str, chosen: Chosen, group: DistributedContext, model: LossModule
 ) -> dict[str, Any]:
     asked = recipe.optimizer.name
     return {
@@ -297,7 +297,7 @@ def _ort_notes() -> tuple[str, ...]:
     return (*left_out, *tally.notes)
 
 
-def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Group) -> dict[str, Any]:
+def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: DistributedContext) -> dict[str, Any]:
     """Whose fused overflow check and gradient norm is in force, and why: ONNX Runtime's where it can, else ours."""
     from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm
 

@@ -10,12 +10,14 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.model import LossModule, set_use_cache
 from ortlaunch.worker.stepping import Stepper
 
 
-def export(recipe: Recipe, run: RunDir, group: Group, stepper: Stepper, trained: LossModule, tokenizer: Any) -> None:
+def export(
+    recipe: Recipe, run: RunDir, group: DistributedContext, stepper: Stepper, trained: LossModule, tokenizer: Any
+) -> None:
     """Write export/ (collective): weights, config and tokenizer. The model is of no further use: LoRA is merged."""
     with stepper.whole_weights():
         if group.rank == 0:

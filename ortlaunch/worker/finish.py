@@ -10,7 +10,7 @@ from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.units import duration
 from ortlaunch.worker.checkpoint import samples_seen
 from ortlaunch.worker.data import Data
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
@@ -22,7 +22,7 @@ from ortlaunch.worker.summary import late_notes, outcome_lines
 
 
 def finish(
-    recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, model: LossModule, data: Data
+    recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, engine: Engine, model: LossModule, data: Data
 ) -> None:
     """Write the trained model and what it took (collective); rank 0 says so."""
     lines = [*late_notes(engine.truth(), engine.notes), *outcome_lines(engine.truth())]

@@ -15,7 +15,7 @@ import torch
 from ortlaunch.errors import NonFiniteError
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 
 Named = Iterable[tuple[str, "torch.Tensor | None"]]
 _SHOWN = 16  # samples that are named, and micro batches
@@ -34,7 +34,7 @@ class BadLoss(NamedTuple):
     loss: float
 
 
-def bad_losses(group: Group, losses: Sequence[torch.Tensor]) -> list[BadLoss]:
+def bad_losses(group: DistributedContext, losses: Sequence[torch.Tensor]) -> list[BadLoss]:
     """Of all ranks, by their place in `losses` (collective)."""
     mine = [(place, loss) for place, loss in enumerate(map(float, losses)) if not math.isfinite(loss)]
     texts = group.gather(json.dumps(mine))
@@ -46,7 +46,9 @@ def bad_loss(step: int, found: BadLoss, samples: list[int]) -> str:
     return f"step {step + 1}: the loss is {found.loss} on rank {found.rank}, samples {_some(samples)} of data.train"
 
 
-def bad_step(group: Group, batches: Batches, step: int, losses: list[BadLoss], gradients: Named) -> NonFiniteError:
+def bad_step(
+    group: DistributedContext, batches: Batches, step: int, losses: list[BadLoss], gradients: Named
+) -> NonFiniteError:
     """The error of a step (from 0) whose passes were made again, so that gradients can be looked at (collective)."""
     lines = [bad_loss(step, bad, batches.indices(step, bad.place, bad.rank)) for bad in losses[:_SHOWN]]
     if not losses:
@@ -58,7 +60,7 @@ def bad_step(group: Group, batches: Batches, step: int, losses: list[BadLoss], g
 
 
 def require_finite_loss(
-    mean: float, group: Group, batches: Batches, first: int, losses: Sequence[torch.Tensor]
+    mean: float, group: DistributedContext, batches: Batches, first: int, losses: Sequence[torch.Tensor]
 ) -> None:
     """Look at the mean of all ranks' losses: some are not finite, and their gradients are (collective).
 
@@ -95,7 +97,7 @@ def require_finite_weights(step: int, weights: Named) -> None:
 _NOT_AGAIN = "made again, this step has finite gradients: the model draws random numbers, or keeps what it saw"
 
 
-def _first(group: Group, gradients: Named) -> str | None:
+def _first(group: DistributedContext, gradients: Named) -> str | None:
     """The first bad parameter in the model's order that a rank sees (collective)."""
     mine = next(_bad(gradients), None)
     found = [tuple(json.loads(text)) for text in group.gather(json.dumps(mine)) if text != "null"]

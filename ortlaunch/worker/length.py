@@ -10,10 +10,10 @@ from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.worker.checkpoint import newest, samples_seen
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 
 
-def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: Group, samples: int) -> Recipe:
+def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: DistributedContext, samples: int) -> Recipe:
     """The recipe with `train.max_steps`, from `train.epochs` where those were given (collective).
 
     A run that goes on keeps the steps that it began with, for its schedule runs over them; where its batches are of

@@ -16,7 +16,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.models import Corpus
 from ortlaunch.worker.data import IGNORED, Batches
 from ortlaunch.worker.data.corpus import DataError
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.model import LossModule
 
 Batch = dict[str, torch.Tensor]
@@ -46,7 +46,7 @@ class LossWeight:
         self.key = None if self.by in ("samples", "labels") else self.by
         self.taken_out = self.key and self.key not in inspect.signature(model.model.forward).parameters
 
-    def passes(self, batches: Batches, step: int, group: Group) -> Iterator[tuple[Batch, float]]:
+    def passes(self, batches: Batches, step: int, group: DistributedContext) -> Iterator[tuple[Batch, float]]:
         """This rank's micro batches of a step (from 0), each with the factor on its loss.
 
         Where all count the same the factor is exactly 1. Collective, and all micro batches are read first, where

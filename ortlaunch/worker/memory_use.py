@@ -17,7 +17,7 @@ import torch
 
 from ortlaunch.plan import Plan
 from ortlaunch.units import human
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import Stepper
 
 _LOOKS = 4  # before and after the first two steps: gradients live before a step, optimizer state after the first
@@ -87,7 +87,7 @@ class MemoryUse:
             return int(torch.cuda.max_memory_allocated(self.device))
         return max(0, _peak_resident() - self.baseline)
 
-    def record(self, plan: Plan, group: Group) -> dict[str, Any]:
+    def record(self, plan: Plan, group: DistributedContext) -> dict[str, Any]:
         """Planned and measured side by side, for the rank that has most (collective)."""
         mine = {**self.largest._asdict(), "model": self.largest.model, "peak": self.peak()}
         ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]

@@ -12,7 +12,7 @@ from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.worker.data import Batches
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.tasks.parity import LIMITS, Comparison, Difference, compare, dropouts
 
@@ -28,7 +28,7 @@ class ParitySteps:
     """The steps of a run that are compared, from 0 to `engine.parity_steps`."""
 
     def __init__(
-        self, recipe: Recipe, run: RunDir, group: Group, engine: Engine, batches: Batches, first_step: int
+        self, recipe: Recipe, run: RunDir, group: DistributedContext, engine: Engine, batches: Batches, first_step: int
     ) -> None:
         self.recipe, self.run, self.group, self.engine, self.batches = recipe, run, group, engine, batches
         self.end = min(recipe.engine.parity_steps, recipe.train.steps)
@@ -145,7 +145,7 @@ class ParitySteps:
 
 
 def parity_steps(
-    recipe: Recipe, run: RunDir, group: Group, engine: Engine, batches: Batches, first_step: int
+    recipe: Recipe, run: RunDir, group: DistributedContext, engine: Engine, batches: Batches, first_step: int
 ) -> ParitySteps | None:
     """The comparison that the recipe asks for, or None."""
     return ParitySteps(recipe, run, group, engine, batches, first_step) if recipe.engine.parity_steps else None
@@ -184,6 +184,6 @@ def _records_until(run: RunDir, step: int) -> list[Record]:
     return [record for record in records if record["step"] <= step]
 
 
-def _say(group: Group, text: str) -> None:
+def _say(group: DistributedContext, text: str) -> None:
     if group.rank == 0:
         print(text, flush=True)

@@ -197,13 +197,13 @@ def _tell(account: Account, child: Child) -> None:
         said = "" if shown else f"{record['traceback']}\n"
         print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
-        run.told.touch()
+        run.failure_printed.touch()
 
 
 def _cause_is_told(run: RunDir, child: Child) -> bool:
     """Wait until another rank has told the cause, or a launcher that knows of it wants this one gone; else False."""
     deadline = time.monotonic() + _CAUSE_SECONDS
-    while child.asked is None and not run.told.exists():
+    while child.asked is None and not run.failure_printed.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

@@ -19,7 +19,7 @@ from torch import nn
 from ortlaunch.errors import CheckpointError
 from ortlaunch.worker.averaging import Averaging
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 
 _STATE_FILE = "state.pt"
 Batch = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ class TorchStepper:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        group: Group,
+        group: DistributedContext,
         precision: str,
         accumulation: int,
         max_norm: float | None,
@@ -159,7 +159,7 @@ class DeepSpeedStepper:
     unused = ()  # DeepSpeed takes a gradient that does not come for zeros
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: Group, config: dict[str, Any]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: DistributedContext, config: dict[str, Any]
     ) -> None:
         import deepspeed
 

@@ -10,13 +10,13 @@ from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
 from ortlaunch.units import counted
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.module_copies import copy_modules
 
 
-def announce(recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, samples: int) -> None:
+def announce(recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, engine: Engine, samples: int) -> None:
     """Before step 1, by rank 0: what will run, for how long, and what is kept of the user's code."""
     if group.rank == 0:
         lines = [*plan_lines(engine.truth()), *engine.notes, length_line(recipe, plan.batch, samples)]

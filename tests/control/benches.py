@@ -9,23 +9,23 @@ import yaml
 
 from ortlaunch.bench import report
 from ortlaunch.bench.turns import Player
-from ortlaunch.bench.variants import Variant, settle
-from ortlaunch.planning.world import Asked
-from ortlaunch.run.control import Settled, settle_run
+from ortlaunch.bench.variants import Variant, resolve_variant
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run.control import ResolvedRun, resolve
 from ortlaunch.run.folder import RunDir
 from tests.makers import CUSTOM
 
 
-def settled(environ: dict[str, str] | None = None, **sections: Any) -> Settled:
+def resolved(environ: dict[str, str] | None = None, **sections: Any) -> ResolvedRun:
     """A custom recipe with engine auto and these sections, read from a file here."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "auto"}, **sections}))
-    return settle_run(path, (), Asked(), environ or {})
+    return resolve(path, (), LaunchOptions(), environ or {})
 
 
 def player(name: str, took: list[list[float]], parity: dict[str, Any] | None = None, *chosen: str) -> Player:
     """A variant with these seconds of its steps, turn by turn."""
-    found = settle(Variant(name, chosen), settled())
+    found = resolve_variant(Variant(name, chosen), resolved())
     made = Player(found, RunDir(f"out/{found.slug}"))
     made.ready = {"flops_per_token": None, "peak_flops": None, "engine": {}, "first_step": {"since_launch": 3.0}}
     made.turns = [{"seconds": seconds, "memory": [1 << 20]} for seconds in took]

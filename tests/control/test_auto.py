@@ -13,9 +13,9 @@ from ortlaunch.bench import auto, report
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.run import control
-from ortlaunch.run.control import Settled
+from ortlaunch.run.control import ResolvedRun
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
-from tests.control.benches import player, rows, settled
+from tests.control.benches import player, resolved, rows
 from tests.makers import OWN_MODULE
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -57,7 +57,7 @@ def test_auto_without_any_engine() -> None:
     assert "eager left out: parity: not compared: RuntimeError: x" in str(caught.value)
 
 
-def remembered_choice(base: Settled, chosen: str = "inductor") -> None:
+def remembered_choice(base: ResolvedRun, chosen: str = "inductor") -> None:
     """As a bench leaves it."""
     choice = {"asked": "auto", "chosen": chosen, "why": "measured 2 x eager", "measured": {}, "key": auto.digest(base)}
     auto._keep(base, choice)
@@ -70,19 +70,19 @@ def never() -> None:
 
 def test_a_remembered_choice_is_taken() -> None:
     """Without measuring; the note says which, why and that it is remembered; the run folder gets the choice."""
-    base = settled()
+    base = resolved()
     remembered_choice(base)
     found = auto.choose(base, RunDir("run"), never)
     assert found.file.recipe.engine == Engine(name="inductor")
     assert found.world.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
     control.write_run(found, RunDir("run"))
     assert read_json(RunDir("run").choice)["chosen"] == "inductor"
-    assert auto.foreseen(base).file.recipe.engine.name == "inductor"
+    assert auto.preview(base).file.recipe.engine.name == "inductor"
 
 
 def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     """What another hand has written is not taken for a measurement."""
-    base = settled()
+    base = resolved()
     remembered_choice(base)
     path = auto._path(base)
     before = path.stat().st_size
@@ -93,7 +93,7 @@ def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_run_keeps_its_engine() -> None:
     """What the run folder says goes before what was measured since; another recipe without checkpoints does not."""
-    base, run = settled(), RunDir("run")
+    base, run = resolved(), RunDir("run")
     remembered_choice(base, "inductor")
     write_json(run.choice, {"asked": "auto", "chosen": "eager", "why": "then", "key": auto.digest(base)})
     assert auto.choose(base, run, never).world.notes[-1] == "engine auto: eager: then (as this run began)"
@@ -107,20 +107,20 @@ def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
     """The run folder's choice belongs to engine auto alone."""
     run = RunDir("run")
     write_json(run.choice, {"chosen": "ort"})
-    control.write_run(settled(engine={"name": "eager"}), run)
+    control.write_run(resolved(engine={"name": "eager"}), run)
     assert not run.choice.exists()
 
 
 def test_a_rank_cannot_measure() -> None:
     """Under a launcher auto takes what is remembered, and refuses before anything is done where nothing is."""
-    base = settled(environ=TORCH)
+    base = resolved(environ=TORCH)
     with pytest.raises(PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"):
         auto.choose(base, RunDir("run"), never)
     assert not Path("run").exists()
-    remembered_choice(settled(batch={"micro_size": 8, "accumulation_steps": 1}))
+    remembered_choice(resolved(batch={"micro_size": 8, "accumulation_steps": 1}))
     with pytest.raises(PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"):
-        auto.choose(settled(environ=TORCH), RunDir("run"), never)
-    remembered_choice(settled())
+        auto.choose(resolved(environ=TORCH), RunDir("run"), never)
+    remembered_choice(resolved())
     assert auto.choose(base, RunDir("run"), never).choice is not None
 
 
@@ -128,21 +128,21 @@ def test_what_would_fail_anyway_fails_before_measuring() -> None:
     """The checks of the run come first: no minute is spent on a run that cannot start."""
     Path("mine").write_text("")
     with pytest.raises(PlanError, match="is a file; give a folder"):
-        control.train(settled(), Path("mine"))
+        control.train(resolved(), Path("mine"))
     assert not Path("bench").exists()
 
 
 def test_plan_and_dry_run_measure_nothing() -> None:
     """They say that it will be measured, and plan nothing else until then."""
-    base = settled()
-    shown = control.foreseen(base)
+    base = resolved()
+    shown = control.preview(base)
     assert shown.plan == base.plan
     assert shown.world.notes[-1].startswith("engine auto: measured when training starts")
 
 
 def test_a_bench_refreshes_what_auto_remembers(capsys: pytest.CaptureFixture[str]) -> None:
     """One that is shorter than auto's own is no reason to change the engine."""
-    base, made = settled(), rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
+    base, made = resolved(), rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
     auto.remember(base, {"variants": made, "rounds": 3, "steps": 2}, Path("bench"))
     assert (auto.remembered(base), capsys.readouterr().out) == (None, "")
     auto.remember(base, {"variants": made, "rounds": 3, "steps": 3}, Path("bench"))
@@ -170,34 +170,34 @@ def test_a_bench_refreshes_what_auto_remembers(capsys: pytest.CaptureFixture[str
 )
 def test_what_decides_speed_is_in_the_key(change: dict[str, Any]) -> None:
     """Model, shape, batch, precision, sharding, optimizer, options, ranks and threads: another one, another key."""
-    assert auto.digest(settled(**change)) != auto.digest(settled())
+    assert auto.digest(resolved(**change)) != auto.digest(resolved())
 
 
 def test_versions_hardware_and_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another torch, another processor, or another text of the user's module: measured anew."""
     Path("mine.py").write_text(f"{OWN_MODULE}one = 1")
-    before = auto.digest(settled())
+    before = auto.digest(resolved())
     Path("mine.py").write_text(f"{OWN_MODULE}two = 2")
-    changed = {before, auto.digest(settled())}
+    changed = {before, auto.digest(resolved())}
     monkeypatch.setattr(machine, "hardware", lambda: {"processor": "another"})
-    changed.add(auto.digest(settled()))
+    changed.add(auto.digest(resolved()))
     monkeypatch.setattr(extensions, "version", {"torch": "99"}.get)
-    changed.add(auto.digest(settled()))
+    changed.add(auto.digest(resolved()))
     assert len(changed) == 4
 
 
 def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun sets OMP_NUM_THREADS=1, which its ranks do not heed: a bench under it and a rank of it share a key."""
     two = {"launch": {"processes_per_node": 2}}
-    before = auto.digest(settled(**two))
+    before = auto.digest(resolved(**two))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert auto.digest(settled(**two)) == before
+    assert auto.digest(resolved(**two)) == before
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert auto.digest(settled(**two)) != before
+    assert auto.digest(resolved(**two)) != before
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    one = auto.digest(settled())
+    one = auto.digest(resolved())
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert auto.digest(settled()) != one
+    assert auto.digest(resolved()) != one
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_threads_that_nobody_chose_are_not_in_the_key(monkeypatch: pytest.Monkey
 )
 def test_what_does_not_decide_speed_is_not_in_the_key(change: dict[str, Any]) -> None:
     """A longer run, another seed or the recipe's own engine ask for no other measurement."""
-    assert auto.digest(settled(**change)) == auto.digest(settled())
+    assert auto.digest(resolved(**change)) == auto.digest(resolved())

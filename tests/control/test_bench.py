@@ -14,10 +14,10 @@ import pytest
 
 from ortlaunch import bench, machine
 from ortlaunch.bench import Length, picture, report
-from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, settle, split_values, variants
+from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant, split_values, variants
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.recipe.engine import Engine
-from tests.control.benches import player, rows, settled
+from tests.control.benches import player, resolved, rows
 from tests.makers import BERT, WORDS
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -61,30 +61,30 @@ def test_an_engine_replaces_the_recipes() -> None:
     assert engine_overrides("inductor", before) == ('engine={"name": "inductor"}',)
     assert engine_overrides("inductor", before, parity=True) == ('engine={"name": "inductor", "parity_steps": 2}',)
     assert engine_overrides("eager", before, parity=True) == ('engine={"name": "eager"}',)
-    base = settled(engine={"name": "ort", "memory_optimization": 1, "allow_fallback": True})
-    assert base.again(*Variant("eager", ()).overrides(base.file.recipe.engine)).file.recipe.engine == Engine(
+    base = resolved(engine={"name": "ort", "memory_optimization": 1, "allow_fallback": True})
+    assert base.with_overrides(*Variant("eager", ()).overrides(base.file.recipe.engine)).file.recipe.engine == Engine(
         name="eager"
     )
-    ort = base.again(*Variant("ort", ()).overrides(base.file.recipe.engine)).file.recipe.engine
+    ort = base.with_overrides(*Variant("ort", ()).overrides(base.file.recipe.engine)).file.recipe.engine
     assert (ort.memory_optimization, ort.allow_fallback) == (1, False)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_keeps_the_precision_of_products(engine: str) -> None:
     """engine.matmul_precision is no engine's own: what is compared side by side multiplies alike."""
-    base = settled(engine={"name": "ort", "matmul_precision": "medium"})
+    base = resolved(engine={"name": "ort", "matmul_precision": "medium"})
     for chosen, word in (((), "medium"), (("engine.matmul_precision=high",), "high")):
-        found = settle(Variant(engine, chosen), base).settled
+        found = resolve_variant(Variant(engine, chosen), base).resolved
         assert found is not None
         assert found.file.recipe.engine.matmul_precision == word
 
 
 def test_a_refused_variant_says_why() -> None:
     """The recipe's rules refuse a variant alone; when all are refused, that is an error with every reason."""
-    base = settled(precision="bf16")
-    refused = settle(Variant("ort", ()), base)
-    assert (refused.settled, "precision: got bf16 with engine ort" in refused.refused) == (None, True)
-    assert settle(Variant("eager", ()), base).settled is not None
+    base = resolved(precision="bf16")
+    refused = resolve_variant(Variant("ort", ()), base)
+    assert (refused.resolved, "precision: got bf16 with engine ort" in refused.refused) == (None, True)
+    assert resolve_variant(Variant("eager", ()), base).resolved is not None
     with pytest.raises(InputError) as caught:
         bench.prepared(base, ["ort"], ["seed=1,2"])
     assert str(caught.value).count("ort seed=") == 2
@@ -116,10 +116,10 @@ def test_mfu_has_one_yardstick() -> None:
     made = []
     for name, peak in (("ort", 100.0), ("eager", 400.0)):
         one = player(name, [[1.0]])
-        one.variant = settle(Variant(name, ()), settled(**BERT_ON_WORDS))
+        one.variant = resolve_variant(Variant(name, ()), resolved(**BERT_ON_WORDS))
         one.ready.update(flops_per_token=2.0, peak_flops=peak)
         made.append(one)
-    tokens = made[0].variant.settled.plan.batch.tokens_per_step  # type: ignore[union-attr]
+    tokens = made[0].variant.resolved.plan.batch.tokens_per_step  # type: ignore[union-attr]
     assert [row["mfu"] for row in rows(*made)] == [2.0 * tokens / 400.0] * 2
 
 
@@ -128,10 +128,10 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
     made = []
     for word, peak in (("highest", 100.0), ("medium", 600.0)):
         one = player("eager", [[1.0]], None, f"engine.matmul_precision={word}")
-        assert one.variant.settled is not None
-        batch = one.variant.settled.plan.batch._replace(tokens_per_step=100)
-        plan = dataclasses.replace(one.variant.settled.plan, batch=batch)
-        one.variant = one.variant._replace(settled=one.variant.settled._replace(plan=plan))
+        assert one.variant.resolved is not None
+        batch = one.variant.resolved.plan.batch._replace(tokens_per_step=100)
+        plan = dataclasses.replace(one.variant.resolved.plan, batch=batch)
+        one.variant = one.variant._replace(resolved=one.variant.resolved._replace(plan=plan))
         one.ready.update(flops_per_token=2.0, peak_flops=peak)
         made.append(one)
     assert [row["mfu"] for row in rows(*made)] == [pytest.approx(200 / 100), pytest.approx(200 / 600)]
@@ -151,7 +151,7 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MissingDependency, match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture'
     ):
-        bench.bench(settled(), ["eager"], (), Length(), None, picture=True)
+        bench.bench(resolved(), ["eager"], (), Length(), None, picture=True)
     assert not Path("bench").exists()
 
 
@@ -168,7 +168,7 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
     made = [player("eager", [[1.0]]), player("ort", [[1.0]])]
     assert bench._that_fits(Length(), made, said.append) == Length()
     for each in made:
-        each.variant = settle(each.variant, settled(**BERT_ON_WORDS))
+        each.variant = resolve_variant(each.variant, resolved(**BERT_ON_WORDS))
     assert bench._that_fits(Length(), made, said.append) == Length()
     monkeypatch.setattr(machine, "free_memory", lambda: 1 << 20)
     assert bench._that_fits(Length(), made, said.append).one_at_a_time

@@ -318,7 +318,7 @@ def test_dry_run(ortlaunch: Run) -> None:
 def test_parity_is_a_training_that_ends_early(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe with the number of steps, three by default, and nothing else changed; eager has nothing to compare."""
     asked = []
-    monkeypatch.setattr(control, "train", lambda settled, folder: asked.append(settled.file.recipe) or 0)
+    monkeypatch.setattr(control, "train", lambda resolved, folder: asked.append(resolved.file.recipe) or 0)
     for arguments, steps in (([], 3), (["--steps", "5"], 5)):
         assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(0, "", "")
         engine = {"name": "inductor", "parity_steps": steps, "parity_only": True}

@@ -13,10 +13,10 @@ import yaml
 
 from ortlaunch import doctor, extensions, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.planning.world import Asked
+from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
 from ortlaunch.run import control
-from ortlaunch.run.control import Settled, differences, run_folder, settle_run
+from ortlaunch.run.control import ResolvedRun, differences, resolve, run_folder
 from ortlaunch.run.folder import RunDir, write_text
 from tests.makers import CUSTOM, OWN_MODULE, host
 from tests.makers import plan as made_plan
@@ -36,18 +36,18 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mine.py").write_text(OWN_MODULE)
 
 
-def settled(asked: Asked | None = None, environ: dict[str, str] | None = None, **sections: Any) -> Settled:
+def resolved(asked: LaunchOptions | None = None, environ: dict[str, str] | None = None, **sections: Any) -> ResolvedRun:
     """A custom recipe with these sections, read from a file here."""
     path = Path("recipe.yaml")
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return settle_run(path, (), asked or Asked(), environ or {})
+    return resolve(path, (), asked or LaunchOptions(), environ or {})
 
 
 def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> None:
     """The worker is this interpreter's, and the user's modules lie beside the recipe."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
-    plan = settle_run(Path("sub/recipe.yaml"), ["train.max_steps=7"], Asked(), {}).plan
+    plan = resolve(Path("sub/recipe.yaml"), ["train.max_steps=7"], LaunchOptions(), {}).plan
     assert plan.argv[1:] == (start.__file__, "ortlaunch.worker")
     assert (os.path.isabs(plan.argv[0]), plan.modules) == (True, "sub")
 
@@ -55,7 +55,7 @@ def test_settle_run_names_this_python_and_the_recipes_folder(tmp_path: Path) -> 
 def test_device_rules_are_checked_against_this_machine() -> None:
     """A recipe that fits another device only is refused here, with its place."""
     with pytest.raises(RecipeError) as caught:
-        settled(precision="fp16", zero={"stage": 1}, launch={"launcher": "local"})
+        resolved(precision="fp16", zero={"stage": 1}, launch={"launcher": "local"})
     assert str(caught.value).startswith("recipe.yaml:")
     assert "precision: got fp16 with DeepSpeed on CPU" in str(caught.value)
 
@@ -71,32 +71,32 @@ def test_device_rules_are_checked_against_this_machine() -> None:
 )
 def test_folder_of_ranks_on_several_hosts(environ: dict[str, str], folder: str) -> None:
     """The launcher's own name for the launch names the folder, the same on every rank."""
-    assert str(run_folder(None, settled(environ=environ), environ)) == folder
-    assert str(run_folder(Path("mine"), settled(environ=environ), environ)) == "mine"
+    assert str(run_folder(None, resolved(environ=environ), environ)) == folder
+    assert str(run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
 
 
 @pytest.mark.parametrize("environ", [{**TORCH, "TORCHELASTIC_RUN_ID": "none"}, MPI])
 def test_ranks_without_a_common_name(environ: dict[str, str]) -> None:
     """Where the launcher gives no name, the user must; with one it goes on."""
     with pytest.raises(PlanError) as caught:
-        run_folder(None, settled(environ=environ), environ)
+        run_folder(None, resolved(environ=environ), environ)
     message = "the ranks' launcher gives no name that they could agree on; add --run-dir, the same for all ranks"
     assert str(caught.value) == message
-    assert str(run_folder(Path("mine"), settled(environ=environ), environ)) == "mine"
+    assert str(run_folder(Path("mine"), resolved(environ=environ), environ)) == "mine"
 
 
 def test_folder_of_ranks_on_this_host() -> None:
     """Ranks of one launcher on one host have one parent, which no other launch has."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    folder = str(run_folder(None, settled(environ=environ), environ))
-    assert folder == str(run_folder(None, settled(environ={**environ, "RANK": "0", "LOCAL_RANK": "0"}), environ))
+    folder = str(run_folder(None, resolved(environ=environ), environ))
+    assert folder == str(run_folder(None, resolved(environ={**environ, "RANK": "0", "LOCAL_RANK": "0"}), environ))
     assert folder.startswith(f"runs/made-{os.getppid()}-")
 
 
 def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name and the time; runs that start in the same second get folders of their own."""
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
-    run = run_folder(None, settled(), {})
+    run = run_folder(None, resolved(), {})
     assert str(run) == "runs/made-20260102-030405"
     assert [str(control._claimed(run)) for _ in range(3)] == [f"{run}", f"{run}-2", f"{run}-3"]
 
@@ -104,7 +104,7 @@ def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
     """The folder of an earlier run, with a checkpoint after some steps."""
     run = RunDir(folder)
-    write_text(run.recipe, control.recipe.to_yaml(settled(**sections).file.recipe))
+    write_text(run.recipe, control.recipe.to_yaml(resolved(**sections).file.recipe))
     if steps:
         write_text(run.checkpoint(steps) / "COMPLETE", "")
     return run
@@ -114,14 +114,14 @@ def test_a_file_is_no_run_folder() -> None:
     """--run-dir with a file's name is refused."""
     Path("mine").write_text("")
     with pytest.raises(PlanError, match=r"^--run-dir mine: is a file; give a folder$"):
-        control.train(settled(), Path("mine"))
+        control.train(resolved(), Path("mine"))
 
 
 def test_a_folder_of_something_else() -> None:
     """--run-dir with files of another kind in it is refused, and nothing is written there."""
     write_text(Path("mine/thesis.tex"), "")
     with pytest.raises(PlanError, match=r"^--run-dir mine: is not empty and not a run folder; give a new one$"):
-        control.train(settled(), Path("mine"))
+        control.train(resolved(), Path("mine"))
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
 
 
@@ -130,7 +130,7 @@ def test_an_edited_recipe_in_a_run_folder() -> None:
     run = older("mine")
     write_text(run.recipe, run.recipe.read_text().replace("name: made", "nam: made"))
     with pytest.raises(RecipeError) as caught:
-        control.train(settled(), Path("mine"))
+        control.train(resolved(), Path("mine"))
     assert caught.value.problems[0].startswith("mine/recipe.yaml:1:1: nam: unknown key; did you mean name?")
 
 
@@ -141,7 +141,7 @@ def test_checkpoints_of_another_training() -> None:
     """What would make a resumed run another training is listed, old and new; what may change is not."""
     older("mine", steps=2)
     with pytest.raises(PlanError) as caught:
-        control.train(settled(**CHANGED), Path("mine"))
+        control.train(resolved(**CHANGED), Path("mine"))
     assert str(caught.value) == (
         "--run-dir mine: holds checkpoints of another training; these differ:\n"
         "  optimizer.learning_rate: 0.1 -> 0.2\n"
@@ -174,7 +174,7 @@ def test_a_folder_is_continued(
     steps: int | None, sections: dict[str, Any], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
-    control._check_folder(older("mine", steps), settled(**sections).file.recipe)
+    control._check_folder(older("mine", steps), resolved(**sections).file.recipe)
     assert capsys.readouterr().out.splitlines() == lines
 
 
@@ -182,16 +182,16 @@ def test_a_comparison_in_the_folder_of_a_training() -> None:
     """`ortlaunch parity` does not overwrite the recipe and records that belong to checkpoints; else it may continue."""
     engine = {"name": "inductor", "parity_steps": 1, "parity_only": True}
     with pytest.raises(PlanError, match=r"^--run-dir mine: holds the checkpoints of a training, whose records"):
-        control._check_folder(older("mine", steps=2), settled(engine=engine).file.recipe)
-    control._check_folder(older("other"), settled(engine=engine).file.recipe)
+        control._check_folder(older("mine", steps=2), resolved(engine=engine).file.recipe)
+    control._check_folder(older("other"), resolved(engine=engine).file.recipe)
 
 
 def test_preparing_forgets_old_errors(capsys: pytest.CaptureFixture[str]) -> None:
     """A continued run is not blamed for what ended the one before."""
     run = older("mine")
     write_text(run.error(3), "{}")
-    run.told.touch()
-    control._prepare(settled(zero={"stage": 1}), run)
+    run.failure_printed.touch()
+    control._prepare(resolved(zero={"stage": 1}), run)
     assert list(run.errors.iterdir()) == []
     assert json.loads(run.deepspeed.read_text())["zero_optimization"] == {"stage": 1}
     assert json.loads(run.environment.read_text())["packages"]["pydantic"]
@@ -202,7 +202,7 @@ def test_missing_means_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that lacks a package ends before its folder is made."""
     monkeypatch.setattr(doctor, "_installed", lambda package: False)
     with pytest.raises(MissingDependency):
-        control.train(settled(zero={"stage": 1}), None)
+        control.train(resolved(zero={"stage": 1}), None)
     assert {path.name for path in Path().iterdir()} == {"mine.py", "recipe.yaml"}
 
 
@@ -221,12 +221,12 @@ ABSENT = {
 def test_what_to_type_for_a_missing_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each optional package has its line; what the recipe does not use is not asked for."""
     sections, line = ABSENT[package]
-    made = settled(**sections)
+    made = resolved(**sections)
     monkeypatch.setattr(doctor, "_installed", lambda name: name != package)
     with pytest.raises(MissingDependency) as caught:
         doctor.require(made.file.recipe, made.plan)
     assert str(caught.value) == line
-    plain = settled()
+    plain = resolved()
     doctor.require(plain.file.recipe, plain.plan)
 
 
@@ -244,7 +244,7 @@ def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two missing packages are two lines of one error."""
-    made = settled(zero={"stage": 1}, log={"trackers": ["tensorboard"]})
+    made = resolved(zero={"stage": 1}, log={"trackers": ["tensorboard"]})
     monkeypatch.setattr(doctor, "_installed", lambda name: False)
     with pytest.raises(MissingDependency) as caught:
         doctor.require(made.file.recipe, made.plan)
@@ -271,7 +271,7 @@ def test_what_engine_ort_takes(
 
     monkeypatch.setattr(extensions, "ort_package", ort_package)
     monkeypatch.setattr(extensions, "missing", lambda: missing)
-    eager, made = settled(), settled(engine={"name": "ort"})
+    eager, made = resolved(), resolved(engine={"name": "ort"})
     doctor.require(eager.file.recipe, eager.plan)
     if line is None:
         doctor.require(made.file.recipe, made.plan)
@@ -286,7 +286,7 @@ def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> Non
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
     monkeypatch.setattr(control, "_JOIN_SECONDS", 0.1)
     with pytest.raises(LaunchError) as caught:
-        control.train(settled(environ=environ), Path("mine"))
+        control.train(resolved(environ=environ), Path("mine"))
     assert str(caught.value) == "rank 0 did not prepare mine within 0.1 s; is it on a disk that all hosts share?"
 
 
@@ -298,7 +298,7 @@ def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.Mo
     launch = {"env": {"NOTE": "x"}}
     for rank in ("0", "1"):
         one = {**environ, "RANK": rank, "LOCAL_RANK": rank}
-        made = settled(environ=one, launch=launch)
+        made = resolved(environ=one, launch=launch)
         assert made.world.inside == Rank(int(rank), 4, int(rank), 2)
         control.train(made, Path("mine"))
         assert sent[-1] == (made.plan.argv[0], (*made.plan.argv, "mine"), "x")
@@ -308,7 +308,7 @@ def test_ranks_become_the_worker(environ: dict[str, str], monkeypatch: pytest.Mo
 def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 takes the old mark away before it prepares, so that others do not start with the old files."""
     environ = {**TORCH, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
-    made = settled(environ=environ)
+    made = resolved(environ=environ)
     write_text(RunDir("mine").ready / "launch", "")
     seen = []
     monkeypatch.setattr(control, "_prepare", lambda *_: seen.append((RunDir("mine").ready / "launch").exists()))

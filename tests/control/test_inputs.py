@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from ortlaunch.errors import RecipeError
-from ortlaunch.planning.world import Asked
-from ortlaunch.run.control import Settled, settle_run
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run.control import ResolvedRun, resolve
 from ortlaunch.run.inputs import broken_factories, missing_files
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
 
@@ -82,10 +82,10 @@ def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
     assert len(found) == len(said)
 
 
-def settled(asked: Asked, **sections: Any) -> Settled:
+def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
     """The run of a recipe that lies here."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
-    return settle_run(Path("recipe.yaml"), (), asked, {})
+    return resolve(Path("recipe.yaml"), (), asked, {})
 
 
 NO_FILE = {"model": {"task": "masked-lm", "config": {"model_type": "bert"}},
@@ -99,20 +99,20 @@ NO_FUNCTION = {"model": {"task": "custom", "factory": "mine:none"}}
 )
 def test_a_run_here_needs_them_here(sections: dict[str, Any], planned_only: bool, refused: bool) -> None:
     """A plan notes files that may still come; a run, and a function that is not in its module, end with its place."""
-    asked = Asked(planned_only=planned_only)
+    asked = LaunchOptions(planned_only=planned_only)
     if refused:
         with pytest.raises(RecipeError, match=r"^recipe.yaml:\d+:\d+: (data.train.path|model.factory): got (no|mine)"):
-            settled(asked, **sections)
+            resolved(asked, **sections)
     else:
-        assert settled(asked, **sections).world.notes[0].endswith(f"no file here (seen from {Path.cwd()})")
+        assert resolved(asked, **sections).world.notes[0].endswith(f"no file here (seen from {Path.cwd()})")
 
 
 @pytest.mark.parametrize("sections", [NO_FILE, NO_FUNCTION])
 def test_other_hosts_may_have_them(sections: dict[str, Any]) -> None:
     """With hosts that are not this one it is a note, not an error."""
     Path("hosts").write_text(HOSTS)
-    asked = Asked(hostfile="hosts")
+    asked = LaunchOptions(hostfile="hosts")
     assert any(
         ": got " in note
-        for note in settled(asked, batch={"micro_size": 2, "accumulation_steps": 1}, **sections).world.notes
+        for note in resolved(asked, batch={"micro_size": 2, "accumulation_steps": 1}, **sections).world.notes
     )

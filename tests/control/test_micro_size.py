@@ -28,7 +28,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, limit: float) -> list[int]:
     """Memory grows with the size, and ends at `limit`; returns the sizes tried, as they are."""
     tried: list[int] = []
 
-    def try_one(made: Recipe, settled: Plan, run: RunDir, size: int) -> Try:
+    def try_one(made: Recipe, resolved: Plan, run: RunDir, size: int) -> Try:
         tried.append(size)
         share = MARGIN * size / limit
         return Try(size, share <= MARGIN, share if share < 1 else None, "")
@@ -49,11 +49,11 @@ def test_sizes_of_the_largest_batch_take_no_time() -> None:
 def test_the_largest_that_fits_is_found(total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every limit: the largest divisor below it, no size twice, none beyond the batch, few tries."""
     made = auto(total)
-    settled = plan(made)
+    resolved = plan(made)
     for limit in range(1, min(total, 200) + 2):
         tried = stand_in(monkeypatch, limit + 0.5)
         expected = max(size for size in range(1, total + 1) if total % size == 0 and size <= limit)
-        assert find(made, settled, RunDir(tmp_path)) == expected
+        assert find(made, resolved, RunDir(tmp_path)) == expected
         assert len(tried) == len(set(tried))
         assert max(tried) <= total
         assert len(tried) <= 14
@@ -147,11 +147,11 @@ def test_which_failures_are_memory(text: str, memory: bool, tmp_path: Path, monk
 def test_a_try_is_the_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same ranks, the size, two passes a step where the batch has as many; an old try's words are gone."""
     made, run = auto(24, zero={"stage": 2}), RunDir(tmp_path)
-    settled = plan(made, [host("localhost", 2)], "torchrun")
+    resolved = plan(made, [host("localhost", 2)], "torchrun")
     write_json(run.trial_of(4).trial, {"share": 0.1})
     for size, passes in ((4, 2), (12, 1)):
-        tried = micro_size._write(made, settled, run.trial_of(size), size)
-        assert tried.nodes == settled.nodes
+        tried = micro_size._write(made, resolved, run.trial_of(size), size)
+        assert tried.nodes == resolved.nodes
         assert tried.batch[:4] == (size * passes * 2, size, passes, 2)
         assert tried.argv == ("python", "-m", "ortlaunch.worker.tasks.trial")
         assert json.loads(run.trial_of(size).deepspeed.read_text()) == tried.deepspeed

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from ortlaunch.errors import PlanError
-from ortlaunch.planning.world import Asked
+from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.ort_variables import FIELDS, HARMLESS, LEFT_OUT, contradictions, seen
-from ortlaunch.run.control import settle_run
+from ortlaunch.run.control import resolve
 from tests.makers import CUSTOM, OWN_MODULE
 
 # variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
@@ -124,18 +124,18 @@ def test_every_variable_that_onnx_runtime_reads_is_known() -> None:
 # ----------------------------------------------------------------------------------------------- before a launch
 
 
-def settled(folder: Path, environ: dict[str, str], **engine: Any) -> tuple[str, ...]:
+def resolved(folder: Path, environ: dict[str, str], **engine: Any) -> tuple[str, ...]:
     """The notes of a run with this engine in this environment."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", **engine}}))
-    return settle_run(path, (), Asked(), environ).world.notes
+    return resolve(path, (), LaunchOptions(), environ).world.notes
 
 
 def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
     """All of them at once."""
     environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1", "ORTMODULE_LOG_LVL": "INFO"}
     with pytest.raises(PlanError) as caught:
-        settled(tmp_path, environ)
+        resolved(tmp_path, environ)
     lines = str(caught.value).splitlines()
     assert lines[1] == (
         "ORTMODULE_MEMORY_OPT_LEVEL=1 in your environment contradicts engine.memory_optimization (0); set the field "
@@ -147,16 +147,16 @@ def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path)
 def test_settings_and_variables_are_shown(tmp_path: Path) -> None:
     """What differs from the defaults, and what the environment says beside it."""
     environ = {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}
-    assert settled(tmp_path, environ, memory_optimization=1, opset=18) == (
+    assert resolved(tmp_path, environ, memory_optimization=1, opset=18) == (
         "engine ort: memory_optimization: 1, opset: 18",
         "in your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (as the recipe says)",
     )
-    assert settled(tmp_path, {}) == ()
+    assert resolved(tmp_path, {}) == ()
 
 
 def test_another_engine_has_no_use_for_them(tmp_path: Path) -> None:
     """They are shown, and nothing is refused."""
-    (note,) = settled(tmp_path, {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}, name="eager")
+    (note,) = resolved(tmp_path, {"ORTMODULE_MEMORY_OPT_LEVEL": "1"}, name="eager")
     assert note == "in your environment: ORTMODULE_MEMORY_OPT_LEVEL=1 (nothing with engine eager)"
 
 
@@ -183,6 +183,6 @@ def test_the_run_record_keeps_the_variables(tmp_path: Path, monkeypatch: pytest.
     sections = {"engine": {"name": "ort"}, "launch": {"env": {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}}}
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
     run = RunDir(tmp_path / "run")
-    control._prepare(settle_run(path, (), Asked(), os.environ), run)
+    control._prepare(resolve(path, (), LaunchOptions(), os.environ), run)
     kept = json.loads(run.environment.read_text())["ortmodule_variables"]
     assert kept == {"ORTMODULE_LOG_LEVEL": "ERROR", "ORTMODULE_MEMORY_OPT_LEVEL": "0"}

@@ -23,7 +23,7 @@ PATHS = {
     "steps": "steps.json",
     "logs": "logs",
     "errors": "errors",
-    "told": "errors/told",
+    "failure_printed": "errors/printed",
     "ready": "ready",
     "commands": "commands.jsonl",
     "modules": "modules",

@@ -98,7 +98,7 @@ def test_a_recipe_is_a_file_or_a_shipped_name(given: str, found: str, library: P
     Path("mine.yaml").touch()
     Path("bert").mkdir()
     Path("bert/base").touch()
-    assert shipped.resolve(Path(given)) in (Path(found), library.parent / found)
+    assert shipped.locate(Path(given)) in (Path(found), library.parent / found)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_is_no_recipe_says_what_to_type(given: str, said: str, library: Pat
     for name in ("plan.json", "recipe.yaml"):
         Path("runs/net", name).touch()
     with pytest.raises(RecipeError) as caught:
-        shipped.resolve(Path(given))
+        shipped.locate(Path(given))
     assert str(caught.value) == said
 
 

@@ -12,12 +12,12 @@ import pytest
 from ortlaunch.errors import HostfileError, PlanError, RankError
 from ortlaunch.planning import world
 from ortlaunch.planning.hosts import Host
-from ortlaunch.planning.world import Asked, World, settle, visible_gpus
+from ortlaunch.planning.world import LaunchOptions, World, resolve_world, visible_gpus
 from ortlaunch.rank import Rank
 from tests.makers import host, recipe
 
 HERE = (Host("localhost", 1, (0,)),)
-NOTHING = Asked()
+NOTHING = LaunchOptions()
 
 
 def torchrun(rank: int, size: int, local: int, per_node: int) -> dict[str, str]:
@@ -46,40 +46,40 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "box.example.com")
 
 
-def settled(launch: dict[str, Any] | None = None, asked: Asked = NOTHING, **environ: str) -> World:
+def resolved(launch: dict[str, Any] | None = None, options: LaunchOptions = NOTHING, **environ: str) -> World:
     """The world of a recipe with this `launch`, for this command line, in this environment."""
-    return settle(recipe(launch=launch or {}), asked, environ)
+    return resolve_world(recipe(launch=launch or {}), options, environ)
 
 
 @pytest.mark.parametrize(
-    ("launch", "asked", "gpus", "hosts", "launcher", "device"),
+    ("launch", "options", "gpus", "hosts", "launcher", "device"),
     [
-        ({}, Asked(), 0, HERE, "local", "cpu"),
-        ({}, Asked(), 1, HERE, "local", "cuda"),
-        ({}, Asked(), 4, (host("localhost", 4),), "torchrun", "cuda"),
-        ({"device": "cpu"}, Asked(), 4, HERE, "local", "cpu"),
-        ({}, Asked(processes_per_node=2), 0, (host("localhost", 2),), "torchrun", "cpu"),
-        ({}, Asked(processes_per_node=2), 4, (host("localhost", 2),), "torchrun", "cuda"),
-        ({}, Asked(processes_per_node=9), 0, (host("localhost", 9),), "torchrun", "cpu"),
-        ({"processes_per_node": 3}, Asked(), 0, (host("localhost", 3),), "torchrun", "cpu"),
-        ({"processes_per_node": 3}, Asked(processes_per_node=2), 0, (host("localhost", 2),), "torchrun", "cpu"),
-        ({"nodes": 1}, Asked(), 0, HERE, "local", "cpu"),
-        ({"launcher": "mpi"}, Asked(), 0, HERE, "mpi", "cpu"),
-        ({"launcher": "torchrun"}, Asked(), 0, HERE, "torchrun", "cpu"),
-        ({"launcher": "torchrun"}, Asked("mpi", 2), 0, (host("localhost", 2),), "mpi", "cpu"),
-        ({"launcher": "mpi"}, Asked("auto", 2), 0, (host("localhost", 2),), "torchrun", "cpu"),
-        ({}, Asked("local"), 0, HERE, "local", "cpu"),
+        ({}, LaunchOptions(), 0, HERE, "local", "cpu"),
+        ({}, LaunchOptions(), 1, HERE, "local", "cuda"),
+        ({}, LaunchOptions(), 4, (host("localhost", 4),), "torchrun", "cuda"),
+        ({"device": "cpu"}, LaunchOptions(), 4, HERE, "local", "cpu"),
+        ({}, LaunchOptions(processes_per_node=2), 0, (host("localhost", 2),), "torchrun", "cpu"),
+        ({}, LaunchOptions(processes_per_node=2), 4, (host("localhost", 2),), "torchrun", "cuda"),
+        ({}, LaunchOptions(processes_per_node=9), 0, (host("localhost", 9),), "torchrun", "cpu"),
+        ({"processes_per_node": 3}, LaunchOptions(), 0, (host("localhost", 3),), "torchrun", "cpu"),
+        ({"processes_per_node": 3}, LaunchOptions(processes_per_node=2), 0, (host("localhost", 2),), "torchrun", "cpu"),
+        ({"nodes": 1}, LaunchOptions(), 0, HERE, "local", "cpu"),
+        ({"launcher": "mpi"}, LaunchOptions(), 0, HERE, "mpi", "cpu"),
+        ({"launcher": "torchrun"}, LaunchOptions(), 0, HERE, "torchrun", "cpu"),
+        ({"launcher": "torchrun"}, LaunchOptions("mpi", 2), 0, (host("localhost", 2),), "mpi", "cpu"),
+        ({"launcher": "mpi"}, LaunchOptions("auto", 2), 0, (host("localhost", 2),), "torchrun", "cpu"),
+        ({}, LaunchOptions("local"), 0, HERE, "local", "cpu"),
     ],
 )
 def test_on_this_host(
-    launch: dict[str, Any], asked: Asked, gpus: int, hosts: tuple[Host, ...], launcher: str, device: str
+    launch: dict[str, Any], options: LaunchOptions, gpus: int, hosts: tuple[Host, ...], launcher: str, device: str
 ) -> None:
     """Without a host file: one process per GPU, else one; the command line wins; what mpirun opens is told."""
     notes = (
         ("launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one "
          "host launcher torchrun opens no port",) if launcher == "mpi" else ()
     )  # fmt: skip
-    assert settled(launch, asked, GPUS=str(gpus)) == World(hosts, launcher, device, None, notes)
+    assert resolved(launch, options, GPUS=str(gpus)) == World(hosts, launcher, device, None, notes)
 
 
 @pytest.mark.parametrize("tell", [torchrun, open_mpi])
@@ -94,7 +94,7 @@ def test_on_this_host(
 )
 def test_inside_a_launcher(tell: Any, rank: Rank, hosts: tuple[Host, ...]) -> None:
     """Under a launcher `auto` is that launcher's rank, and the hosts are as it made them."""
-    assert settled(None, Asked(), **tell(*rank)) == World(hosts, "inside", "cpu", rank, ())
+    assert resolved(None, LaunchOptions(), **tell(*rank)) == World(hosts, "inside", "cpu", rank, ())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_inside_a_launcher(tell: Any, rank: Rank, hosts: tuple[Host, ...]) -> No
 )
 def test_inside_slurm(environ: dict[str, str], inside: Rank | None, hosts: tuple[Host, ...]) -> None:
     """A step of tasks is a launcher; a batch script, and a shell of one task in an allocation, are not."""
-    found = settled(None, Asked(), **environ)
+    found = resolved(None, LaunchOptions(), **environ)
     assert (found.inside, found.hosts) == (inside, hosts)
     assert found.launcher == ("inside" if inside else "local")
 
@@ -138,7 +138,7 @@ def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
 def test_a_slurm_script_without_srun(environ: dict[str, str], launch: dict[str, Any], said: str) -> None:
     """The body of a job runs once: a job of several nodes or tasks would train on the first of them alone."""
     with pytest.raises(PlanError) as caught:
-        settled(launch, **environ)
+        resolved(launch, **environ)
     assert said in str(caught.value)
     assert "start all with `srun ortlaunch train ...`, or override launch.nodes=1" in str(caught.value)
 
@@ -154,19 +154,19 @@ def test_a_slurm_script_without_srun(environ: dict[str, str], launch: dict[str, 
 )
 def test_a_slurm_script_on_one_node(environ: dict[str, str], launch: dict[str, Any], ranks: int) -> None:
     """Where all of a job is used, or the recipe says how much, its script trains as any shell does."""
-    found = settled(launch, **environ)
+    found = resolved(launch, **environ)
     assert (sum(host.slots for host in found.hosts), found.inside) == (ranks, None)
 
 
 def test_inside_a_launcher_with_gpus() -> None:
     """Ranks of a launcher take their own number, whatever GPUs there are."""
-    found = settled(None, Asked(), **torchrun(0, 2, 0, 2), GPUS="8")
+    found = resolved(None, LaunchOptions(), **torchrun(0, 2, 0, 2), GPUS="8")
     assert (found.hosts, found.device) == ((host("localhost", 2),), "cuda")
 
 
 def test_one_rank_of_a_launcher_may_start_more() -> None:
     """`mpirun -n 1 ortlaunch train --nproc-per-node 2` starts two ranks of its own."""
-    found = settled(None, Asked(processes_per_node=2), **open_mpi(0, 1, 0, 1))
+    found = resolved(None, LaunchOptions(processes_per_node=2), **open_mpi(0, 1, 0, 1))
     assert (found.launcher, found.inside, found.hosts) == ("torchrun", None, (host("localhost", 2),))
 
 
@@ -181,31 +181,37 @@ NO_GPU_NOTE = "launch.device is auto and this host has no GPU, so cpu; if the ot
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "launch", "hosts", "launcher"),
+    ("text", "options", "launch", "hosts", "launcher"),
     [
-        ("localhost slots=2\n", Asked(), {}, (host("localhost", 2),), "torchrun"),
-        ("localhost slots=1\n", Asked(), {}, HERE, "local"),
-        ("127.0.0.1 slots=2\n", Asked(), {}, (host("127.0.0.1", 2),), "torchrun"),
-        ("[::1] slots=2\n", Asked(), {}, (host("localhost", 2),), "torchrun"),
-        ("box slots=2\n", Asked(), {}, (host("box", 2),), "torchrun"),
-        ("me@box.example.com slots=2\n", Asked(), {}, (host("me@box.example.com", 2),), "torchrun"),
-        ("localhost slots=2\n", Asked("mpi"), {}, (host("localhost", 2),), "mpi"),
-        ("far slots=1\n", Asked(), {}, (host("far", 1),), "mpi"),
-        ("a slots=8\nb slots=8\n", Asked(), {}, (host("a", 8), host("b", 8)), "mpi"),
-        ("a slots=8\nb slots=8\n", Asked(), {"nodes": 2, "processes_per_node": 8}, (host("a", 8), host("b", 8)), "mpi"),
-        ("a slots=8\nb slots=8\n", Asked(processes_per_node=2), {}, (host("a", 2), host("b", 2)), "mpi"),
-        ("a slots=8\nb slots=8\n", Asked(include="b:1,3"), {}, (Host("b", 2, (1, 3)),), "mpi"),
-        ("a slots=4\nb slots=4\n", Asked(exclude="b:0@a"), {}, (Host("b", 3, (1, 2, 3)),), "mpi"),
-        ("a\nb\n", Asked(processes_per_node=2), {}, (host("a", 2), host("b", 2)), "mpi"),
-        ("a\nb\n", Asked(), {"processes_per_node": 2}, (host("a", 2), host("b", 2)), "mpi"),
+        ("localhost slots=2\n", LaunchOptions(), {}, (host("localhost", 2),), "torchrun"),
+        ("localhost slots=1\n", LaunchOptions(), {}, HERE, "local"),
+        ("127.0.0.1 slots=2\n", LaunchOptions(), {}, (host("127.0.0.1", 2),), "torchrun"),
+        ("[::1] slots=2\n", LaunchOptions(), {}, (host("localhost", 2),), "torchrun"),
+        ("box slots=2\n", LaunchOptions(), {}, (host("box", 2),), "torchrun"),
+        ("me@box.example.com slots=2\n", LaunchOptions(), {}, (host("me@box.example.com", 2),), "torchrun"),
+        ("localhost slots=2\n", LaunchOptions("mpi"), {}, (host("localhost", 2),), "mpi"),
+        ("far slots=1\n", LaunchOptions(), {}, (host("far", 1),), "mpi"),
+        ("a slots=8\nb slots=8\n", LaunchOptions(), {}, (host("a", 8), host("b", 8)), "mpi"),
+        (
+            "a slots=8\nb slots=8\n",
+            LaunchOptions(),
+            {"nodes": 2, "processes_per_node": 8},
+            (host("a", 8), host("b", 8)),
+            "mpi",
+        ),
+        ("a slots=8\nb slots=8\n", LaunchOptions(processes_per_node=2), {}, (host("a", 2), host("b", 2)), "mpi"),
+        ("a slots=8\nb slots=8\n", LaunchOptions(include="b:1,3"), {}, (Host("b", 2, (1, 3)),), "mpi"),
+        ("a slots=4\nb slots=4\n", LaunchOptions(exclude="b:0@a"), {}, (Host("b", 3, (1, 2, 3)),), "mpi"),
+        ("a\nb\n", LaunchOptions(processes_per_node=2), {}, (host("a", 2), host("b", 2)), "mpi"),
+        ("a\nb\n", LaunchOptions(), {"processes_per_node": 2}, (host("a", 2), host("b", 2)), "mpi"),
     ],
 )
 def test_host_file(
-    text: str, asked: Asked, launch: dict[str, Any], hosts: tuple[Host, ...], launcher: str, tmp_path: Path
+    text: str, options: LaunchOptions, launch: dict[str, Any], hosts: tuple[Host, ...], launcher: str, tmp_path: Path
 ) -> None:
     """Hosts, slots and filters of a file decide the world; this machine alone needs no mpirun."""
     path = written(tmp_path, text)
-    found = settled(launch, asked._replace(hostfile=path))
+    found = resolved(launch, options._replace(hostfile=path))
     assert (found.hosts, found.launcher, found.inside) == (hosts, launcher, None)
     assert found.notes[0].startswith(f"{path}: read as ")
     assert found.notes[0].endswith(f"; hosts: {len(hosts)}")
@@ -219,90 +225,95 @@ def test_host_file(
 def test_no_note_where_the_device_is_clear(launch: dict[str, Any], environ: dict[str, str], tmp_path: Path) -> None:
     """The warning about a login node without GPUs is for those only who left the device to it."""
     path = written(tmp_path, "a slots=1\nb slots=1\n")
-    assert NO_GPU_NOTE not in settled(launch, Asked(hostfile=path), **environ).notes
+    assert NO_GPU_NOTE not in resolved(launch, LaunchOptions(hostfile=path), **environ).notes
 
 
 @pytest.mark.parametrize(
-    ("text", "launch", "asked", "environ", "message"),
+    ("text", "launch", "options", "environ", "message"),
     [
-        (None, {}, Asked(include="a"), {}, "--include and --exclude choose from a host file: give --hostfile"),
-        (None, {}, Asked(exclude="a"), {}, "--include and --exclude choose from a host file: give --hostfile"),
+        (None, {}, LaunchOptions(include="a"), {}, "--include and --exclude choose from a host file: give --hostfile"),
+        (None, {}, LaunchOptions(exclude="a"), {}, "--include and --exclude choose from a host file: give --hostfile"),
         (
-            None, {"nodes": 4}, Asked(), {},
+            None, {"nodes": 4}, LaunchOptions(), {},
             "launch.nodes is 4, and there is no --hostfile; give one, or start under a scheduler, or override "
             "launch.nodes=1 to train on this host alone",
         ),
-        ("a slots=2\nb slots=1\n", {}, Asked(processes_per_node=2), {},
+        ("a slots=2\nb slots=1\n", {}, LaunchOptions(processes_per_node=2), {},
          "--nproc-per-node is 2, and b has 1 slots in the host file"),
-        ("a slots=2\nb slots=2\n", {"nodes": 3}, Asked(), {},
+        ("a slots=2\nb slots=2\n", {"nodes": 3}, LaunchOptions(), {},
          "launch.nodes is 3, and there are 2 hosts; they must be equal"),
-        ("a slots=2\nb slots=2\n", {"nodes": 2}, Asked(include="a"), {},
+        ("a slots=2\nb slots=2\n", {"nodes": 2}, LaunchOptions(include="a"), {},
          "launch.nodes is 2, and there are 1 hosts; they must be equal"),
-        ("a slots=2\nb slots=4\n", {"processes_per_node": 4}, Asked(), {},
+        ("a slots=2\nb slots=4\n", {"processes_per_node": 4}, LaunchOptions(), {},
          "launch.processes_per_node is 4, and hosts have other numbers of slots: a 2"),
-        (None, {"processes_per_node": 4}, Asked(), torchrun(0, 2, 0, 2),
+        (None, {"processes_per_node": 4}, LaunchOptions(), torchrun(0, 2, 0, 2),
          "launch.processes_per_node is 4, and hosts have other numbers of slots: localhost 2"),
-        (None, {"nodes": 2}, Asked(), torchrun(0, 2, 0, 2),
+        (None, {"nodes": 2}, LaunchOptions(), torchrun(0, 2, 0, 2),
          "launch.nodes is 2, and there are 1 hosts; they must be equal"),
-        (None, {}, Asked(), open_mpi(0, 3, 0, 2),
+        (None, {}, LaunchOptions(), open_mpi(0, 3, 0, 2),
          "the launcher started 3 ranks, 2 of them on this host: the hosts have different numbers of ranks, so give "
          "--hostfile to say which has how many"),
-        (None, {}, Asked("torchrun"), open_mpi(1, 2, 1, 2),
+        (None, {}, LaunchOptions("torchrun"), open_mpi(1, 2, 1, 2),
          "this is already rank 1 of 2 under Open MPI; leave --launcher at auto to be that rank, or start "
          "`ortlaunch train` once, outside Open MPI"),
-        (None, {}, Asked(processes_per_node=2), torchrun(1, 2, 1, 2),
+        (None, {}, LaunchOptions(processes_per_node=2), torchrun(1, 2, 1, 2),
          "this is already rank 1 of 2 under torchrun; leave --launcher at auto to be that rank, or start "
          "`ortlaunch train` once, outside torchrun"),
-        (None, {}, Asked("local", 2), {},
+        (None, {}, LaunchOptions("local", 2), {},
          "launcher local is one process on this host, and 2 ranks on 1 hosts are asked for; use torchrun or mpi"),
-        ("a slots=1\n", {}, Asked("local"), {},
+        ("a slots=1\n", {}, LaunchOptions("local"), {},
          "launcher local is one process on this host, and 1 ranks on 1 hosts are asked for; use torchrun or mpi"),
-        ("a slots=1\nb slots=1\n", {}, Asked("torchrun"), {},
+        ("a slots=1\nb slots=1\n", {}, LaunchOptions("torchrun"), {},
          "launcher torchrun starts the ranks of this host only, and the hosts are a, b; use mpi, or run "
          "`torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each"),
-        ("localhost slots=5\n", {}, Asked(), {},
+        ("localhost slots=5\n", {}, LaunchOptions(), {},
          "localhost has 4 cores and no GPU, and the host file gives it 5 slots; lower them, or use --nproc-per-node "
          "without a host file to put more ranks than cores on this machine"),
-        ("localhost slots=5\n", {}, Asked(), {"GPUS": "4"},
+        ("localhost slots=5\n", {}, LaunchOptions(), {"GPUS": "4"},
          "localhost has 4 GPUs, and 5 ranks are asked for; give it at most 4 slots"),
-        (None, {}, Asked(processes_per_node=5), {"GPUS": "4"},
+        (None, {}, LaunchOptions(processes_per_node=5), {"GPUS": "4"},
          "localhost has 4 GPUs, and 5 ranks are asked for; give it at most 4 slots"),
-        ("localhost slots=6\n", {}, Asked(include="localhost:1,5"), {"GPUS": "4"},
+        ("localhost slots=6\n", {}, LaunchOptions(include="localhost:1,5"), {"GPUS": "4"},
          "localhost has 4 GPUs, and 2 ranks are asked for; give it at most 4 slots"),
-        (None, {"device": "cuda"}, Asked(), {},
+        (None, {"device": "cuda"}, LaunchOptions(), {},
          "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows; start on a host that has "
          "one, name such hosts with --hostfile, or set launch.device=cpu"),
-        ("localhost slots=1\n127.0.0.1 slots=1\n", {}, Asked(), {},
+        ("localhost slots=1\n127.0.0.1 slots=1\n", {}, LaunchOptions(), {},
          "localhost and 127.0.0.1 are all this host; write it once, with all its slots"),
-        ("box slots=1\na slots=1\nme@box.example.com slots=1\n", {}, Asked(), {},
+        ("box slots=1\na slots=1\nme@box.example.com slots=1\n", {}, LaunchOptions(), {},
          "box and me@box.example.com are all this host; write it once, with all its slots"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit(
-    text: str | None, launch: dict[str, Any], asked: Asked, environ: dict[str, str], message: str, tmp_path: Path
+    text: str | None,
+    launch: dict[str, Any],
+    options: LaunchOptions,
+    environ: dict[str, str],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     """A world that cannot be, or is not the one asked for, is an error with both numbers: it never shrinks."""
     if text is not None:
-        asked = asked._replace(hostfile=written(tmp_path, text))
+        options = options._replace(hostfile=written(tmp_path, text))
     with pytest.raises(PlanError) as caught:
-        settled(launch, asked, **environ)
+        resolved(launch, options, **environ)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("text", "asked", "complaint"),
+    ("text", "options", "complaint"),
     [
-        (None, Asked(), "cannot be read: No such file or directory"),
-        ("a\n", Asked(), "host 'a' has no slots"),
-        ("a slots=2\n", Asked(include="b"), "--include:1:1: there is no host 'b'"),
-        ("a slots=2\n", Asked(include="a", exclude="a"), "--include and --exclude cannot be given together"),
+        (None, LaunchOptions(), "cannot be read: No such file or directory"),
+        ("a\n", LaunchOptions(), "host 'a' has no slots"),
+        ("a slots=2\n", LaunchOptions(include="b"), "--include:1:1: there is no host 'b'"),
+        ("a slots=2\n", LaunchOptions(include="a", exclude="a"), "--include and --exclude cannot be given together"),
     ],
 )
-def test_wrong_host_files(text: str | None, asked: Asked, complaint: str, tmp_path: Path) -> None:
+def test_wrong_host_files(text: str | None, options: LaunchOptions, complaint: str, tmp_path: Path) -> None:
     """What the host file's reader refuses stays refused."""
     path = str(tmp_path / "absent") if text is None else written(tmp_path, text)
     with pytest.raises(HostfileError) as caught:
-        settled(None, asked._replace(hostfile=path))
+        resolved(None, options._replace(hostfile=path))
     assert complaint in str(caught.value)
 
 
@@ -316,7 +327,7 @@ def test_wrong_host_files(text: str | None, asked: Asked, complaint: str, tmp_pa
 def test_contradictory_environments(environ: dict[str, str], names: list[str]) -> None:
     """A partial or contradictory set of rank variables is an error that names them."""
     with pytest.raises(RankError) as caught:
-        settled(None, Asked(), **environ)
+        resolved(None, LaunchOptions(), **environ)
     assert [name for name in names if name not in str(caught.value)] == []
 
 
@@ -357,7 +368,7 @@ def test_the_tests_see_no_launcher() -> None:
 
 def test_gpus_are_planned_where_there_are_none() -> None:
     """On a login node a plan for GPUs is made with a note; a run is refused (above)."""
-    found = settled({"device": "cuda", "processes_per_node": 8}, Asked(planned_only=True))
+    found = resolved({"device": "cuda", "processes_per_node": 8}, LaunchOptions(planned_only=True))
     assert (found.device, found.hosts) == ("cuda", (host("localhost", 8),))
     assert found.notes == (
         "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows: planned for a host like it "

@@ -165,9 +165,9 @@ def test_mpich_takes_no_ipv6(installed: Any) -> None:
 def test_a_secret_stays_in_the_environment(launcher: str, family: str, installed: Any) -> None:
     """The value of a forwarded variable is in no argument, no file, no text and no plan; its name is enough."""
     installed(family)
-    settled = made(launcher, (host("localhost", 1),))
-    request = backend(launcher).request(settled, RUN)
-    assert "s3cret" not in f"{request!r}{request}{settled.to_json()}"
+    resolved = made(launcher, (host("localhost", 1),))
+    request = backend(launcher).request(resolved, RUN)
+    assert "s3cret" not in f"{request!r}{request}{resolved.to_json()}"
     assert ("API_KEY" in str(request)) == (launcher == "mpi")
 
 
@@ -176,8 +176,8 @@ def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> Non
     """Making a request starts and writes nothing, and gives the same again."""
     installed("Open MPI")
     run = RunDir(tmp_path / "run")
-    settled = made(launcher, (host("localhost", 1),))
-    assert backend(launcher).request(settled, run) == backend(launcher).request(settled, run)
+    resolved = made(launcher, (host("localhost", 1),))
+    assert backend(launcher).request(resolved, run) == backend(launcher).request(resolved, run)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,7 @@ import torch
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.worker.data import Batches, make_samples  # noqa: F401  (imported before the fork)
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
 from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.model import build_model
@@ -44,7 +44,7 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
-    group = Group(Rank(rank, RANKS, rank, RANKS), torch.device("cpu"))
+    group = DistributedContext(Rank(rank, RANKS, rank, RANKS), torch.device("cpu"))
     kind = {"task": "masked-lm", "config": MODEL, **sections.pop("model", {})}
     batch = {"micro_size": 2, "accumulation_steps": ACCUMULATION}
     recipe = bert(model=kind, **{"batch": batch, **sections})

@@ -57,7 +57,7 @@ def test_another_world_is_refused(rank: Rank, message: str) -> None:
     assert str(caught.value) == message
 
 
-class Gathered(distributed.Group):
+class Gathered(distributed.DistributedContext):
     """Rank 1 of a group whose other ranks say something else."""
 
     def __init__(self, others: list[str]) -> None:

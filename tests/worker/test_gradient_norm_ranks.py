@@ -20,7 +20,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.worker import engine
 from ortlaunch.worker.deepspeed import gradient_norm, sources
 from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm, restore
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import DeepSpeedStepper
 from ortlaunch.worker.summary import plan_lines
 from tests.makers import recipe
@@ -247,7 +247,7 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
     if optimizer is not None:
         stepper = object.__new__(DeepSpeedStepper)
         stepper.engine = types.SimpleNamespace(optimizer=optimizer)
-    fp16 = engine._fp16_optimizer(made, used, stepper, Group(Rank(0, 1, 0, 1), torch.device("cpu")))
+    fp16 = engine._fp16_optimizer(made, used, stepper, DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu")))
     truth: dict[str, Any] = {
         "engine": {"used": used, "asked": used, "fallback_reason": None}, "device": "cpu", "precision": "fp32",
         "onnxruntime": {"settings": {}, "variables": {}} if used == "ort" else {},

@@ -16,7 +16,7 @@ from ortlaunch.recipe.rules import broken, device_rules
 from ortlaunch.worker.matmul_precision import describe, keep_positions_exact, mantissa_bits, matmul_precision
 from ortlaunch.worker.tasks.bench import loss_from_highest
 from ortlaunch.worker.tasks.parity import compare
-from tests.control.benches import settled
+from tests.control.benches import resolved
 from tests.makers import recipe
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -94,13 +94,13 @@ def test_a_plan_says_what_it_brings(names: tuple[str, ...], word: str, said: str
     """Of this host's processor, without torch."""
     units(*names)
     assert machine.matmul_effect(word, "cpu").startswith(said)
-    notes = settled(engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}).world.notes
+    notes = resolved(engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}).world.notes
     assert any(note.startswith(f"matmul_precision {word}: {said}") for note in notes)
 
 
 def test_a_plan_at_highest_says_nothing(units: Any) -> None:
     """That is the default."""
-    assert not any("matmul" in note for note in settled(engine={"name": "eager"}).world.notes)
+    assert not any("matmul" in note for note in resolved(engine={"name": "eager"}).world.notes)
 
 
 def test_it_is_every_engines_and_float32s() -> None:

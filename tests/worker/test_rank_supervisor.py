@@ -282,12 +282,12 @@ def test_the_failing_rank_speaks_where_nobody_else_will(
     write_json(run.plan, {"launcher": launcher})
     run.errors.mkdir()
     if not told:
-        run.told.touch()  # what an echo waits for
+        run.failure_printed.touch()  # what an echo waits for
     ended = guarded(run, life, rank)
     assert ended.record is not None
     assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n") is told
     assert ended.err.count("raise ValueError('planted')") <= 1
-    assert run.told.exists()
+    assert run.failure_printed.exists()
     assert ("planted" in ended.err) == (told and "planted" in life)
 
 

@@ -128,12 +128,12 @@ def main() -> None:
     import torch
 
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.distributed import Group
+    from ortlaunch.worker.distributed import DistributedContext
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
     torch.distributed.init_process_group("gloo")
     size, number = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    group = Group(Rank(number, size, number, size), torch.device("cpu"))
+    group = DistributedContext(Rank(number, size, number, size), torch.device("cpu"))
     found = {}
     for text in asked:
         micro, zero = text.split(",")

@@ -24,7 +24,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.models import Corpus, MaskedLm
 from ortlaunch.worker.data.corpus import DataError, documents, fingerprint, rows
 from ortlaunch.worker.data.tokenizer import load_tokenizer
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 
 IGNORED = -100  # the label that cross entropy leaves out
 _DOCUMENTS_AT_ONCE = 1000
@@ -48,7 +48,7 @@ class Data:
         self.evaluation = None if evaluation is None else make_samples(recipe, evaluation, self.tokenizer)
 
 
-def load_data(recipe: Recipe, group: Group) -> Data:
+def load_data(recipe: Recipe, group: DistributedContext) -> Data:
     """The data of a recipe (collective); rank 0 says what any rank found changed in the cache."""
     data = Data(recipe)
     group.print_all(take_notes())

@@ -21,7 +21,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, read_json, write_json
 from ortlaunch.worker.data import Batches
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
 from ortlaunch.worker.matmul_precision import matmul_precision
 from ortlaunch.worker.metrics import finish, measured_peak_flops
@@ -33,7 +33,9 @@ from ortlaunch.worker.tasks.train import TrainState, train_step
 _POLL_SECONDS = 0.02
 
 
-def bench(recipe: Recipe, plan: Plan, run: RunDir, group: Group, model: LossModule, batches: Batches) -> None:
+def bench(
+    recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, model: LossModule, batches: Batches
+) -> None:
     """Build the engine, warm up, then obey orders until told to leave."""
     asked, begun = read_json(run.bench), time.perf_counter()
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
@@ -63,7 +65,7 @@ def bench(recipe: Recipe, plan: Plan, run: RunDir, group: Group, model: LossModu
 class Life:
     """The training that is measured: the same steps as `train` takes."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine, batches: Batches) -> None:
         self.recipe, self.plan, self.group, self.engine, self.batches = recipe, plan, group, engine, batches
         self.state = TrainState()
 
@@ -111,13 +113,13 @@ def _orders(run: RunDir) -> Iterator[dict[str, Any]]:
         yield order
 
 
-def _write(run: RunDir, group: Group, record: dict[str, Any]) -> None:
+def _write(run: RunDir, group: DistributedContext, record: dict[str, Any]) -> None:
     if group.rank == 0:
         with run.results.open("a", encoding="utf-8") as file:
             file.write(json_text(record) + "\n")
 
 
-def _facts(recipe: Recipe, group: Group, engine: Engine) -> dict[str, Any]:
+def _facts(recipe: Recipe, group: DistributedContext, engine: Engine) -> dict[str, Any]:
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
     peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
     if group.device.type == "cuda":

@@ -18,7 +18,7 @@ from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import Batches, Samples, collate
 from ortlaunch.worker.data.corpus import DataError
-from ortlaunch.worker.distributed import Group
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, finish, measured_peak_flops
@@ -38,7 +38,13 @@ class TrainState:
 
 
 def train(
-    recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, batches: Batches, evaluation: Samples | None
+    recipe: Recipe,
+    plan: Plan,
+    run: RunDir,
+    group: DistributedContext,
+    engine: Engine,
+    batches: Batches,
+    evaluation: Samples | None,
 ) -> TrainState:
     """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
     state = _resume(recipe, run, group, engine, batches)
@@ -113,7 +119,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def train_step(
-    recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, state: TrainState
+    recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine, batches: Batches, state: TrainState
 ) -> tuple[torch.Tensor, Any, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
     rate = state.learning_rate = learning_rate(recipe, state.step)
@@ -137,7 +143,7 @@ def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _passes(
-    recipe: Recipe, plan: Plan, group: Group, engine: Engine, batches: Batches, step: int
+    recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine, batches: Batches, step: int
 ) -> list[torch.Tensor]:
     """Forward and backward of each micro batch of this rank; their losses, weighted."""
     torch.manual_seed(step_seed(recipe.seed, step, group.rank))
@@ -149,7 +155,7 @@ def _passes(
 
 
 @torch.no_grad()
-def evaluate(recipe: Recipe, plan: Plan, group: Group, engine: Engine, samples: Samples) -> float:
+def evaluate(recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine, samples: Samples) -> float:
     """Mean loss over the evaluation corpus, weighted as in training; ranks take turns, micro batch by micro batch."""
     micro = plan.batch.micro_samples
     module, total, seen = engine.eval_module, 0.0, 0.0
@@ -171,7 +177,7 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _resume(recipe: Recipe, run: RunDir, group: Group, engine: Engine, batches: Batches) -> TrainState:
+def _resume(recipe: Recipe, run: RunDir, group: DistributedContext, engine: Engine, batches: Batches) -> TrainState:
     found = checkpoint.newest(run)
     if found is None:
         return TrainState()
@@ -208,7 +214,7 @@ def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
 class Meter:
     """Loss and speed between two log lines; what is not training (evaluation, saving) does not count as time."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, group: Group, engine: Engine) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine) -> None:
         self.group, self.batch = group, plan.batch
         self.flops_per_token = engine.flops_per_token
         dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]

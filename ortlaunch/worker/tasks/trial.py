@@ -18,13 +18,15 @@ from ortlaunch.worker.__main__ import main
 
 if TYPE_CHECKING:  # heavy; the rank's guardian forks before they are imported
     from ortlaunch.worker.data import Batches
-    from ortlaunch.worker.distributed import Group
+    from ortlaunch.worker.distributed import DistributedContext
     from ortlaunch.worker.engine import Engine
 
 _MOST_STEPS = 40  # fp16 skips steps until its loss scale fits, and optimizer state comes with the first one taken
 
 
-def try_steps(recipe: Recipe, plan: Plan, run: RunDir, group: Group, engine: Engine, batches: Batches) -> None:
+def try_steps(
+    recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, engine: Engine, batches: Batches
+) -> None:
     """Take two whole steps, so that gradients accumulate beside optimizer state; write how much room they took."""
     from ortlaunch.worker.memory_limits import Room
     from ortlaunch.worker.tasks.train import TrainState, train_step
