@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.errors import PlanError
@@ -103,6 +104,11 @@ class Plan:
     def to_json(self) -> str:
         """Stable text: the same plan gives the same bytes."""
         return json.dumps({"format": 1, "world_size": self.world_size, **_named(self)}, indent=1)
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """The plan in a run folder."""
+        return cls.from_json(path.read_text(encoding="utf-8"))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any, NamedTuple
 
-from ortlaunch.plan import LOCAL_NAMES
+from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.run.folder import RunDir, is_full, read_json
 
 _PROGRAMS = {"torchrun": "torchrun", "mpi": "mpirun"}
@@ -50,9 +50,9 @@ def _without_cause(
     run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[dict[str, Any]]
 ) -> End:
     """The end of a run of which no rank tells a failure of its own."""
-    plan, asked = read_json(run.plan), _asked(run)
-    if ended_by is not None and plan["launcher"] != "local":
-        what = f"{_PROGRAMS[plan['launcher']]} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
+    plan, asked = Plan.read(run.plan), _asked(run)
+    if ended_by is not None and plan.launcher != "local":
+        what = f"{_PROGRAMS[plan.launcher]} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
     began = _began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(asked))
@@ -60,17 +60,17 @@ def _without_cause(
     if status and not records and is_full(run.path):
         return End(status, f"ortlaunch: no space left on device ({run}), where no rank could write how it ended")
     if lost and status:
-        return End(137, _lost_text(run, plan["nodes"], lost, oom_kills))
-    absent = sorted(set(range(plan["world_size"])) - began)
+        return End(137, _lost_text(run, plan, lost, oom_kills))
+    absent = sorted(set(range(plan.world_size)) - began)
     if absent and status:
-        names = _names(plan["nodes"], absent)
+        names = _names(plan, absent)
         what = f"{names} ended before it began" if began else f"no rank began ({names})"
         said = f"{what}, and the launcher ended with status {status}; see above, and {run.logs}"
         return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
-        what = f"{_names(plan['nodes'], [rank])} was ended by {signal.Signals(asked[rank][0]).name}"
-        where = "" if plan["launcher"] == "local" else f" or to {_PROGRAMS[plan['launcher']]}"
+        what = f"{_names(plan, [rank])} was ended by {signal.Signals(asked[rank][0]).name}"
+        where = "" if plan.launcher == "local" else f" or to {_PROGRAMS[plan.launcher]}"
         said = f"{what}, sent to it{where} from outside this run; no rank had failed before"
         return End(128 + asked[rank][0], f"ortlaunch: {said}; logs: {run.logs}")
     first = _first(records)
@@ -110,11 +110,11 @@ def _stopped_text(run: RunDir, first: dict[str, Any] | None, number: int) -> str
     return f"{told}ortlaunch: stopped by {signal.Signals(number).name}{mend}"
 
 
-def _lost_text(run: RunDir, nodes: list[dict[str, Any]], ranks: list[int], oom_kills: int | None) -> str:
+def _lost_text(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> str:
     """Ranks that began and left neither an error nor an end: their guardian was killed."""
-    here = all(_host(nodes, rank) in LOCAL_NAMES for rank in ranks)
+    here = all(plan.node_of(rank).host in LOCAL_NAMES for rank in ranks)
     why = _memory(oom_kills) if here and oom_kills is not None else _OFTEN_MEMORY
-    lost = f"{_names(nodes, ranks)} vanished without a word, as a process killed by SIGKILL does"
+    lost = f"{_names(plan, ranks)} vanished without a word, as a process killed by SIGKILL does"
     return f"ortlaunch: {lost}{why}\nlogs: {run.logs}"
 
 
@@ -124,14 +124,9 @@ def _memory(oom_kills: int | None) -> str:
     return f"; the kernel's out-of-memory killer ended {oom_kills} of this control group's processes meanwhile"
 
 
-def _names(nodes: list[dict[str, Any]], ranks: list[int]) -> str:
-    names = [f"rank {rank} on host {_host(nodes, rank)}" for rank in ranks[:8]]
+def _names(plan: Plan, ranks: list[int]) -> str:
+    names = [f"rank {rank} on host {plan.node_of(rank).host}" for rank in ranks[:8]]
     return ", ".join([*names, *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])])
-
-
-def _host(nodes: list[dict[str, Any]], rank: int) -> str:
-    name: str = next(node["host"] for node in reversed(nodes) if node["first_rank"] <= rank)
-    return name
 
 
 def _text(first: dict[str, Any], shown: bool = False) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.file_errors import of_ours
+from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory, keep_freed_memory
@@ -24,18 +25,17 @@ def main(work: Callable[..., None] | None = None) -> int:
         rank = Rank.from_environ(os.environ)
         if not run.plan.exists():
             raise LaunchError(f"no {run.plan} on this host; is the run folder on a disk that all hosts share?")
+        return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank, work)))
     except (InputError, LaunchError) as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
-    return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank, work)))
 
 
 def live(run: RunDir, rank: Rank, work: Callable[..., None] | None = None) -> None:
     """Join the world, build, train, leave."""
     progress = Progress(rank.rank)
     progress.doing("loading libraries")
-    from ortlaunch.plan import Plan  # here, so that guardian and logs are there before pydantic is loaded
-    from ortlaunch.recipe import parse_resolved
+    from ortlaunch.recipe import parse_resolved  # here, so that guardian and logs are there before pydantic is loaded
     from ortlaunch.user_modules import make_importable
 
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ortlaunch import machine
+from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run import lock
-from ortlaunch.run.folder import RunDir, progress_width, read_json
+from ortlaunch.run.folder import RunDir, progress_width
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
 from ortlaunch.worker.failure import SEEN, Account
 from ortlaunch.worker.rank_log import RankLog
@@ -35,7 +36,7 @@ _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: th
 def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
     """Run `live` as this rank in a child process; returns the exit status, or dies of the rank's own signal."""
     die_with_parent(signal.SIGTERM, os.getppid())
-    if launcher_is_gone(os.environ, read_json(run.plan)["launcher"]):
+    if launcher_is_gone(os.environ, Plan.read(run.plan).launcher):
         return 128 + signal.SIGTERM
     lock.share(run)
     account, oom_kills = Account(rank, run), machine.oom_kills()
@@ -191,7 +192,7 @@ def _tell(account: Account, child: Child) -> None:
     run = account.run
     with contextlib.suppress(OSError):
         record = account.read()
-        if read_json(run.plan)["launcher"] != "inside" or (record["secondary"] and _cause_is_told(run, child)):
+        if Plan.read(run.plan).launcher != "inside" or (record["secondary"] and _cause_is_told(run, child)):
             return
         shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
         said = "" if shown else f"{record['traceback']}\n"

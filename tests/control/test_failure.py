@@ -89,7 +89,7 @@ def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: Ru
 
 
 @pytest.mark.parametrize(
-    ("kills", "host", "hint"),
+    ("kills", "name", "hint"),
     [
         (None, "localhost", " (often the kernel's out-of-memory killer: see dmesg there)"),
         (0, "localhost", ""),
@@ -97,12 +97,12 @@ def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: Ru
         (0, "b", " (often the kernel's out-of-memory killer: see dmesg there)"),
     ],
 )
-def test_memory_is_named_where_the_kernel_counts_it(kills: int | None, host: str, hint: str, run: RunDir) -> None:
+def test_memory_is_named_where_the_kernel_counts_it(kills: int | None, name: str, hint: str, run: RunDir) -> None:
     """The control group's own count of out-of-memory kills is told, and speaks for this host only."""
-    write_text(run.plan, json.dumps({"launcher": "mpi", "world_size": 4, "nodes": [{"host": host, "first_rank": 0}]}))
+    write_text(run.plan, plan(recipe(), [host(name, 4)], "mpi").to_json())
     for rank in range(3):
         echo(run, rank, time=1.0)
-    lost = f"rank 3 on host {host} vanished without a word, as a process killed by SIGKILL does"
+    lost = f"rank 3 on host {name} vanished without a word, as a process killed by SIGKILL does"
     assert explain_end(run, 1, oom_kills=kills) == End(137, f"ortlaunch: {lost}{hint}\nlogs: {run.logs}")
 
 

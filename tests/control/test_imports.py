@@ -200,8 +200,30 @@ def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "module", ["errors", "rank", "plan", "cache", "start", "run.folder", "planning.hosts", "extensions"]
+    "module",
+    [
+        "errors",
+        "rank",
+        "plan",
+        "cache",
+        "start",
+        "run.folder",
+        "planning.hosts",
+        "extensions",
+        "worker.rank_supervisor",
+    ],
 )
 def test_the_lowest_modules_are_standard_library(module: str, tmp_path: Path) -> None:
     """Reading hosts, ranks and run folders takes neither pydantic nor yaml."""
     assert loaded_by(f"import ortlaunch.{module}", tmp_path) & {"pydantic", "yaml", *HEAVY} == set()
+
+
+def test_plan_json_is_read_by_its_type_alone() -> None:
+    """Nobody reads plan.json as a mapping, which a renamed field would break in silence."""
+    raw = [
+        f"{module}:{node.lineno}"
+        for module in MODULES
+        for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith(("read_json(run.plan", "json.loads(run.plan"))
+    ]
+    assert raw == []

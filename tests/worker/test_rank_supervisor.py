@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
-from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.run.folder import RunDir, write_text
+from tests.makers import host, plan, recipe
 
 GUARDED = """
 import ctypes, os, signal, sys, time
@@ -53,8 +54,13 @@ class Ended(NamedTuple):
 def run(tmp_path: Path) -> RunDir:
     """The folder of a run that ortlaunch's own launcher started."""
     run = RunDir(tmp_path / "run")
-    write_json(run.plan, {"launcher": "mpi"})
+    write_plan(run, "mpi")
     return run
+
+
+def write_plan(run: RunDir, launcher: str) -> None:
+    """Two ranks of this host."""
+    write_text(run.plan, plan(recipe(), [host("localhost", 2)], launcher).to_json())
 
 
 def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
@@ -279,7 +285,7 @@ def test_the_failing_rank_speaks_where_nobody_else_will(
     launcher: str, rank: int, life: str, told: bool, run: RunDir
 ) -> None:
     """Under the user's own launcher the cause is on the terminal, once, with its traceback; echoes are not."""
-    write_json(run.plan, {"launcher": launcher})
+    write_plan(run, launcher)
     run.errors.mkdir()
     if not told:
         run.failure_printed.touch()  # what an echo waits for
@@ -293,7 +299,7 @@ def test_the_failing_rank_speaks_where_nobody_else_will(
 
 def test_an_echo_of_a_cause_that_nobody_tells_speaks_itself(run: RunDir) -> None:
     """The failing rank's host is gone, say: a lost connection is then all that is known, and it is told."""
-    write_json(run.plan, {"launcher": "inside"})
+    write_plan(run, "inside")
     ended = guarded(run, "raise RuntimeError('Connection closed by peer')")
     assert ended.record is not None
     assert ended.record["secondary"]
