@@ -21,6 +21,7 @@ from ortlaunch import extensions
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
+from ortlaunch.worker.comparison import dropouts
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.loss_weight import LossWeight
 from ortlaunch.worker.matmul_precision import describe, keep_positions_exact
@@ -30,7 +31,6 @@ from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
 from ortlaunch.worker.pretrained import loading_notes
 from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
-from ortlaunch.worker.tasks.parity import dropouts
 
 _PACKAGES = (
     "torch",

@@ -1,6 +1,6 @@
 """A run's first steps also in plain PyTorch: each rank compares its own batch, all ranks stop together.
 
-Owns parity.jsonl and what engine.json says under `parity`. The comparison itself is in parity.py.
+Owns parity.jsonl and what engine.json says under `parity`. The comparison itself is in comparison.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
+from ortlaunch.worker.comparison import LIMITS, Comparison, Difference, compare, dropouts
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
-from ortlaunch.worker.tasks.parity import LIMITS, Comparison, Difference, compare, dropouts
 
 Record = dict[str, Any]
 _SHOWN = 5  # parameters that are named

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch import machine
 from ortlaunch.recipe.rules import broken, device_rules
+from ortlaunch.worker.comparison import compare
 from ortlaunch.worker.matmul_precision import describe, keep_positions_exact, mantissa_bits, matmul_precision
 from ortlaunch.worker.tasks.bench import loss_from_highest
-from ortlaunch.worker.tasks.parity import compare
 from tests.control.benches import resolved
 from tests.makers import recipe
 

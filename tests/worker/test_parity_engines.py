@@ -11,8 +11,8 @@ from torch import nn
 
 from ortlaunch.ortmodule.tally import tally
 from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.worker.comparison import Comparison, compare, dropouts
 from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.tasks.parity import Comparison, compare, dropouts
 from tests.ort import needs_ort
 from tests.ortmodule.modules import language_model, wrapped
 

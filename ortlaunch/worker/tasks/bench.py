@@ -20,6 +20,7 @@ import torch
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, read_json, write_json
+from ortlaunch.worker.comparison import LEAST_LOSS, LIMITS, Comparison, compare
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
@@ -27,7 +28,6 @@ from ortlaunch.worker.matmul_precision import matmul_precision
 from ortlaunch.worker.metrics import finish, measured_peak_flops
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.summary import plan_lines
-from ortlaunch.worker.tasks.parity import LEAST_LOSS, LIMITS, Comparison, compare
 from ortlaunch.worker.tasks.train import TrainState, train_step
 
 _POLL_SECONDS = 0.02

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.worker.tasks.parity import LIMITS, compare, dropouts, without_dropout
+from ortlaunch.worker.comparison import LIMITS, compare, dropouts, without_dropout
 
 BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(3))}
 
