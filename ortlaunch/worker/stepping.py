@@ -85,6 +85,7 @@ class TorchStepper:
         self.module: Any = self.averaging.module if self.averaging else model
         self.dtype = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=precision == "fp16")
+        self.casts: contextlib.ExitStack | None = None
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -94,8 +95,18 @@ class TorchStepper:
     def _pass(self, last: bool) -> Iterator[None]:
         """Autocast, and gradients averaged with the last micro batch."""
         averaging = self.averaging.of(last) if self.averaging else contextlib.nullcontext()
+        self._keep_casts()
         with averaging, torch.autocast(self.group.device.type, self.dtype, enabled=self.dtype is not None):
             yield
+        if self.casts is not None and last:
+            self.casts.close()
+            self.casts = None
+
+    def _keep_casts(self) -> None:
+        """Cast weights once a step: autocast drops what it has cast where the outermost context ends, so open one."""
+        if self.casts is None and self.dtype is not None:
+            self.casts = contextlib.ExitStack()
+            self.casts.enter_context(torch.autocast(self.group.device.type, enabled=False))
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         with self._pass(last):

@@ -1,0 +1,61 @@
+"""Passes of a step in bf16 on one rank: weights are cast once a step, and what comes out is what it was."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ortlaunch.worker.stepping import TorchStepper
+
+PASSES, RATE = 3, 0.5
+
+
+class Squared(nn.Module):
+    """One product, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).float().square().mean()
+
+
+class Casts(TorchDispatchMode):
+    """Counts weights that are cast to bfloat16."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.count = weight, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and args[0] is self.weight
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_cast_once_a_step() -> None:
+    """And anew in the next, with the numbers of passes that each cast their own, bit for bit."""
+    model, plain = Squared(), Squared()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=RATE) for one in (model, plain)]
+    group: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
+    stepper = TorchStepper(model, optimizers[0], group, "bf16", PASSES, None)
+    for step in range(2):
+        inputs = torch.randn(PASSES, 4, 8)
+        with Casts(model.linear.weight) as casts:
+            ours = [stepper.micro_step({"x": x}, last=i == PASSES - 1) for i, x in enumerate(inputs)]
+        assert casts.count == 1, step
+        for x, loss in zip(inputs, ours):
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = plain(x)
+                (expected / PASSES).backward()
+            assert torch.equal(loss, expected.detach())
+        assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)  # type: ignore[arg-type]
+        stepper.apply(RATE)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert torch.equal(model.linear.weight, plain.linear.weight)
