@@ -48,16 +48,31 @@ class Verb(TyperCommand):
 
 
 class Verbs(TyperGroup):
-    """The verbs, with hints for those of other tools."""
+    """The verbs, with hints for mistyped ones and those of other tools."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
-        if name not in self.commands and ctx.parent is None:
-            if name in _VERBS:
-                raise InputError(f"there is no verb {name}; what comes nearest is ortlaunch {_VERBS[name]}")
-            if name.endswith((".yaml", ".yml")):
-                raise InputError(f"{name} is no verb; to train it: ortlaunch train {' '.join(args)}")
+        if name not in self.commands and not name.startswith("-"):
+            raise InputError(_not_a_verb(args, list(self.commands), ctx.command_path))
         return super().resolve_command(ctx, args)
+
+
+def _not_a_verb(args: Sequence[str], ours: Sequence[str], above: str) -> str:
+    """What may have been meant by the first word; `above` is the command that has the verbs `ours`."""
+    from ortlaunch.recipe.dialects import likeness
+
+    name = args[0]
+    whose = f" of {above}"
+    if above == "ortlaunch":
+        whose = ""
+        if name in _VERBS:
+            return f"there is no verb {name}; what comes nearest is ortlaunch {_VERBS[name]}"
+        if name.endswith((".yaml", ".yml")):
+            return f"{name} is no verb; to train it: ortlaunch train {' '.join(args)}"
+    near = [verb for verb in ours if likeness(name, verb) >= 0.6]
+    near.sort(key=lambda verb: -likeness(name, verb))
+    said = f"did you mean {' or '.join(near[:2])}?" if near else f"the verbs are {', '.join(ours)}"
+    return f"there is no verb {name}{whose}; {said}"
 
 
 def _unknown(args: Sequence[str], ours: set[str]) -> Iterator[tuple[int, str]]:

@@ -142,7 +142,10 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
         (["validate", "good.yaml", "train.max_steps"], "train.max_steps"),
         (["plan", "good.yaml", "--hostfile", "/nope"], "/nope: cannot be read"),
         (["plan", "good.yaml", "--include", "a"], "ortlaunch: --include and --exclude choose from a host file"),
-        (["plan", "good.yaml", "--launcher", "srun"], "got srun; one of auto, local, torchrun, mpi"),
+        *(
+            ([verb, "good.yaml", "--launcher", "srun"], "got srun; one of auto, local, torchrun, mpi")
+            for verb in ("plan", "train", "parity", "bench")
+        ),
         (["plan", "good.yaml", "--nproc-per-node", "0"], "--nproc-per-node"),
         (
             ["plan", "good.yaml", "--launcher", "local", "--nproc-per-node", "2"],
@@ -151,7 +154,7 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
         (["train", "good.yaml", "launch.forward=[NOT_SET]"], "ortlaunch: launch.forward: NOT_SET is not set"),
         (["train", "good.yaml", "--run-dir", "good.yaml"], "ortlaunch: --run-dir good.yaml: is a file"),
         (["train"], "Missing argument"),
-        (["trian"], "No such command 'trian'"),
+        (["trian"], "there is no verb trian; did you mean train?"),
         (["recipes", "show", "bert-large/tinny"], "did you mean bert-large/tiny?"),
         (["recipes", "copy", "nothing-like-it"], "ortlaunch: no shipped recipe 'nothing-like-it'"),
     ],
@@ -208,8 +211,10 @@ def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None
         ("evaluate", "there is no verb evaluate; what comes nearest is ortlaunch train: a recipe's data.evaluation"),
         ("resume runs/x", "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
         ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
-        ("trian good.yaml", "No such command 'trian'. Did you mean 'train'?"),
-        ("recipes lst", "No such command 'lst'. Did you mean 'list'?"),
+        ("trian good.yaml", "ortlaunch: there is no verb trian; did you mean train?\n"),
+        ("vlaidate good.yaml", "ortlaunch: there is no verb vlaidate; did you mean validate?\n"),
+        ("recipes lst", "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n"),
+        ("zzz", "ortlaunch: there is no verb zzz; the verbs are validate, plan, train, parity, bench, "),
     ],
 )
 def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
@@ -217,6 +222,23 @@ def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Ru
     ended = ortlaunch(*typed.split())
     assert (ended.status, ended.out) == (2, "")
     assert hint in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("ortlaunch tra", "train"),
+        ("ortlaunch recipes sh", "show"),
+        ("ortlaunch plan bert-large/ti", "bert-large/tiny"),
+        ("ortlaunch train good.yaml --host", "--hostfile"),
+    ],
+)
+def test_the_shell_completes(words: str, offered: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verbs, options and shipped recipes; the script that makes bash ask for them is ours to give."""
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    monkeypatch.setenv("_ORTLAUNCH_COMPLETE", "complete_bash")
+    assert ortlaunch().out.split() == [offered]
 
 
 def test_plan(ortlaunch: Run) -> None:

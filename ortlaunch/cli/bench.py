@@ -1,0 +1,44 @@
+"""`ortlaunch bench`."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
+from ortlaunch.output import go_on_unread
+
+
+@with_launch_options
+def bench(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    engines: Annotated[
+        Optional[str], typer.Option("--engines", help="Engines to compare, as ort,eager; all three by default.")
+    ] = None,
+    vary: Annotated[
+        Optional[list[str]],
+        typer.Option("--vary", help="A key and its values, as engine.memory_optimization=0,1; again for another key."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each variant.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps measured in a turn.")] = 4,
+    one_at_a_time: Annotated[
+        bool,
+        typer.Option(
+            "--one-at-a-time", help="Start each variant again for every turn, where memory does not hold all of them."
+        ),
+    ] = False,
+    out: Annotated[Optional[Path], typer.Option("--out", help="Folder to write; bench/NAME-TIME by default.")] = None,
+    picture: Annotated[bool, typer.Option("--picture/--no-picture", help="bench.png (needs matplotlib).")] = True,
+    options: Any = None,
+) -> None:
+    """Measure engines and options side by side: speed, memory, time to first step, equality with plain PyTorch."""
+    from ortlaunch import bench as benches
+    from ortlaunch.run.control import resolve
+
+    resolved = resolve(recipe, overrides or (), options, os.environ)
+    chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
+    length = benches.Length(rounds, steps, one_at_a_time)
+    go_on_unread()
+    raise typer.Exit(benches.bench(resolved, chosen, vary or (), length, out, picture))

@@ -1,0 +1,82 @@
+"""Arguments and options that verbs share, each declared once."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+
+def shipped_recipes(incomplete: str) -> list[str]:
+    """For the shell's completion, which goes on with files."""
+    from ortlaunch.run.shipped import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+RecipePath = Annotated[
+    Path,
+    typer.Argument(
+        help="The recipe: a YAML file, or a name of `ortlaunch recipes list`.",
+        show_default=False,
+        autocompletion=shipped_recipes,
+    ),
+]
+Overrides = Annotated[
+    Optional[list[str]],
+    typer.Argument(
+        metavar="[KEY.PATH=VALUE]...",
+        help="Set keys of the recipe, as train.max_steps=100; `ortlaunch schema` lists them.",
+        show_default=False,
+    ),
+]
+RunDirOption = Annotated[
+    Optional[Path],
+    typer.Option(
+        "--run-dir",
+        help="Run folder; runs/NAME-TIME by default. An existing one is continued from its newest checkpoint.",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", "--dryrun", help="Print what would be run, and stop.")]
+
+
+def _launch_options(
+    launcher: Annotated[
+        Optional[str],
+        typer.Option("--launcher", help="auto, local, torchrun or mpi; the recipe's launch.launcher by default."),
+    ] = None,
+    nproc_per_node: Annotated[
+        Optional[int],
+        typer.Option("--nproc-per-node", min=1, max=9999, help="Ranks on each host; one per GPU, or one, by default."),
+    ] = None,
+    hostfile: Annotated[
+        Optional[str], typer.Option("--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style.")
+    ] = None,
+    include: Annotated[
+        Optional[str], typer.Option("--include", "-i", help="Hosts and slots to use: host1:0,1@host2.")
+    ] = None,
+    exclude: Annotated[Optional[str], typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")] = None,
+) -> Any:
+    from ortlaunch.planning.world import LaunchOptions
+
+    if launcher not in (None, "auto", "local", "torchrun", "mpi"):
+        raise typer.BadParameter(f"got {launcher}; one of auto, local, torchrun, mpi", param_hint="--launcher")
+    return LaunchOptions(launcher, nproc_per_node, hostfile, include, exclude)
+
+
+def with_launch_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the options that choose launcher, hosts and ranks, in place of its parameter `options`."""
+    shared, own = inspect.signature(_launch_options).parameters, inspect.signature(verb).parameters
+
+    @functools.wraps(verb)
+    def with_options(**given: Any) -> None:
+        options = _launch_options(**{name: given.pop(name) for name in shared})
+        verb(**given, options=options)
+
+    together = [one for name in own for one in (shared.values() if name == "options" else [own[name]])]
+    named = {one.name: one.annotation for one in together}
+    with_options.__annotations__ = named
+    vars(with_options)["__signature__"] = inspect.Signature(together)
+    return with_options

@@ -1,0 +1,22 @@
+"""`ortlaunch parity`."""
+
+from typing import Annotated, Any
+
+import typer
+
+from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption, with_launch_options
+from ortlaunch.cli.train import start
+
+
+@with_launch_options
+def parity(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare, with optimizer steps between.")] = 3,
+    options: Any = None,
+    run_dir: RunDirOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Compare a recipe's engine with plain PyTorch: loss and every gradient; exit status 1 where they differ."""
+    only = [*(overrides or ()), f"engine.parity_steps={steps}", "engine.parity_only=true"]
+    start(recipe, only, options, run_dir, dry_run)

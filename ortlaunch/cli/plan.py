@@ -1,0 +1,34 @@
+"""`ortlaunch plan`."""
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from ortlaunch.cli.options import Overrides, RecipePath, with_launch_options
+
+
+@with_launch_options
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    options: Any = None,
+    json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")] = False,
+) -> None:
+    """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
+    from ortlaunch.planning.describe import describe
+    from ortlaunch.planning.memory import why_unknown
+    from ortlaunch.run.control import dry_run, preview, resolve
+    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run.micro_size import note
+
+    resolved = preview(resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ))
+    if json:
+        typer.echo(resolved.plan.to_json())
+        return
+    command = dry_run(resolved, RunDir(f"runs/{resolved.plan.name}-TIME")).splitlines()[-1]
+    notes = note(resolved.file.recipe, resolved.plan)
+    if resolved.plan.memory is None:
+        notes.append(f"memory: not known here: {why_unknown(resolved.file.recipe)}")
+    shown = describe(resolved.plan, resolved.file.recipe)
+    typer.echo("\n".join([*resolved.world.notes, shown, *notes, f"command: {command}"]))

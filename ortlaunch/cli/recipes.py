@@ -1,0 +1,39 @@
+"""`ortlaunch recipes list`, `show` and `copy`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ortlaunch.cli.hints import Verb, Verbs
+from ortlaunch.cli.options import shipped_recipes
+
+app = typer.Typer(cls=Verbs, help="The shipped recipes: list, show, copy.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="As `ortlaunch recipes list` names it.", autocompletion=shipped_recipes)]
+
+
+@app.command("list", cls=Verb)
+def list_recipes() -> None:
+    """Name the shipped recipes."""
+    from ortlaunch.run.shipped import names
+
+    typer.echo("\n".join(names()))
+
+
+@app.command("show", cls=Verb)
+def show_recipe(name: Name) -> None:
+    """Print a shipped recipe."""
+    from ortlaunch.run.shipped import find
+
+    typer.echo(find(name).read_text(encoding="utf-8"), nl=False)
+
+
+@app.command("copy", cls=Verb)
+def copy_recipe(
+    name: Name,
+    target: Annotated[Path, typer.Argument(help="File or folder to copy it to.")] = Path(),
+) -> None:
+    """Copy a shipped recipe, with what it extends; never over a file of yours."""
+    from ortlaunch.run.shipped import copy
+
+    typer.echo("\n".join(str(path) for path in copy(name, target)))

@@ -1,0 +1,25 @@
+"""`ortlaunch constraints` and `ortlaunch hostfile`: files that come with the package."""
+
+from typing import Annotated
+
+import typer
+
+
+def constraints(
+    name: Annotated[
+        str, typer.Argument(help="torch-2.13, torch-2.6, or floors: the lowest that was run.")
+    ] = "torch-2.13",
+) -> None:
+    """Print a tested set of versions, for `pip install -c FILE`."""
+    from ortlaunch.run.shipped import text
+
+    typer.echo(text("constraints", name), nl=False)
+
+
+def hostfile(
+    name: Annotated[str, typer.Argument(help="deepspeed, mpich or openmpi.")] = "openmpi",
+) -> None:
+    """Print an example of a host file, in the style of a launcher."""
+    from ortlaunch.run.shipped import text
+
+    typer.echo(text("hostfiles", name), nl=False)

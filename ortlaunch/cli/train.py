@@ -1,0 +1,38 @@
+"""`ortlaunch train`."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import typer
+
+from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption, with_launch_options
+from ortlaunch.output import go_on_unread
+
+
+@with_launch_options
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    options: Any = None,
+    run_dir: RunDirOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a recipe."""
+    start(recipe, overrides or (), options, run_dir, dry_run)
+
+
+def start(recipe: Path, overrides: Sequence[str], options: Any, run_dir: Optional[Path], dry_run: bool) -> None:
+    """Run the ranks, or show what would be run; leaves with the run's exit status."""
+    from ortlaunch.run import control
+
+    resolved = control.resolve(recipe, overrides, options._replace(planned_only=dry_run), os.environ)
+    if dry_run:
+        resolved = control.preview(resolved)
+        print(*resolved.world.notes, sep="\n", end="\n" if resolved.world.notes else "", file=sys.stderr)
+        typer.echo(control.dry_run(resolved, control.run_folder(run_dir, resolved, os.environ)))
+        return
+    go_on_unread()
+    raise typer.Exit(control.train(resolved, run_dir))
