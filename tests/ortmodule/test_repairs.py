@@ -1,6 +1,6 @@
 """What ORTModule 1.19.2 does wrong, made right: every repair, and that its test fails where the repair is left out.
 
-Tests of buffers are in test_ort_buffers.py, those of exports in test_ort_exports.py.
+Tests of buffers are in test_buffers.py, those of exports in test_exports.py.
 """
 
 from __future__ import annotations
@@ -218,21 +218,21 @@ def test_no_checkpointing_no_recomputation() -> None:
 
 # The test of each repair that must fail in a process without it.
 WITHOUT = {
-    "skip_frozen_gradients": "test_ort_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
-    "skip_unreached_weights": "test_ort_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice]",
-    "export_for_changed_calls": "test_ort_repairs.py::test_a_changed_call_is_exported_again[another number]",
-    "keep_graphs_for_backward": "test_ort_repairs.py::test_backward_after_another_forward",
-    "keep_buffers_exact": "test_ort_buffers.py::test_batch_normalization_is_eagers[trained]",
-    "follow_model_state": "test_ort_model_state.py::test_a_changed_model_is_exported_again[number]",
-    "map_gradient_checkpointing": "test_ort_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
-    "leave_out_ignored_labels": "test_ort_loss.py::test_ignored_labels_are_left_out",
-    "export_every_cross_entropy": "test_ort_loss.py::test_loss_and_gradients_are_eagers[smoothed-1.0]",
-    "watch_python_values": "test_ort_python_values.py::test_another_size_is_exported_again_where_python_has_it",
-    "convolve_in_two_dimensions": "test_ort_convolutions.py::test_no_other_gradient_is_overwritten[pointwise]",
-    "call_torch_kernels": "test_ort_loss.py::test_torchs_kernels_compute_the_loss",
-    "return_the_models_types": "test_ort_outputs.py::test_types_are_eagers[True-asked of softmax]",
-    "copy_built_modules": "test_ort_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
-    "export_every_time": "test_ort_exports.py::test_orts_own_cache_is_never_used",
+    "skip_frozen_gradients": "test_repairs.py::test_frozen_weights_have_no_gradient_in_the_graph",
+    "skip_unreached_weights": "test_grad_mode.py::test_loss_and_gradients_are_eagers[a_choice]",
+    "export_for_changed_calls": "test_repairs.py::test_a_changed_call_is_exported_again[another number]",
+    "keep_graphs_for_backward": "test_repairs.py::test_backward_after_another_forward",
+    "keep_buffers_exact": "test_buffers.py::test_batch_normalization_is_eagers[trained]",
+    "follow_model_state": "test_model_state.py::test_a_changed_model_is_exported_again[number]",
+    "map_gradient_checkpointing": "test_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
+    "leave_out_ignored_labels": "test_loss.py::test_ignored_labels_are_left_out",
+    "export_every_cross_entropy": "test_loss.py::test_loss_and_gradients_are_eagers[smoothed-1.0]",
+    "watch_python_values": "test_python_values.py::test_another_size_is_exported_again_where_python_has_it",
+    "convolve_in_two_dimensions": "test_convolutions.py::test_no_other_gradient_is_overwritten[pointwise]",
+    "call_torch_kernels": "test_loss.py::test_torchs_kernels_compute_the_loss",
+    "return_the_models_types": "test_outputs.py::test_types_are_eagers[True-asked of softmax]",
+    "copy_built_modules": "test_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
+    "export_every_time": "test_exports.py::test_orts_own_cache_is_never_used",
 }
 RUN = """
 import sys, pytest
@@ -260,7 +260,7 @@ def test_each_repair_is_needed(repair: str, ahead: Any) -> None:
 def test_every_repair_is_tested_and_applied() -> None:
     """A repair that is added gets its line above; on the known ORT all are in force."""
     wrapped(Layers(4))
-    elsewhere = {"manage_gradients_on_device"}  # test_ort_setting_repairs.py
+    elsewhere = {"manage_gradients_on_device"}  # test_setting_repairs.py
     assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
     assert WITHOUT.keys() <= set(patching.applied())
     assert not WITHOUT.keys() & patching.not_applied().keys()
