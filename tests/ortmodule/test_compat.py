@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from ortlaunch import extensions
 from ortlaunch.cache import cache_root
 from ortlaunch.ortmodule import compat, patching
 from tests.ort import needs_ort
-from tests.ortmodule.modules import python
+from tests.ortmodule.forks import Run
 
 ONE_STEP = """
 import sys, warnings
@@ -212,11 +210,6 @@ WITHOUT = {
 REFUSING = ("stand_in_for_interop", "refuse_custom_backward", "skip_padding_hook")
 
 
-def one_step(cache: Path, skipped: str, *first: str) -> subprocess.CompletedProcess[str]:
-    """A fresh process that imports `first`, then ORTModule without one of the repairs, and takes a step."""
-    return python(ONE_STEP, skipped, *first, ORTLAUNCH_CACHE=str(cache))
-
-
 @pytest.fixture(scope="module")
 def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which torch_interop_utils could not be built."""
@@ -231,17 +224,17 @@ def refusing(built: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
-def applied(cache: Path) -> list[str]:
+def applied(fresh: Run, cache: Path) -> list[str]:
     """What is applied on this stack, where `import onnxruntime` came first and failed half-way: the worst case."""
-    done = one_step(cache, "nothing", "onnxruntime")
+    done = fresh(ONE_STEP, "nothing", "onnxruntime", ORTLAUNCH_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
     return done.stdout.split("applied:")[1].split()
 
 
 @pytest.fixture(scope="module")
-def repairs(refusing: Path) -> dict[str, Path]:
+def repairs(fresh: Run, refusing: Path) -> dict[str, Path]:
     """Every repair in force on this stack, and a cache with which it is."""
-    with_interop, without = applied(cache_root()), applied(refusing)
+    with_interop, without = applied(fresh, cache_root()), applied(fresh, refusing)
     assert set(REFUSING) <= set(without)
     assert extensions.interop_refusal() or not set(REFUSING) & set(with_interop)
     return {**dict.fromkeys(without, refusing), **dict.fromkeys(with_interop, cache_root())}
@@ -249,11 +242,11 @@ def repairs(refusing: Path) -> dict[str, Path]:
 
 @needs_ort
 @pytest.mark.parametrize("repair", list(WITHOUT))
-def test_each_repair_is_needed_where_it_is_applied(repairs: dict[str, Path], repair: str, ahead: Any) -> None:
+def test_each_repair_is_needed_where_it_is_applied(repairs: dict[str, Path], repair: str, fresh: Run) -> None:
     """Without any one of the repairs in force, one step of a tiny model fails as that repair says."""
     if repair not in repairs:
         pytest.skip(f"not needed on torch {torch.__version__}")
-    done = ahead(lambda name: one_step(repairs.get(name, cache_root()), name), repair)
+    done = fresh(ONE_STEP, repair, ORTLAUNCH_CACHE=str(repairs[repair]))
     assert done.returncode != 0
     assert WITHOUT[repair] in done.stderr
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from ortlaunch.ortmodule.repairs import REPAIRS, apply_repairs
 from ortlaunch.ortmodule.tally import tally
 from ortlaunch.worker import engine
 from tests.ort import needs_ort
+from tests.ortmodule.forks import Run
 from tests.ortmodule.modules import (
     Checkpointed,
     Layers,
     language_model,
     manager_of,
-    python,
     same,
     training_graph,
     wrapped,
@@ -244,15 +243,10 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[2]]))
 """
 
 
-def run_without(repair: str) -> subprocess.CompletedProcess[str]:
-    """A fresh process that runs the repair's test without the repair."""
-    return python(RUN, repair, str(Path(__file__).with_name(WITHOUT[repair])))
-
-
 @pytest.mark.parametrize("repair", list(WITHOUT))
-def test_each_repair_is_needed(repair: str, ahead: Any) -> None:
+def test_each_repair_is_needed(repair: str, fresh: Run) -> None:
     """Without it, its test fails, or ONNX Runtime crashes in it."""
-    done = ahead(run_without, repair)
+    done = fresh(RUN, repair, str(Path(__file__).with_name(WITHOUT[repair])))
     assert done.returncode in (1, -signal.SIGSEGV), done.stdout + done.stderr
     assert done.returncode < 0 or "1 failed" in done.stdout
 

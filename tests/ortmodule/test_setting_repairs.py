@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
 
 from ortlaunch import extensions
 from tests.ort import needs_ort
-from tests.ortmodule.modules import python
+from tests.ortmodule.forks import Run
 
 pytestmark = needs_ort
 WITHOUT_REPAIR = """
@@ -35,15 +34,10 @@ for settings in json.loads(sys.argv[2]):
 """
 
 
-def steps_without(skipped: str, *settings: dict[str, bool]) -> subprocess.CompletedProcess[str]:
-    """A fresh process that leaves out one repair and takes a step with each of these settings."""
-    return python(WITHOUT_REPAIR, skipped, json.dumps(settings))
-
-
 @pytest.mark.parametrize("skipped", ["nothing", "leave_out_ignored_labels"])
-def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None) -> None:
+def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
     """Stock ORTModule walks through None where compute or sparsity optimization is off."""
-    done = steps_without(skipped, {"compute_optimizer": False}, {"sparsity_optimizer": False})
+    done = fresh(WITHOUT_REPAIR, skipped, json.dumps([{"compute_optimizer": False}, {"sparsity_optimizer": False}]))
     if skipped == "nothing":
         assert done.returncode == 0, done.stderr
     else:
@@ -51,11 +45,11 @@ def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None) -> N
 
 
 @pytest.mark.parametrize("skipped", ["nothing", "manage_gradients_on_device"])
-def test_gradient_management_needs_its_repair(skipped: str, built: None) -> None:
+def test_gradient_management_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
     """Stock ORTModule gives parameters where torch.zeros wants a device."""
     if extensions.interop_refusal():
         pytest.skip("needs ORT's extension torch_interop_utils")
-    done = steps_without(skipped, {"memory_efficient_grad_management": True})
+    done = fresh(WITHOUT_REPAIR, skipped, json.dumps([{"memory_efficient_grad_management": True}]))
     if skipped == "nothing":
         assert done.returncode == 0, done.stderr
     else:

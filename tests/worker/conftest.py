@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.ortmodule.conftest import ahead, built, seeded, witness
+from tests.ortmodule.conftest import built, seeded, witness
 
-__all__ = ["ahead", "built", "seeded", "witness"]
+__all__ = ["built", "seeded", "witness"]

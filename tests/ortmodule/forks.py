@@ -1,0 +1,84 @@
+"""Processes that are fresh but for imports: a server that has torch loaded forks for each piece of code.
+
+What is loaded beforehand must not be ONNX Runtime, nor a package that keeps what our repairs replace in torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+Process = subprocess.CompletedProcess[str]
+Run = Callable[..., Process]
+
+_SERVER = """
+import json, os, signal, sys
+import torch, torch.onnx, torch._dynamo, torch.distributed.tensor, torch.utils.cpp_extension, onnx, pydantic, pytest
+import ortlaunch.recipe
+for loaded in ("onnxruntime", "transformers", "deepspeed"):
+    assert loaded not in sys.modules, loaded
+print("ready", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+signal.alarm(asked["timeout"])
+for number in (1, 2):
+    os.dup2(os.open(f"{asked['output']}.{number}", os.O_WRONLY | os.O_CREAT, 0o600), number)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+os.environ.clear()
+os.environ.update(asked["environ"])
+os.chdir(asked["folder"])
+sys.path[0] = ""
+sys.argv = ["-c", *asked["arguments"]]
+status = 0
+try:
+    exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
+except SystemExit as end:
+    status = end.code if isinstance(end.code, int) else 0 if end.code is None else print(end.code, file=sys.stderr) or 1
+except BaseException:
+    import traceback
+    traceback.print_exc()
+    status = 1
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status)
+"""
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """`fresh(code, *arguments, **environ)` runs code in a process that has loaded torch and nothing of ours in it."""
+    folder = tmp_path_factory.mktemp("forks")
+    numbers = itertools.count()
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    ) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+
+        def run(code: str, *arguments: str, timeout: int = 120, **more: str) -> Process:
+            output = folder / str(next(numbers))
+            asked = {"code": code, "arguments": arguments, "environ": {**os.environ, **more}, "timeout": timeout,
+                     "folder": os.getcwd(), "output": str(output)}  # fmt: skip
+            server.stdin.write(json.dumps(asked) + "\n")
+            server.stdin.flush()
+            status = int(server.stdout.readline())
+            said = [Path(f"{output}.{number}").read_text(encoding="utf-8") for number in (1, 2)]
+            return Process([*arguments], status, *said)
+
+        yield run
+        server.stdin.close()
