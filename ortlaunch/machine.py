@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_PROC = Path("/proc")
-_GROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+THIS_MACHINE = "the memory of this machine"
 _WATCH_SECONDS = 0.5
 _BUSY_SHARE = 0.1  # of one core
 
@@ -68,84 +69,91 @@ def _gpus() -> list[str]:
     return found
 
 
-class Group(NamedTuple):
-    """A control group's limit of memory and what its processes use of it, in bytes."""
+class MemoryLimit(NamedTuple):
+    """A limit of what processes here can hold together, and what of it nobody holds now, in bytes."""
 
     name: str
-    limit: int
-    used: int
-
-    @property
-    def left(self) -> int:
-        return max(0, self.limit - self.used)
+    size: int
+    free: int
 
 
-def control_groups(proc: Path = _PROC, root: Path = _GROUPS) -> Iterator[Group]:
-    """Every control group with a limit that this process is in, version 1 and 2."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, kinds, path = line.split(":", 2)
-        if kinds == "":
-            names = ("memory.max", "memory.current", "inactive_file")
-            tops = [root, root / "unified"]
-        elif "memory" in kinds.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            tops = [root / "memory"]
-        else:
-            continue
-        for top in tops:
-            # In a container the path may be the host's: its own group is then the root here.
-            for folder in (top / path.lstrip("/"), *(top / path.lstrip("/")).parents):
-                if folder.is_relative_to(top):
-                    yield from _limited(folder, *names)
+def memory_limits() -> list[MemoryLimit]:
+    """This machine's memory, then every control group with a limit that this process is in, its own before those above.
+
+    The one place that asks: what a plan is held against, what `micro_size: auto` fills and what an export may copy
+    are these numbers.
+    """
+    return [_machine_memory(), *_control_group_limits()]
 
 
-def _limited(folder: Path, most: str, used: str, cache: str) -> Iterator[Group]:
-    """A group, if it has a limit; page cache that the kernel can drop does not count as used."""
+def tightest_limit() -> MemoryLimit:
+    """The smallest of `memory_limits`: what all processes of a run can hold here."""
+    return min(memory_limits(), key=lambda limit: limit.size)
+
+
+def tightest_free() -> MemoryLimit:
+    """The limit of `memory_limits` that leaves the least now."""
+    return min(memory_limits(), key=lambda limit: limit.free)
+
+
+def _machine_memory() -> MemoryLimit:
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError):
+        text = (PROC / "meminfo").read_text()
+        found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(Mem\w+):\s*(\d+) kB", text, re.MULTILINE)}
+        return MemoryLimit(THIS_MACHINE, found["MemTotal"], found["MemAvailable"])
+    return MemoryLimit(THIS_MACHINE, size, size)
+
+
+def _control_group_limits() -> Iterator[MemoryLimit]:
+    for version, folder in _control_groups("memory"):
+        most, used, cache = _MEMORY_FILES[version]
+        with contextlib.suppress(OSError):  # a group without the controller, such as the root's
+            limit, usage = (folder / most).read_text().strip(), int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            if limit != "max" and int(limit) < 1 << 60:  # version 1 writes nearly 2^63 for none
+                # Page cache that the kernel can drop does not count as used.
+                left = int(limit) - usage + int(stat.get(cache, 0))
+                yield MemoryLimit(f"control group {folder}", int(limit), max(0, left))
+
+
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of this process's control group and of those above it, which limit it too.
+
+    In a container the path in /proc may be the host's, which is not there: the mount's own root is its group then.
+    """
     try:
-        limit, usage = (folder / most).read_text().strip(), int((folder / used).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        lines = (PROC / "self/cgroup").read_text().splitlines()
     except OSError:
         return
-    if limit != "max" and int(limit) < 1 << 60:  # version 1 writes nearly 2^63 for none
-        yield Group(f"control group {folder}", int(limit), usage - int(stat.get(cache, 0)))
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":
+            tops = [(2, CONTROL_GROUPS), (2, CONTROL_GROUPS / "unified")]
+        elif controller in kinds.split(","):
+            tops = [(1, CONTROL_GROUPS / controller)]
+        else:
+            continue
+        for version, top in tops:
+            own = top / path.lstrip("/")
+            yield from ((version, folder) for folder in (own, *own.parents) if folder.is_relative_to(top))
 
 
-def most_memory() -> tuple[str, int]:
-    """The nearest limit of what all processes of a run can hold here: the machine's memory, or a control group's."""
-    machine = ("the memory of this machine", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    with contextlib.suppress(OSError):
-        return min([machine, *((group.name, group.limit) for group in control_groups())], key=lambda found: found[1])
-    return machine
-
-
-def free_memory() -> int | None:
-    """Bytes that new processes could take without swapping; None where the kernel does not say."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024 if found else None
-    return None
-
-
-def oom_kills(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def oom_kills() -> int | None:
     """Processes of this one's control group that the kernel has ended for memory; None where it does not say."""
-    for folder, name in _memory_groups(proc, root):
+    for version, folder in _control_groups("memory"):
         with contextlib.suppress(OSError):
-            found = re.search(r"^oom_kill (\d+)$", (folder / name).read_text(), re.MULTILINE)
+            text = (folder / {1: "memory.oom_control", 2: "memory.events"}[version]).read_text()
+            found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
             if found:
                 return int(found[1])
     return None
-
-
-def _memory_groups(proc: Path, root: Path) -> Iterator[tuple[Path, str]]:
-    """This process's control group and the file that counts there, version 1 and 2; in a container the root is it."""
-    with contextlib.suppress(OSError):
-        for line in (proc / "self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if "memory" in kinds.split(","):
-                yield from ((root / "memory" / inner, "memory.oom_control") for inner in (path.lstrip("/"), ""))
-            elif kinds == "":
-                tops = (root, root / "unified")
-                yield from ((top / inner, "memory.events") for inner in (path.lstrip("/"), "") for top in tops)
 
 
 def others_at_work() -> list[str]:

@@ -211,10 +211,9 @@ def _stoppable() -> Iterator[None]:
 def _that_fits(length: Length, players: Sequence[Player], say: Say) -> Length:
     """All variants stay in memory between their turns; where this host's cannot hold them, one at a time."""
     plans = [player.variant.resolved.plan for player in players if player.variant.resolved]
-    free = machine.free_memory()
-    if length.one_at_a_time or free is None or any(p.memory is None or p.device != "cpu" for p in plans):
+    if length.one_at_a_time or any(p.memory is None or p.device != "cpu" for p in plans):
         return length
-    needed = 0
+    needed, free = 0, machine.tightest_free().free
     for plan in plans:
         assert plan.memory is not None
         needed += dict(plan.memory.by_stage)[plan.memory.chosen].total * plan.nodes[0].slots

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch import extensions
+from ortlaunch import extensions, machine
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule.compat import import_ortmodule
 from ortlaunch.ortmodule.custom_functions import inlining
@@ -186,41 +186,28 @@ def settle_deepcopy(module: nn.Module, engine: Engine, ranks_here: int) -> bool:
     """Whether the export works on a copy: as asked, else whether copies would fit into this rank's share of memory."""
     asked = engine.deepcopy_before_export
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    free = _free_bytes(module, ranks_here)
-    copied = 2 * size <= free if asked is None else asked
-    _report["deepcopy_before_export"] = {"used": copied, "parameter_bytes": size, "free_bytes": free}
+    limit = _limit_of(module, ranks_here)
+    copied = 2 * size <= limit.free if asked is None else asked
+    _report["deepcopy_before_export"] = {
+        "used": copied,
+        "parameter_bytes": size,
+        "free_bytes": limit.free,
+        "limit": limit.name,
+        "limit_bytes": limit.size,
+    }
     return copied
 
 
-def _free_bytes(module: nn.Module, ranks_here: int) -> int:
-    """Memory that the module's GPU, or this rank's share of the host, has left."""
+def _limit_of(module: nn.Module, ranks_here: int) -> machine.MemoryLimit:
+    """The limit of memory that leaves the least where the module lies; of the host's, this rank's share is free."""
     import torch
 
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            free = [int(line.split()[1]) * 1024]
-    for limit, used in _CGROUPS:
-        numbers = [*_lines(limit), *_lines(used)]
-        if len(numbers) == 2 and all(number.strip().isdigit() for number in numbers):
-            free.append(max(0, int(numbers[0]) - int(numbers[1])))
-    return min(free) // ranks_here
-
-
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    if device.type != "cuda":
+        limit = machine.tightest_free()
+        return limit._replace(free=limit.free // ranks_here)
+    free, size = torch.cuda.mem_get_info(device)
+    return machine.MemoryLimit(f"GPU {device.index}", size, free)
 
 
 def _json_file(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
-from ortlaunch.machine import most_memory
+from ortlaunch.machine import tightest_limit
 from ortlaunch.plan import Bytes, Node, Plan
 from ortlaunch.planning.world import cores, is_this_host
 from ortlaunch.units import human
@@ -39,7 +39,7 @@ def _model(plan: Plan) -> Bytes:
 
 
 def _memory(node: Node, model: Bytes, planned_only: bool) -> Iterator[str]:
-    where, most = most_memory()
+    where, most, _ = tightest_limit()
     least, likely = (node.slots * (PROCESS + each) for each in (model.model, model.total))
     if least > most:
         each = f"({human(PROCESS)} a process + {human(model.model)} of weights, gradients and optimizer state)"

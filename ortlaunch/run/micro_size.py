@@ -168,7 +168,8 @@ def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
 
 
 def _judged(size: int, said: dict[str, Any]) -> Try:
-    taken = f"takes {human(said['taken'])} of {human(said['room'])} that rank {said['rank']} has by {said['limit']}"
+    limit = f"{said['limit']} ({human(said['limit_bytes'])})"
+    taken = f"takes {human(said['taken'])} of {human(said['free'])} that {limit} left to rank {said['rank']}"
     return Try(size, said["share"] <= MARGIN, said["share"], f"{taken}: {said['share']:.0%}")
 
 

@@ -13,60 +13,51 @@ from typing import NamedTuple
 
 import torch
 
-from ortlaunch.machine import control_groups
+from ortlaunch import machine
 
-_PROC = Path("/proc")
+STATUS = Path("/proc/self/status")
 
 
 class Limit(NamedTuple):
-    """One limit: how much room it left when it was looked at, and a function for what has been taken since."""
+    """One limit: its size, what it left to this rank when it was looked at, and what has been taken since."""
 
     name: str
-    room: int
+    size: int
+    free: int
     taken: Callable[[], int]
 
 
-class Room:
+class RankLimits:
     """The limits of one rank, from the moment that this is made (all ranks of a host at once)."""
 
     def __init__(self, device: torch.device, ranks_on_host: int) -> None:
         self.limits = [_gpu(device)] if device.type == "cuda" else list(_host(ranks_on_host))
 
-    def fullest(self) -> tuple[float, Limit]:
-        """The share of its room, at the peak, of the limit that is the nearest."""
-        return max(((limit.taken() / max(1, limit.room), limit) for limit in self.limits), key=lambda pair: pair[0])
+    def tightest(self) -> tuple[float, Limit]:
+        """The limit that came nearest to its end, and the share of what it had left that was taken at the peak."""
+        return max(((limit.taken() / max(1, limit.free), limit) for limit in self.limits), key=lambda pair: pair[0])
 
 
 def _gpu(device: torch.device) -> Limit:
-    free, _ = torch.cuda.mem_get_info(device)
+    free, size = torch.cuda.mem_get_info(device)
     before = torch.cuda.memory_reserved(device)
-    return Limit(f"GPU {device.index}", free, lambda: torch.cuda.max_memory_reserved(device) - before)
+    return Limit(f"GPU {device.index}", size, free, lambda: torch.cuda.max_memory_reserved(device) - before)
 
 
 def _host(ranks: int) -> Iterator[Limit]:
     resident, virtual = status("VmRSS"), status("VmSize")
-    groups = ((group.name, group.left) for group in control_groups())
-    for name, left in (("memory of the machine", _available()), *groups):
-        yield Limit(name, left // ranks, lambda: status("VmHWM") - resident)
+    for limit in machine.memory_limits():
+        yield Limit(limit.name, limit.size, limit.free // ranks, lambda: status("VmHWM") - resident)
     for name, kind, now, taken in (
         ("RLIMIT_AS", resource.RLIMIT_AS, virtual, lambda: status("VmPeak") - virtual),
         ("RLIMIT_DATA", resource.RLIMIT_DATA, status("VmData"), lambda: status("VmHWM") - resident),
     ):
         most = resource.getrlimit(kind)[0]
         if most != resource.RLIM_INFINITY:
-            yield Limit(name, most - now, taken)
+            yield Limit(name, most, most - now, taken)
 
 
 def status(name: str) -> int:
     """A size in /proc/self/status, in bytes."""
-    return _sizes(_PROC / "self/status")[name]
-
-
-def _available() -> int:
-    return _sizes(_PROC / "meminfo")["MemAvailable"]
-
-
-def _sizes(path: Path) -> dict[str, int]:
-    """`Name:  12 kB` -> bytes by name."""
-    pairs = (line.split() for line in path.read_text().splitlines() if line.endswith(" kB"))
-    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in pairs}
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024

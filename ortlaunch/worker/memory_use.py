@@ -18,10 +18,11 @@ import torch
 from ortlaunch.plan import Plan
 from ortlaunch.units import human
 from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.memory_limits import STATUS, status
 from ortlaunch.worker.stepping import Stepper
 
 _LOOKS = 4  # before and after the first two steps: gradients live before a step, optimizer state after the first
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CLEAR = Path("/proc/self/clear_refs")
 # Where DeepSpeed 0.19 keeps tensors beside those of the parameters and the optimizer inside it.
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition",
             "fp32_groups_flat", "fp32_groups")  # fmt: skip
@@ -201,17 +202,11 @@ def _reset_peak(device: torch.device) -> bool:
     return True
 
 
-def _status(name: str) -> int:
-    """A size in /proc/self/status, in bytes."""
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
-
-
 def _resident() -> int:
-    return _status("VmRSS") if _STATUS.exists() else _peak_resident()
+    return status("VmRSS") if STATUS.exists() else _peak_resident()
 
 
 def _peak_resident() -> int:
-    if _STATUS.exists():
-        return _status("VmHWM")
+    if STATUS.exists():
+        return status("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

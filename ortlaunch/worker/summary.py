@@ -75,7 +75,8 @@ def _settings(ort: dict[str, Any]) -> list[str]:
     if copy and not copy["used"] and "deepcopy_before_export" not in ort["settings"]:
         lines.append(
             f"deepcopy_before_export: off, for twice the parameters ({copy['parameter_bytes']:,} bytes) would not fit "
-            f"into the free memory ({copy['free_bytes']:,} bytes); the export's own passes may touch buffers"
+            f"into the free memory ({copy['free_bytes']:,} bytes, by {copy['limit']}); the export's own passes may "
+            "touch buffers"
         )
     if ort.get("variables"):
         lines.append("from the environment: " + ", ".join(f"{key}={text}" for key, text in ort["variables"].items()))

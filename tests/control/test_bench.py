@@ -163,14 +163,14 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said, with both figures; where they fit, or nobody can tell, all stay resident."""
+    """Said, with both figures; where they fit, all stay resident."""
     said: list[str] = []
     made = [player("eager", [[1.0]]), player("ort", [[1.0]])]
     assert bench._that_fits(Length(), made, said.append) == Length()
     for each in made:
         each.variant = resolve_variant(each.variant, resolved(**BERT_ON_WORDS))
     assert bench._that_fits(Length(), made, said.append) == Length()
-    monkeypatch.setattr(machine, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(machine, "memory_limits", lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)])
     assert bench._that_fits(Length(), made, said.append).one_at_a_time
     assert "1.0 MiB are free: one at a time" in said[0]
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ortlaunch.errors import PlanError
-from ortlaunch.machine import most_memory
+from ortlaunch.machine import MemoryLimit, tightest_limit
 from ortlaunch.planning import capacity
 from ortlaunch.planning.capacity import PROCESS, crowded
 from ortlaunch.recipe import Recipe
@@ -20,7 +20,7 @@ GiB = 1 << 30
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cores, and a control group of 16 GiB."""
     monkeypatch.setattr(capacity, "cores", lambda: 2)
-    monkeypatch.setattr(capacity, "most_memory", lambda: ("control group /job", 16 * GiB))
+    monkeypatch.setattr(capacity, "tightest_limit", lambda: MemoryLimit("control group /job", 16 * GiB, 1 * GiB))
 
 
 def notes(made: Recipe, slots: int, name: str = "localhost", planned_only: bool = False) -> list[str]:
@@ -74,6 +74,6 @@ def test_an_estimate_beyond_memory_is_a_note() -> None:
 
 def test_the_nearest_limit() -> None:
     """This machine's memory, or a control group's below it."""
-    where, most = most_memory()
+    where, most, _ = tightest_limit()
     assert where
     assert GiB // 4 < most <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from ortlaunch import machine
+from tests.kernel_files import GiB, KernelFiles
 
 V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
 V2 = "low 0\nhigh 0\nmax 5\noom 2\noom_kill {}\noom_group_kill 0\n"
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
+    """A machine of 24 GiB, without control groups yet."""
+    return KernelFiles(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +29,73 @@ V2 = "low 0\nhigh 0\nmax 5\noom 2\noom_kill {}\noom_group_kill 0\n"
         ("0::/\n", "memory.events", V2),
     ],
 )
-def test_the_kernels_count_of_kills_for_memory(groups: str, file: str, text: str, tmp_path: Path) -> None:
+def test_the_kernels_count_of_kills_for_memory(groups: str, file: str, text: str, kernel: KernelFiles) -> None:
     """This control group's own count, version 1 and 2, and in a container, whose root is the group."""
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(groups)
-    assert machine.oom_kills(tmp_path / "proc", tmp_path / "groups") is None
-    path = tmp_path / "groups" / file
+    kernel.cgroup.write_text(groups)
+    assert machine.oom_kills() is None
+    path = kernel.groups / file
     path.parent.mkdir(parents=True)
     path.write_text(text.format(3))
-    assert machine.oom_kills(tmp_path / "proc", tmp_path / "groups") == 3
+    assert machine.oom_kills() == 3
+
+
+def groups() -> list[int]:
+    """Bytes left by every control group that limits this process."""
+    return [limit.free for limit in machine.memory_limits()[1:]]
+
+
+def test_version_2_and_every_group_above(kernel: KernelFiles) -> None:
+    """A limit of a parent counts too; `max` is none; page cache can be dropped."""
+    kernel.memory("job/step", 2, 4 * GiB, 1 * GiB, GiB // 2)
+    kernel.memory("job", 2, 8 * GiB, 6 * GiB)
+    kernel.memory("", 2, None, 6 * GiB)
+    kernel.process_in("0::/job/step")
+    assert groups() == [3 * GiB + GiB // 2, 2 * GiB]
+
+
+def test_version_1(kernel: KernelFiles) -> None:
+    """Version 1 writes nearly 2^63 where there is no limit."""
+    kernel.memory("memory/job", 1, 4 * GiB, 1 * GiB)
+    kernel.memory("memory", 1, None, 1 * GiB)
+    kernel.process_in("4:memory:/job")
+    assert groups() == [3 * GiB]
+
+
+def test_a_container_sees_its_own_group_as_the_root(kernel: KernelFiles) -> None:
+    """The path in /proc may be the host's, which is not there."""
+    kernel.memory("", 2, 2 * GiB, 1 * GiB)
+    kernel.process_in("0::/docker/0123")
+    assert groups() == [1 * GiB]
+
+
+def test_a_full_group_has_nothing_left(kernel: KernelFiles) -> None:
+    """Usage can stand above the limit for a moment."""
+    kernel.memory("", 2, GiB, 2 * GiB)
+    kernel.process_in("0::/")
+    assert groups() == [0]
+
+
+@pytest.mark.parametrize(
+    ("version", "folder", "line"),
+    [(1, "memory/slurm/job", "4:memory:/slurm/job/step"), (2, "slurm/job", "0::/slurm/job/step")],
+)
+def test_the_tightest_limit_is_a_group_above(version: int, folder: str, line: str, kernel: KernelFiles) -> None:
+    """Slurm limits a job, and the process is in a group of its step below, which has no limit."""
+    kernel.memory(f"{folder}/step", version, None, 0)
+    kernel.memory(folder, version, 2 * GiB, GiB // 2)
+    kernel.process_in(line)
+    found = machine.MemoryLimit(f"control group {kernel.groups / folder}", 2 * GiB, 3 * GiB // 2)
+    assert (machine.tightest_limit(), machine.tightest_free()) == (found, found)
+
+
+def test_a_busy_machine_leaves_less_than_a_group(kernel: KernelFiles) -> None:
+    """The smallest limit and the one that leaves the least need not be the same."""
+    kernel.memory("job", 2, 20 * GiB, 0)
+    kernel.process_in("0::/job")
+    assert machine.tightest_limit().size == 20 * GiB
+    assert machine.tightest_free() == machine.MemoryLimit("the memory of this machine", 24 * GiB, 16 * GiB)
+
+
+def test_a_machine_without_control_groups(kernel: KernelFiles) -> None:
+    """Its memory is the only limit."""
+    assert [limit.size for limit in machine.memory_limits()] == [24 * GiB]

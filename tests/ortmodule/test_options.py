@@ -299,20 +299,20 @@ def test_no_copy_for_the_export_where_two_would_not_fit(witness: Witness, monkey
     """deepcopy_before_export: null looks at parameters and free memory, and says what it saw."""
     size = sum(parameter.numel() * 4 for parameter in Copied().parameters())
     for free, used in ((2 * size - 1, False), (2 * size, True)):
-        monkeypatch.setattr(options, "_free_bytes", lambda module, ranks, free=free: free)
+        monkeypatch.setattr(machine, "memory_limits", lambda free=free: [machine.MemoryLimit("a group", 1 << 30, free)])
         Copied.copies = 0
         stepped(Copied())
         assert (Copied.copies > 0) == used
         assert options.report()["deepcopy_before_export"] == {
-            "used": used, "parameter_bytes": size, "free_bytes": free
+            "used": used, "parameter_bytes": size, "free_bytes": free, "limit": "a group", "limit_bytes": 1 << 30
         }  # fmt: skip
 
 
 def test_free_memory_is_divided_by_the_ranks_of_a_host() -> None:
     """Each rank of a host exports its own copy."""
-    alone = options._free_bytes(Words(), 1)
+    alone = options._limit_of(Words(), 1).free
     assert alone > 2**20
-    assert options._free_bytes(Words(), 4) < alone / 2
+    assert options._limit_of(Words(), 4).free < alone / 2
 
 
 def test_a_variable_from_outside_changes_nothing(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:

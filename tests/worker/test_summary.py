@@ -69,9 +69,10 @@ def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(shardin
 
 def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     """A copy that was switched off by the recipe is one of the settings."""
-    copy = {"used": False, "parameter_bytes": 4000, "free_bytes": 5000}
+    copy = {"used": False, "parameter_bytes": 4000, "free_bytes": 5000, "limit": "control group /x"}
     lines = plan_lines(truth(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"}))
-    assert lines[1].startswith("deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit")
+    assert lines[1].startswith("deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit ")
+    assert "free memory (5,000 bytes, by control group /x); the" in lines[1]
     assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
     lines = plan_lines(truth(deepcopy_before_export=copy, settings=chosen))

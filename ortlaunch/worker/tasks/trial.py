@@ -28,18 +28,19 @@ def try_steps(
     recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, engine: Engine, batches: Batches
 ) -> None:
     """Take two whole steps, so that gradients accumulate beside optimizer state; write how much room they took."""
-    from ortlaunch.worker.memory_limits import Room
+    from ortlaunch.worker.memory_limits import RankLimits
     from ortlaunch.worker.tasks.train import TrainState, train_step
 
     group.barrier()
-    room = Room(group.device, group.local.local_world_size)
+    limits = RankLimits(group.device, group.local.local_world_size)
     group.barrier()  # nobody takes more before all have looked
     state = TrainState()
     while state.step - state.skipped < 2 and state.step < _MOST_STEPS:
         train_step(recipe, plan, group, engine, batches, state)
         state.step += 1
-    share, limit = room.fullest()
-    mine = {"share": share, "taken": limit.taken(), "room": limit.room, "limit": limit.name, "rank": group.rank}
+    share, limit = limits.tightest()
+    used = {"share": share, "taken": limit.taken(), "free": limit.free}
+    mine = {**used, "limit": limit.name, "limit_bytes": limit.size, "rank": group.rank}
     ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
     if group.rank == 0:
         write_json(run.trial, max(ranks, key=lambda rank: float(rank["share"])))
