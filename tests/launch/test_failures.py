@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny import LAUNCHERS, processes_of
+from tests.launch.tiny import LAUNCHERS, needs_mpi, processes_of
 
 MODULE = """
 import os, signal, sys, time, torch
@@ -124,9 +124,11 @@ def wait_for_steps(folder: Path, count: int) -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("how", ENDS)
-def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, launcher: str, how: str):
+@pytest.mark.parametrize(
+    ("how", "launcher"),
+    [*((how, "torchrun") for how in ENDS), *(pytest.param(how, "mpi", marks=needs_mpi) for how in ("raise", "kill"))],
+)
+def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, how: str, launcher: str):
     """The command's status is the first failing rank's, the cause is printed last, and nothing is left."""
     status, words = ENDS[how]
     process = start(launcher, how)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, needs_mpi, write_recipe
+from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, write_recipe
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 # PRRTE's listener has no setting for its address (oob_tcp_listener.c says INADDR_ANY), which a note of the run tells.
@@ -87,10 +87,15 @@ def open_to_others(parent: int) -> set[tuple[str, str]]:
 def test_ranks_of_one_host_open_no_port(
     launcher: str, two_ranks: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    """Torchrun, guardians and ranks listen on loopback alone; of mpirun only Open MPI's own daemon is left."""
+    """Torchrun, guardians and ranks listen on loopback alone; of mpirun only Open MPI's own daemon is left.
+
+    Ranks meet in the run folder: MPI, which would open ports of its own, is not loaded.
+    """
     parent = train(two_ranks, tmp_path, ORTLAUNCH, "train", RECIPE, f"--launcher={launcher}", "--nproc-per-node=2")
     assert listeners(parent) != set()  # gloo's, so that the looking is seen to find
     assert {one for one in open_to_others(parent) if one[0] not in OPEN_MPI_OWN} == set()
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in descendants(parent)]
+    assert [text for text in maps if "/mpi4py/" in text] == []
 
 
 def test_ranks_under_the_users_torchrun_open_no_port(two_ranks: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
@@ -101,11 +106,3 @@ def test_ranks_under_the_users_torchrun_open_no_port(two_ranks: list[subprocess.
     ranks = {one for pid in descendants(parent) if pid != parent for one in listeners(pid)}
     assert ranks != set()
     assert ranks & open_to_others(parent) == set()
-
-
-@needs_mpi
-def test_ranks_of_one_host_need_no_mpi4py(two_ranks: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
-    """Ranks of one host meet in the run folder: MPI, which would open ports of its own, is not loaded."""
-    parent = train(two_ranks, tmp_path, ORTLAUNCH, "train", RECIPE, "--launcher=mpi", "--nproc-per-node=2")
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in descendants(parent)]
-    assert [text for text in maps if "/mpi4py/" in text] == []
