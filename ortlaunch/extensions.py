@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ortlaunch import extension_sources
+from ortlaunch import extension_sources, machine
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import MissingDependency, OrtlaunchError
 
@@ -300,7 +300,7 @@ def _start(work: Path) -> subprocess.Popen[bytes]:
 
 
 def _build_environment() -> dict[str, str]:
-    values = {"PATH": _search_path(), "MAX_JOBS": os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)}
+    values = {"PATH": _search_path(), "MAX_JOBS": os.environ.get("MAX_JOBS") or str(machine.cores())}
     # Newer setuptools take CFLAGS instead of Python's own flags, older ones add them: say all of them.
     # Both CPU extensions only forward calls, so that -O1 costs nothing. The others' own -O3 comes later and wins.
     values["CFLAGS"] = f"{sysconfig.get_config_var('CFLAGS') or ''} {os.environ.get('CFLAGS', '')} -O1 -g0"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+DEVICES = Path("/dev")
 THIS_MACHINE = "the memory of this machine"
 _WATCH_SECONDS = 0.5
 _BUSY_SHARE = 0.1  # of one core
@@ -20,8 +22,28 @@ _BUSY_SHARE = 0.1  # of one core
 
 def hardware() -> dict[str, Any]:
     """Processor, cores that this process may use, and the GPUs that the NVIDIA driver names."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"processor": _processor(), "cores": cores, "gpus": _gpus()}
+    return {"processor": _processor(), "cores": cores(), "gpus": _gpus()}
+
+
+def cores() -> int:
+    """Cores that this process may use: those that it is bound to, and no more than its control groups give time for."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([bound, *_core_quotas()])
+
+
+def share_of_cores(ranks: int) -> int:
+    """Threads of each of so many ranks on this host."""
+    return max(1, cores() // ranks)
+
+
+def _core_quotas() -> Iterator[int]:
+    """Cores' worth of time that a control group's processes get together, as `docker run --cpus` limits them."""
+    for version, folder in _control_groups("cpu"):
+        with contextlib.suppress(OSError):
+            files = ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if version == 1 else ["cpu.max"]
+            quota, period = " ".join((folder / name).read_text() for name in files).split()
+            if quota not in ("max", "-1"):
+                yield max(1, math.ceil(int(quota) / int(period)))
 
 
 def _processor() -> str:
@@ -59,6 +81,22 @@ def matmul_effect(precision: str, device: str) -> str:
         return "products of float32 matrices in TensorFloat32, on a GPU that has it (Ampere and newer)"
     nothing = without_matrix_unit(precision)
     return f"gains nothing: {nothing}" if nothing else "products of float32 matrices in bfloat16, by amx_bf16"
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that a process here would see, by CUDA_VISIBLE_DEVICES and the NVIDIA driver's files."""
+    present = sum(1 for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    visible = 0
+    for name in chosen.split(","):
+        # CUDA stops at the first name that is no GPU, such as -1; names may also be GPU-UUIDs.
+        index = name.strip()
+        if not index or index.startswith("-") or (index.isdigit() and int(index) >= present):
+            break
+        visible += 1
+    return min(present, visible)
 
 
 def _gpus() -> list[str]:

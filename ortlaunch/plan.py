@@ -75,6 +75,7 @@ class Plan:
     device: str
     nodes: tuple[Node, ...]
     batch: BatchPlan
+    threads: int | None  # of each rank; None: its host's cores divided among its ranks, counted there
     rendezvous: str
     modules: str
     argv: tuple[str, ...]

@@ -8,6 +8,7 @@ from typing import Any
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.make_plan import make_plan
+from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
 BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -47,5 +48,6 @@ def plan(
     worker: Sequence[str] = ("python", "-m", "ortlaunch.worker"),
     environ: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan of a recipe on hosts, on the CPU, in a shell without variables."""
-    return make_plan(made, hosts, launcher=launcher, device="cpu", modules="here", worker=worker, environ=environ or {})
+    """The plan of a recipe on hosts, on the CPU, two threads a rank, in a shell without variables."""
+    world = World(tuple(hosts), launcher, "cpu", None, (), threads=2)
+    return make_plan(made, world, modules="here", worker=worker, environ=environ or {})

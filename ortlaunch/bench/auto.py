@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, tabl
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import EngineError, PlanError
-from ortlaunch.plan import Plan
 from ortlaunch.run.control import ResolvedRun, differences
 from ortlaunch.run.folder import RunDir, read_json, write_json
 
@@ -192,7 +190,7 @@ def key(resolved: ResolvedRun) -> dict[str, Any]:
         "engine": {name: value for name, value in whole["engine"].items() if name not in _NO_SPEED},
         "ranks": [node.slots for node in plan.nodes],
         "device": plan.device,
-        "threads": _threads(plan),
+        "threads": plan.threads,
         "hardware": machine.hardware(),
         "versions": {"ortlaunch": __version__, "python": platform.python_version(), **extensions.versions(_PACKAGES)},
     }
@@ -205,9 +203,3 @@ def _code(modules: str, factory: str) -> str:
         if path.exists():
             return hashlib.sha256(path.read_bytes()).hexdigest()
     return factory
-
-
-def _threads(plan: Plan) -> str | None:
-    """What a rank will read in OMP_NUM_THREADS; under torchrun a 1 is nobody's choice, also for the ranks."""
-    asked = dict(plan.env).get("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
-    return None if asked == "1" and (plan.launcher == "torchrun" or "TORCHELASTIC_RUN_ID" in os.environ) else asked

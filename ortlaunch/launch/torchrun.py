@@ -36,7 +36,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         *plan.argv,
         str(run_dir),
     )
-    # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset; the worker divides the cores itself.
-    env = {"OMP_NUM_THREADS": "1", **_GRACE, **_NO_STORE, **dict(plan.env)}
+    # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
+    env = {"OMP_NUM_THREADS": str(plan.threads or 1), **_GRACE, **_NO_STORE, **dict(plan.env)}
     files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
     return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False)

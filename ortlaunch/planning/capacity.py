@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
-from ortlaunch.machine import tightest_limit
+from ortlaunch.machine import cores, tightest_limit
 from ortlaunch.plan import Bytes, Node, Plan
-from ortlaunch.planning.world import cores, is_this_host
+from ortlaunch.planning.world import is_this_host
 from ortlaunch.units import human
 
 # Private memory of one rank and its guardian before a model is built: 230 MiB with torch 2.13 on a CPU, engine eager.

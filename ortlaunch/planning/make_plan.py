@@ -8,8 +8,8 @@ from dataclasses import replace
 from ortlaunch.errors import PlanError
 from ortlaunch.plan import BatchPlan, Node, Plan
 from ortlaunch.planning.deepspeed_config import deepspeed_config
-from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.memory import estimate
+from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
 # Variables of the user's shell that every rank gets, by name; their values are never written or shown.
@@ -22,10 +22,8 @@ FORWARDED_PREFIXES = (
 
 def make_plan(
     recipe: Recipe,
-    hosts: Sequence[Host],
+    world: World,
     *,
-    launcher: str,
-    device: str,
     modules: str,
     worker: Sequence[str],
     environ: Mapping[str, str],
@@ -34,9 +32,7 @@ def make_plan(
 
     Args:
         recipe: a valid recipe.
-        hosts: in rank order; every slot becomes a rank.
-        launcher: `local`, `torchrun`, `mpi` or `inside`.
-        device: `cpu` or `cuda`.
+        world: its hosts are in rank order; every slot becomes a rank.
         modules: folder of the recipe, where the user's own modules may lie.
         worker: the command of one rank.
         environ: the user's environment, of which names are picked for forwarding.
@@ -45,22 +41,23 @@ def make_plan(
         PlanError: the batch equation has no whole solution on these ranks.
     """
     nodes, first = [], 0
-    for host in hosts:
+    for host in world.hosts:
         nodes.append(Node(host.name, host.slots, first, host.devices))
         first += host.slots
     batch = _batch(recipe, first)
     return Plan(
         name=recipe.name,
-        launcher=launcher,
-        device=device,
+        launcher=world.launcher,
+        device=world.device,
         nodes=tuple(nodes),
         batch=batch,
-        rendezvous=_RENDEZVOUS[launcher],
+        threads=world.threads,
+        rendezvous=_RENDEZVOUS[world.launcher],
         modules=modules,
         argv=tuple(worker),
         env=tuple(sorted(recipe.launch.env.items())),
         forward=_forwarded(recipe, environ),
-        memory=estimate(recipe, batch.micro_samples, first, device),
+        memory=estimate(recipe, batch.micro_samples, first, world.device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, first),
     )
 

@@ -5,13 +5,11 @@ Looks at this machine (GPUs, cores, the launcher's environment) without torch; d
 
 from __future__ import annotations
 
-import os
-import re
 import socket
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
+from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.plan import LOCAL_NAMES
 from ortlaunch.planning.hosts import Host, read_hostfile, select
@@ -44,6 +42,7 @@ class World(NamedTuple):
     device: str  # cpu | cuda
     inside: Rank | None
     notes: tuple[str, ...]
+    threads: int | None  # of each rank; None where ranks are on other hosts, whose cores are not known here
 
 
 def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str]) -> World:
@@ -53,7 +52,7 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
         PlanError, HostfileError, RankError: what was asked does not fit together, or not on this machine.
     """
     found = _enclosing(environ)
-    gpus = visible_gpus(environ)
+    gpus = machine.visible_gpus(environ)
     device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")
     hosts, notes = _hosts(recipe, options, gpus if device == "cuda" else 0, found[0] if found else None)
     launcher = _launcher(recipe, options, hosts, found)
@@ -65,7 +64,8 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
             notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
     if launcher == "mpi":
         notes += (_MPIRUN_LISTENS,)
-    return World(hosts, launcher, device, found[0] if found and launcher == "inside" else None, notes)
+    rank = found[0] if found and launcher == "inside" else None
+    return World(hosts, launcher, device, rank, notes, _threads(recipe, hosts, environ))
 
 
 def _enclosing(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
@@ -74,25 +74,16 @@ def _enclosing(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
     return None if found and found[1] == "Slurm" and found[0].world_size == 1 else found
 
 
-def visible_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that a process here would see, by CUDA_VISIBLE_DEVICES and the NVIDIA driver's files."""
-    present = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return present
-    visible = 0
-    for name in chosen.split(","):
-        # CUDA stops at the first name that is no GPU, such as -1; names may also be GPU-UUIDs.
-        index = name.strip()
-        if not index or index.startswith("-") or (index.isdigit() and int(index) >= present):
-            break
-        visible += 1
-    return min(present, visible)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _threads(recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS of the recipe or the shell, else this host's cores divided among its ranks."""
+    asked = environ.get("OMP_NUM_THREADS", "")
+    if asked == "1" and "TORCHELASTIC_RUN_ID" in environ:
+        asked = ""  # torchrun sets 1 where nobody chose
+    asked = recipe.launch.env.get("OMP_NUM_THREADS", asked)
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    here = len(hosts) == 1 and is_this_host(hosts[0].name)
+    return machine.share_of_cores(hosts[0].slots) if here else None
 
 
 def _hosts(
@@ -233,8 +224,8 @@ def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, options: L
             raise PlanError(
                 f"{host.name} has {gpus} GPUs, and {host.slots} ranks are asked for; give it at most {gpus} slots"
             )
-        if device == "cpu" and options.hostfile is not None and host.slots > cores():
+        if device == "cpu" and options.hostfile is not None and host.slots > machine.cores():
             raise PlanError(
-                f"{host.name} has {cores()} cores and no GPU, and the host file gives it {host.slots} slots; "
+                f"{host.name} has {machine.cores()} cores and no GPU, and the host file gives it {host.slots} slots; "
                 "lower them, or use --nproc-per-node without a host file to put more ranks than cores on this machine"
             )

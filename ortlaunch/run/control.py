@@ -66,9 +66,7 @@ def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, enviro
     world = world._replace(notes=(*notes, *_engine_notes(loaded.recipe, world.device, environ)))
     plan = make_plan(
         loaded.recipe,
-        world.hosts,
-        launcher=world.launcher,
-        device=world.device,
+        world,
         modules=str(path.parent),
         worker=start.command("ortlaunch.worker"),
         environ=environ,

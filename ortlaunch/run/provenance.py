@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ortlaunch import __version__
+from ortlaunch import __version__, machine
 from ortlaunch.run.folder import RunDir
 
 _GIT_SECONDS = 5  # the state of a very large repository on a slow disk may take longer: then it is not known
@@ -50,7 +50,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
-        "cores": os.cpu_count(),
+        "cores": machine.cores(),
         "packages": dict(packages),
     }
 

@@ -19,6 +19,7 @@ import torch
 
 from ortlaunch import extensions
 from ortlaunch.errors import EngineError, MissingDependency
+from ortlaunch.machine import share_of_cores
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.comparison import dropouts
@@ -103,7 +104,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     Raises:
         EngineError: ONNX Runtime cannot run the model and the recipe does not allow a fallback.
     """
-    torch.set_num_threads(threads(group))
+    torch.set_num_threads(plan.threads or share_of_cores(group.local.local_world_size))
     exact = recipe.engine.matmul_precision == "highest"
     if not exact:
         keep_positions_exact(model)
@@ -137,16 +138,6 @@ def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Ba
         name: value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
         for name, value in batch.items()
     }
-
-
-def threads(group: DistributedContext) -> int:
-    """Threads of one rank: OMP_NUM_THREADS, else this host's cores divided by its ranks."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1 where nobody chose.
-    if asked.isdigit() and int(asked) and not (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // group.local.local_world_size)
 
 
 def _at_highest(recipe: Recipe) -> Recipe:
@@ -187,7 +178,7 @@ def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: B
 def _wrapped(recipe: Recipe, model: LossModule, group: DistributedContext) -> Any:
     from ortlaunch.ortmodule.wrap import wrap
 
-    return wrap(model, recipe.engine, threads=threads(group), ranks_here=group.local.local_world_size)
+    return wrap(model, recipe.engine, threads=torch.get_num_threads(), ranks_here=group.local.local_world_size)
 
 
 def _where(error: Exception) -> str:
@@ -226,7 +217,7 @@ def _report(
         "precision": recipe.precision,
         "matmul_precision": describe(recipe.engine.matmul_precision, group.device),
         "ranks": group.size,
-        "threads_per_rank": threads(group),
+        "threads_per_rank": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "sharding": f"DeepSpeed ZeRO {recipe.zero.stage}"

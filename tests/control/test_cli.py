@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ortlaunch import __version__, cli, doctor, start
+from ortlaunch import __version__, cli, doctor, machine, start
 from ortlaunch.plan import Plan
-from ortlaunch.planning import world
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.reference import markdown
 from ortlaunch.recipe.schema import json_schema
@@ -273,7 +272,7 @@ BIG = ("bert-large/phase1", "llama2-7b/pretrain", "llama2-7b/finetune", "llama2-
 @pytest.mark.parametrize("name", BIG)
 def test_a_big_recipe_on_a_login_node(name: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU here launch.device=cuda is what to try first, and it plans; a host file is named."""
-    monkeypatch.setattr(world, "visible_gpus", lambda environ: 0)
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: 0)
     path = str(ROOT / "recipes" / f"{name}.yaml")
     assert "use launch.device=cuda if the run's hosts have GPUs, else precision: fp32" in ortlaunch("plan", path).err
     ended = ortlaunch("plan", path, "launch.device=cuda")

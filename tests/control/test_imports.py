@@ -35,7 +35,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "machine": (set(), set()),
     "start": (set(), set()),
     "units": (set(), set()),
-    "extensions": ({"errors", "cache", "extension_sources"}, {"filelock"}),
+    "extensions": ({"errors", "cache", "extension_sources", "machine"}, {"filelock"}),
     "extension_sources": (set(), set()),
     "recipe": ({"errors", "recipe"}, {"pydantic", "pydantic_core", "yaml"}),
     "user_modules": ({"errors", "recipe"}, set()),

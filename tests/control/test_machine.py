@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,55 @@ def test_a_busy_machine_leaves_less_than_a_group(kernel: KernelFiles) -> None:
 def test_a_machine_without_control_groups(kernel: KernelFiles) -> None:
     """Its memory is the only limit."""
     assert [limit.size for limit in machine.memory_limits()] == [24 * GiB]
+
+
+GPU_CASES = [
+    (0, None, 0),
+    (2, None, 2),
+    (8, "", 0),
+    (8, "-1", 0),
+    (8, "0", 1),
+    (8, "2,3", 2),
+    (8, " 2 , 3 ", 2),
+    (8, "0,-1,1", 1),
+    (2, "0,5", 1),
+    (2, "5,0", 0),
+    (2, "GPU-8932f937,GPU-1122aabb", 2),
+    (1, "MIG-1,MIG-2", 1),
+    (0, "0,1", 0),
+]
+
+
+@pytest.mark.parametrize(("present", "chosen", "visible"), GPU_CASES)
+def test_visible_gpus(
+    present: int, chosen: str | None, visible: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs are the driver's device files, as far as CUDA_VISIBLE_DEVICES shows them, up to the first wrong name."""
+    for name in (*(f"nvidia{i}" for i in range(present)), "nvidiactl", "nvidia-uvm", "nvidia-modeset", "sda"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    assert machine.visible_gpus(environ) == visible
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "cores"),
+    [
+        ("0::/job/step", {"job/cpu.max": "150000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
+        ("0::/", {"cpu.max": "50000 100000\n"}, 1),
+        ("2:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "300000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 3),
+        ("2:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "-1\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 8),
+        ("2:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "1200000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 8),
+    ],
+)
+def test_cores_are_what_a_control_group_gives_time_for(
+    line: str, files: dict[str, str], cores: int, kernel: KernelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a machine with eight: a quota of this group or one above, versions 1 and 2; half a core is rounded up."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    kernel.process_in(line)
+    for name, text in files.items():
+        path = kernel.groups / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert machine.cores() == cores

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ortlaunch import machine
 from ortlaunch.errors import HostfileError, PlanError, RankError
-from ortlaunch.planning import world
 from ortlaunch.planning.hosts import Host
-from ortlaunch.planning.world import LaunchOptions, World, resolve_world, visible_gpus
+from ortlaunch.planning.world import LaunchOptions, World, resolve_world
 from ortlaunch.rank import Rank
 from tests.makers import host, recipe
 
@@ -39,10 +39,10 @@ def slurm(rank: int, size: int, local: int, layout: str, node: int = 0) -> dict[
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def box(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without GPUs, with four cores, that is called box."""
-    monkeypatch.setattr(world, "visible_gpus", lambda environ: int(environ.get("GPUS", "0")))
-    monkeypatch.setattr(world, "cores", lambda: 4)
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: int(environ.get("GPUS", "0")))
+    monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(socket, "gethostname", lambda: "box.example.com")
 
 
@@ -79,7 +79,9 @@ def test_on_this_host(
         ("launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one "
          "host launcher torchrun opens no port",) if launcher == "mpi" else ()
     )  # fmt: skip
-    assert resolved(launch, options, GPUS=str(gpus)) == World(hosts, launcher, device, None, notes)
+    assert resolved(launch, options, GPUS=str(gpus)) == World(
+        hosts, launcher, device, None, notes, max(1, 4 // hosts[0].slots)
+    )
 
 
 @pytest.mark.parametrize("tell", [torchrun, open_mpi])
@@ -94,7 +96,8 @@ def test_on_this_host(
 )
 def test_inside_a_launcher(tell: Any, rank: Rank, hosts: tuple[Host, ...]) -> None:
     """Under a launcher `auto` is that launcher's rank, and the hosts are as it made them."""
-    assert resolved(None, LaunchOptions(), **tell(*rank)) == World(hosts, "inside", "cpu", rank, ())
+    threads = 4 // hosts[0].slots if len(hosts) == 1 else None
+    assert resolved(None, LaunchOptions(), **tell(*rank)) == World(hosts, "inside", "cpu", rank, (), threads)
 
 
 @pytest.mark.parametrize(
@@ -331,35 +334,6 @@ def test_contradictory_environments(environ: dict[str, str], names: list[str]) -
     assert [name for name in names if name not in str(caught.value)] == []
 
 
-GPU_CASES = [
-    (0, None, 0),
-    (2, None, 2),
-    (8, "", 0),
-    (8, "-1", 0),
-    (8, "0", 1),
-    (8, "2,3", 2),
-    (8, " 2 , 3 ", 2),
-    (8, "0,-1,1", 1),
-    (2, "0,5", 1),
-    (2, "5,0", 0),
-    (2, "GPU-8932f937,GPU-1122aabb", 2),
-    (1, "MIG-1,MIG-2", 1),
-    (0, "0,1", 0),
-]
-
-
-@pytest.mark.parametrize(("present", "chosen", "visible"), GPU_CASES)
-def test_visible_gpus(
-    present: int, chosen: str | None, visible: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """GPUs are the driver's device files, as far as CUDA_VISIBLE_DEVICES shows them, up to the first wrong name."""
-    for name in (*(f"nvidia{i}" for i in range(present)), "nvidiactl", "nvidia-uvm", "nvidia-modeset", "sda"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(world, "Path", lambda path: tmp_path if path == "/dev" else Path(path))
-    environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
-    assert visible_gpus(environ) == visible
-
-
 def test_the_tests_see_no_launcher() -> None:
     """The fixture of tests/conftest.py keeps a launcher's variables out of every test."""
     left = [name for name in os.environ if name.startswith(("OMPI_", "PMI", "SLURM_", "TORCHELASTIC_"))]
@@ -374,3 +348,25 @@ def test_gpus_are_planned_where_there_are_none() -> None:
         "launch.device is cuda, and localhost has no GPU that CUDA_VISIBLE_DEVICES shows: planned for a host like it "
         "that has 8",
     )
+
+
+@pytest.mark.parametrize(
+    ("launch", "environ", "threads"),
+    [
+        ({}, {}, 4),
+        ({"processes_per_node": 2}, {}, 2),
+        ({"processes_per_node": 3}, {}, 1),
+        ({"processes_per_node": 9}, {}, 1),
+        ({"processes_per_node": 2}, {"OMP_NUM_THREADS": "1"}, 1),
+        ({"processes_per_node": 2}, {"OMP_NUM_THREADS": "3"}, 3),
+        ({"env": {"OMP_NUM_THREADS": "7"}}, {"OMP_NUM_THREADS": "3"}, 7),
+        ({}, {"OMP_NUM_THREADS": "many"}, 4),
+        ({}, {**torchrun(0, 2, 0, 2), "OMP_NUM_THREADS": "1"}, 2),
+        ({"env": {"OMP_NUM_THREADS": "1"}}, torchrun(0, 2, 0, 2), 1),
+        ({}, torchrun(0, 4, 0, 2), None),
+        ({}, {**torchrun(0, 4, 0, 2), "OMP_NUM_THREADS": "5"}, 5),
+    ],
+)
+def test_threads_of_a_rank(launch: dict[str, Any], environ: dict[str, str], threads: int | None) -> None:
+    """What recipe or shell asks for, else a share of this host's cores; torchrun's 1 is nobody's choice."""
+    assert resolved(launch, **environ).threads == threads

@@ -80,7 +80,7 @@ def test_torchrun() -> None:
         *WORKER,
         "runs/x",
     )
-    env = (*ENV, ("OMP_NUM_THREADS", "1"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), GRACE)
+    env = (*ENV, ("OMP_NUM_THREADS", "2"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), GRACE)
     assert request == Request(argv, env, (("runs/x/rendezvous", ""), ("runs/x/store", "")), tells_ranks=False)
 
 
