@@ -197,6 +197,12 @@ def stop_gradient_under_no_grad() -> bool:
     return True
 
 
+def call_chunked_loss() -> bool:
+    """Every torch: the operator of `engine.chunked_loss` has no ONNX form; ORT's graph calls it."""
+    wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.head_loss").calling_chunked_loss)
+    return True
+
+
 def train_recurrent() -> bool:
     """Every torch: ORT has no gradient of RNN, so that `nn.RNN` ended the build of the graph."""
     wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.recurrent").training_recurrent)
@@ -271,6 +277,7 @@ _AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
     draw_what_is_likely,
     leave_out_casts,
     count_documents,
+    call_chunked_loss,
     train_recurrent,
     stop_gradient_at_detach,
     change_what_shares_memory,  # first, so that the next one sees what it computes

@@ -60,7 +60,7 @@ def with_attention_dropout(export: Export) -> Export | None:
         attended = attention(Graph(g, own), query, key, value, mask, *rest)
         if not own.get("IsNaN") or knows_nan:
             return attended
-        return g.op("Where", empty, g.op("Constant", value_t=torch.tensor(0.0, dtype=_type_of(query))), attended)
+        return g.op("Where", empty, g.op("Constant", value_t=torch.tensor(0.0, dtype=type_of(query))), attended)
 
     return registered(export, "aten::scaled_dot_product_attention", symbolic, 14)
 
@@ -162,7 +162,7 @@ def drawing(export: Export) -> Export:
     def symbolic(g: Any, *args: Any) -> Any:
         def drawn(probability: Any, **_: Any) -> Any:
             lot = g.op("RandomUniformLike", probability)
-            one, zero = (g.op("Constant", value_t=torch.tensor(n, dtype=_type_of(probability))) for n in (1, 0))
+            one, zero = (g.op("Constant", value_t=torch.tensor(n, dtype=type_of(probability))) for n in (1, 0))
             return g.op("Where", g.op("Less", lot, probability), one, zero)
 
         return draw(Graph(g, {"Bernoulli": drawn}), *args)
@@ -258,13 +258,13 @@ def _scatter_add(add: Callable[..., Any], g: Any, into: Any, *args: Any) -> Any:
 
 
 def _zeros(g: Any, like: Any) -> Any:
-    kind = _type_of(like)
+    kind = type_of(like)
     zeros = g.op("ConstantOfShape", g.op("Shape", like), value_t=torch.zeros(1, dtype=kind))
     zeros.setType(like.type())
     return zeros
 
 
-def _type_of(value: Any) -> torch.dtype:
+def type_of(value: Any) -> torch.dtype:
     from torch.onnx._type_utils import JitScalarType
 
     return JitScalarType.from_value(value).dtype()
