@@ -64,6 +64,8 @@ class Memory(NamedTuple):
     by_stage: tuple[tuple[str, Bytes], ...]
     chosen: str
     checkpoint: int
+    chunk: int = 0
+    """Rows whose logits exist at once; 0: all."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def engine_overrides(engine: str, before: Engine, parity: bool = False) -> tuple
     """
     if engine == "ort":
         return ("engine.name=ort",)
-    fields = {"matmul_precision", *(_OF_INDUCTOR if parity and engine == "inductor" else ())}
+    fields = {"matmul_precision", "chunked_loss", *(_OF_INDUCTOR if parity and engine == "inductor" else ())}
     kept = before.model_dump(include=fields, exclude_defaults=True)
     return (f"engine={json.dumps({'name': engine, **kept})}",)
 

@@ -75,6 +75,8 @@ def _memory_lines(memory: Memory, choice: bool) -> list[str]:
             f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11, 11))
         )
         lines.append(f"  {mark}{stage if choice else '':8}{cells}")
+    if memory.chunk:
+        lines.append(f"    head and loss of {memory.chunk} rows at a time (engine.chunked_loss)")
     return [
         *lines,
         "    activations are an estimate, buckets an upper bound; the rest is exact, without framework overhead",

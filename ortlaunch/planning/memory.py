@@ -18,6 +18,8 @@ from ortlaunch.recipe.models import Lora, TokenizerTraining
 from ortlaunch.recipe.pretrained import config_of
 
 _STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
+# Logits of a chunk: one pass over no more than these is as fast; and rows that keep products fast.
+_CHUNK, _LEAST_ROWS = 2**23, 32
 # DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
 _PERSISTENT, _BUCKET = 100_000, 500_000_000
 
@@ -25,6 +27,19 @@ _PERSISTENT, _BUCKET = 100_000, 500_000_000
 def padded_vocabulary(size: int) -> int:
     """The vocabulary rounded up to a multiple of 8, which tensor cores like."""
     return (size + 7) // 8 * 8
+
+
+def chunk_rows(asked: int | str, rows: int, vocabulary: int) -> int:
+    """Rows of a chunk of the loss for `engine.chunked_loss`; 0: logits of rows x vocabulary are made whole."""
+    if asked == "auto":
+        return 0 if rows * vocabulary <= _CHUNK else max(_LEAST_ROWS, _CHUNK // vocabulary // _LEAST_ROWS * _LEAST_ROWS)
+    return 0 if asked == "off" else int(asked)
+
+
+def chunked(recipe: Recipe, tokens: int, vocabulary: int) -> int:
+    """Rows of a chunk where the recipe lets the loss be made in chunks, else 0; the model may still refuse."""
+    whole = recipe.model.task in ("custom", "sequence-classification") or (recipe.zero and recipe.zero.stage == 3)
+    return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary)
 
 
 def full_config(recipe: Recipe) -> dict[str, Any] | None:
@@ -98,7 +113,8 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         exact = _zero(recipe, tensors, trainable, activations, stage, ranks)
         stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
-    return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable))
+    chunk = chunked(recipe, micro_samples * (recipe.data.sequence_length or 0), config["vocab_size"])
+    return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable), chunk)
 
 
 def why_unknown(recipe: Recipe) -> str:
@@ -199,6 +215,18 @@ def _activations(recipe: Recipe, c: dict[str, Any], micro: int) -> int:
     a_layer = s * micro * h * (34 + scores) * width
     recomputed = recipe.model.gradient_checkpointing or recipe.engine.memory_optimization
     kept = layers * 2 * s * micro * h * width + a_layer if recomputed else layers * a_layer
-    # Logits, their log-softmax and the gradients of both, in float32: seen on CPU with BERT and Llama, fp32 and bf16.
-    logits = 0 if recipe.model.task == "sequence-classification" else micro * s * c["vocab_size"] * 16
-    return int(kept + logits)
+    return int(kept + _logits(recipe, c, micro * s))
+
+
+def _logits(recipe: Recipe, c: dict[str, Any], tokens: int) -> int:
+    """Bytes of head and loss beside the weights, in float32."""
+    if recipe.model.task == "sequence-classification":
+        return 0
+    vocabulary = int(c["vocab_size"])
+    chunk = chunked(recipe, tokens, vocabulary)
+    # Whole logits, their log-softmax and the gradients of both: seen on CPU with BERT and Llama, fp32 and bf16.
+    if not chunk:
+        return 16 * tokens * vocabulary
+    # A chunk, also in 16 bits where that is the precision, and the head's gradient, which waits for the backward pass.
+    waiting = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
+    return (4 if recipe.precision == "fp32" else 10) * min(chunk, tokens) * vocabulary + waiting

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Field
 
-from ortlaunch.recipe.section import Positive, Section, Text, Words
+from ortlaunch.recipe.section import Positive, RowsOrWord, Section, Text, Words
 
 
 class Engine(Section):
@@ -112,6 +112,13 @@ class Engine(Section):
     rotary positions stay float32. Advisable: medium on a CPU with AMX, high on a GPU from Ampere on, where the loss
     curve is the same (`ortlaunch bench --vary engine.matmul_precision=highest,medium` shows both); elsewhere it gains
     nothing and may cost a little, and `plan` says so. Parity is always compared at highest."""
+    chunked_loss: RowsOrWord = "auto"
+    """Every engine, causal-lm, masked-lm and pretraining: head and loss of so many rows (tokens) at a time: logits,
+    loss and gradients at once, so that the logits of all rows (rows x vocabulary) and their gradient never exist; rows
+    without a label are left out. The same numbers but for rounding, with less memory. `auto`: on where the logits of
+    a micro batch are more than 8 million numbers. `off`: whole logits, as the model makes them. Not with ZeRO 3, nor
+    where a model's loss is not the mean cross entropy of a plain linear head (caps on logits, adapters on the head):
+    engine.json says so. Parity is always compared with whole logits."""
     torch_matmul: Optional[bool] = None
     """ort, CPU: products by a matrix are torch's (MKL or OpenBLAS), called from inside the graph of a model with a
     weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; not measured on others. Not with memory

@@ -37,6 +37,7 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     if recipe.engine.matmul_precision != "highest" and recipe.precision != "fp32":
         path = ("engine.matmul_precision", "precision")
         yield path, f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out"
+    yield from _chunked_loss(recipe)
     if recipe.engine.name != "ort":
         return
     yield from _pairs(recipe)
@@ -45,6 +46,17 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _triton(recipe)
     for name, message in contradictions(recipe.engine, recipe.launch.env):
         yield (f"launch.env.{name}", "engine"), message
+
+
+def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
+    if isinstance(recipe.engine.chunked_loss, str):
+        return
+    if recipe.model.task in ("custom", "sequence-classification"):
+        path = ("engine.chunked_loss", "model.task")
+        yield path, f"does nothing with task {recipe.model.task}, which has no head over a vocabulary; leave it out"
+    if recipe.zero and recipe.zero.stage == 3:
+        path = ("engine.chunked_loss", "zero.stage")
+        yield path, "does nothing with ZeRO 3, which keeps the head's weight in pieces; leave it out"
 
 
 def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:

@@ -28,7 +28,7 @@ _OPTIMIZER_FIELDS = {
     "sgd": ("momentum",),
 }
 _PARITY = ("parity_steps", "parity_tolerance", "parity_only")
-_EVERY_ENGINES = ("name", "matmul_precision")
+_EVERY_ENGINES = ("name", "matmul_precision", "chunked_loss")
 _DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
 # What the launcher itself tells every rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

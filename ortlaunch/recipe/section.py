@@ -43,6 +43,13 @@ PositiveOrAuto = Annotated[
 ]
 
 
+RowsOrWord = Annotated[
+    Union[Annotated[Positive, Tag(NUMBER)], Annotated[Literal["auto", "off"], Tag(WORD)]],
+    Discriminator(lambda value: WORD if value in ("auto", "off") else NUMBER),
+    BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
+]
+
+
 class Section(BaseModel):
     """What every section shares: frozen, strict types, unknown keys are errors."""
 

@@ -1,4 +1,4 @@
-"""Head and cross entropy over a large vocabulary, a chunk of rows at a time: whole logits and their gradient never exist.
+"""Head and cross entropy over a large vocabulary, a chunk of rows at a time: whole logits never exist.
 
 Logits, loss and the gradients of a chunk are made at once, in the forward pass, the probabilities in the place of the
 logits, as Liger's fused linear cross entropy and Apple's cut cross entropy do on GPUs. One operator of torch's for

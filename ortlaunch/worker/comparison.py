@@ -16,6 +16,7 @@ from torch import nn
 
 from ortlaunch.errors import EngineError
 from ortlaunch.worker.matmul_precision import matmul_precision
+from ortlaunch.worker.model import whole_logits
 
 Gradients = Sequence["torch.Tensor | None"]
 # A loss near zero has no relative difference; those of training are of order one.
@@ -110,7 +111,8 @@ def compare(
     # What is compared is the engine, not the unit that multiplies.
     with torch.random.fork_rng(devices), without_dropout(reference), matmul_precision("highest"):
         before = _random_state(device)
-        theirs = passed(reference.forward)
+        with whole_logits(reference):
+            theirs = passed(reference.forward)
         if not torch.equal(_random_state(device), before):
             raise EngineError(
                 "the model draws random numbers in its forward besides the dropout that can be switched off: no two "

@@ -22,6 +22,7 @@ from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.machine import share_of_cores
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
+from ortlaunch.worker.chunked_head import chunk_head
 from ortlaunch.worker.comparison import dropouts
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.loss_weight import LossWeight
@@ -110,6 +111,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
         keep_positions_exact(model)
     flops = flops_per_token(model.model, recipe.data.sequence_length)  # now: ZeRO 3 will leave pieces of weights
     model.to(group.device)
+    chunked = chunk_head(recipe, model, sample)
     if recipe.precision == "fp16" and recipe.engine.name == "ort" and plan.deepspeed:
         model.half()  # DeepSpeed would do it later, under an exported graph
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if plan.deepspeed else None
@@ -124,6 +126,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     chosen = build_optimizer(recipe.optimizer, module, used, group.device)
     stepper = _stepper(recipe, plan, module, chosen, group)
     report = _report(recipe, plan, used, fallback, chosen, group, model)
+    report["chunked_loss"] = chunked
     report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
     another = functools.partial(_wrapped, _at_highest(recipe), model, group) if used == "ort" else lambda: module
     own_precision = used == "ort" and group.device.type == "cuda" and not exact

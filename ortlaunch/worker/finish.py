@@ -29,6 +29,7 @@ def finish(
     if not recipe.engine.parity_only and engine.memory is not None:
         used = engine.memory.record(plan, group)
         Progress(group.rank).doing("writing the export")
+        model.chunk(None)
         export(recipe, run, group, engine.stepper, model, data.tokenizer)
         trained = engine.memory.looks > 0
         lines += [memory_line(used)] if trained else []

@@ -14,15 +14,13 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.models import Corpus
+from ortlaunch.worker.chunked_head import shifts
 from ortlaunch.worker.data import IGNORED, Batches
 from ortlaunch.worker.data.corpus import DataError
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.model import LossModule
 
 Batch = dict[str, torch.Tensor]
-# transformers' models that compare each score with the label after it.
-_SHIFTING = ("ForCausalLM", "LMHeadModel")
-
 
 _TWO_MEANS = DataError(
     "the loss of task pretraining is a mean over masked words and one over sentence pairs, and samples of data.train "
@@ -38,7 +36,7 @@ class LossWeight:
         task, train = recipe.model.task, recipe.data.train
         self.declared = recipe.train.loss_weight is not None
         self.by = recipe.train.loss_weight or ("samples" if task == "custom" else "labels")
-        self.shifted = any(type(module).__name__.endswith(_SHIFTING) for module in model.modules())
+        self.shifted = shifts(model)
         self.two_means = task == "pretraining" and not self.declared
         own = isinstance(train, Corpus) and train.format == "custom"
         # Corpora that ortlaunch reads have as many counted labels in each sample.

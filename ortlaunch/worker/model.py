@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.models import Lora
+from ortlaunch.worker.chunked_head import ChunkedHead
 from ortlaunch.worker.data import Data, LabelledTexts, call
 from ortlaunch.worker.pretrained import Loaded, load_pretrained
 
@@ -33,9 +35,34 @@ class LossModule(nn.Module):
         self.model = model
         self.generates_with_cache: bool | None = None  # the model's own `use_cache`; None: it has none
         self.loaded: Loaded | None = None
+        self.chunked: ChunkedHead | None = None
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        if self.chunked is not None:
+            return self.chunked.loss(self.model, batch, self.training)
         return _loss_of(self.model(**batch))
+
+    def chunk(self, chunked: ChunkedHead | None) -> None:
+        """Make head and loss in chunks from now on; None: as the model makes them itself."""
+        if self.chunked is not None:
+            self.chunked.close(self.model)
+        self.chunked = chunked
+        if chunked is not None:
+            chunked.open(self.model)
+
+
+@contextlib.contextmanager
+def whole_logits(module: nn.Module) -> Iterator[None]:
+    """While open, a LossModule computes as the model does itself; any other module does so anyway."""
+    chunked = getattr(module, "chunked", None)
+    if not isinstance(module, LossModule) or chunked is None:
+        yield
+        return
+    module.chunk(None)
+    try:
+        yield
+    finally:
+        module.chunk(chunked)
 
 
 def _loss_of(output: Any) -> torch.Tensor:

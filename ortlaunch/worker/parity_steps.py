@@ -37,7 +37,7 @@ class ParitySteps:
         self.lowered = recipe.engine.matmul_precision != "highest"
         self.module: Any = None
         self.records = _records_until(run, first_step)
-        if engine.report["engine"]["used"] == "eager":  # an allowed fallback
+        if engine.report["engine"]["used"] == "eager" and not engine.report["chunked_loss"]["rows"]:  # a fallback
             if recipe.engine.parity_only:
                 raise ParityError("nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs")
             self.end = 0

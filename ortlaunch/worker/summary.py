@@ -36,7 +36,7 @@ def plan_lines(truth: dict[str, Any]) -> list[str]:
         lines.append(
             f"FALLBACK: engine {engine['asked']} was asked, {engine['used']} runs: {engine['fallback_reason']}"
         )
-    lines += [*_matmul_precision(truth), *_settings(truth["onnxruntime"])]
+    lines += [*_matmul_precision(truth), *_chunked_loss(truth["chunked_loss"]), *_settings(truth["onnxruntime"])]
     if optimizer["why"]:
         lines.append(f"optimizer: {optimizer['asked']} was asked, {optimizer['used']} runs: {optimizer['why']}")
     if fp16["applied"]:
@@ -57,6 +57,13 @@ def _matmul_precision(truth: dict[str, Any]) -> list[str]:
         nothing = nothing or "no product of ONNX Runtime's graph is torch's, for no weight is as large as 256 x 256"
     result = f"gains nothing: {nothing}" if nothing else f"products of float32 matrices in {found['format']}"
     return [f"matmul_precision {found['asked']}: {result}"]
+
+
+def _chunked_loss(found: dict[str, Any]) -> list[str]:
+    """Whether head and loss are made in chunks; nothing where nobody asked for them and they are not."""
+    if found["rows"]:
+        return [f"chunked_loss {found['asked']}: head and loss of {found['rows']} labelled rows at a time"]
+    return [] if found["asked"] in ("auto", "off") else [f"chunked_loss {found['asked']}: not applied: {found['why']}"]
 
 
 def products_called(graph: dict[str, Any]) -> int:

@@ -253,6 +253,7 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
         "onnxruntime": {"settings": {}, "variables": {}} if used == "ort" else {},
         "trained_parameters": 1, "parameters": 1, "ranks": 1, "threads_per_rank": 1, "optimizer": {"why": None},
         "fp16_optimizer": fp16, "matmul_precision": {"asked": "highest"},
+        "chunked_loss": {"asked": "off", "rows": None},
         "sharding": f"DeepSpeed ZeRO {made.zero.stage}" if made.zero else "none",
     }  # fmt: skip
     return fp16, plan_lines(truth)[1:]

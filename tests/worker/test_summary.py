@@ -20,7 +20,7 @@ def truth(**ort: Any) -> dict[str, Any]:
         "device": "cpu", "precision": "fp32", "trained_parameters": 1, "parameters": 2, "ranks": 1,
         "threads_per_rank": 2, "sharding": "none", "fp16_optimizer": {"applied": True, "by": "ortlaunch", "why": ""},
         "optimizer": {"asked": "adamw", "used": "AdamW", "why": None},
-        "matmul_precision": {"asked": "highest"},
+        "matmul_precision": {"asked": "highest"}, "chunked_loss": {"asked": "auto", "rows": None},
         "onnxruntime": {"settings": {}, "variables": {}, **counted, **ort},
     }  # fmt: skip
 

@@ -17,7 +17,10 @@ from tests.worker.unequal_steps import Case, cases, reference
 
 pytest.importorskip("deepspeed")
 ROOT = Path(__file__).parents[2]
-QUICK = [Case("eager", 2, micro, zero) for micro, zero in ((1, "none"), (4, "none"), (2, "0"), (1, "2"), (8, "3"))]
+QUICK = [
+    *(Case("eager", 2, micro, zero) for micro, zero in ((1, "none"), (4, "none"), (2, "0"), (8, "3"))),
+    *(Case("eager", 2, micro, zero, "8") for micro, zero in ((1, "2"), (4, "none"))),  # the loss in chunks
+]
 GROUPS = [
     pytest.param(engine, ranks, marks=[pytest.mark.slow, *([needs_ort] if engine == "ort" else [])])
     for engine in ("eager", "inductor", "ort")
@@ -30,7 +33,7 @@ def took(chosen: list[Case], file: Path, timeout: float) -> dict[str, Any]:
     engine, ranks, *_ = chosen[0]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    wanted = [f"{case.micro},{case.zero}" for case in chosen]
+    wanted = [f"{case.micro},{case.zero},{case.chunk}" for case in chosen]
     process = subprocess.Popen(
         [*launcher, "-m", "tests.worker.unequal_steps", str(file), engine, *wanted],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,

@@ -1,7 +1,7 @@
 """One rank: trains a small Llama on samples with unequal numbers of counted labels, one case after the other.
 
-Started by torchrun from test_unequal_labels.py; arguments: the file to write, an engine, and cases as MICRO,ZERO. What
-plain PyTorch makes of the whole batch (`reference`) shares samples and first weights with it, and nothing else.
+Started by torchrun from test_unequal_labels.py; arguments: the file to write, an engine, and cases as MICRO,ZERO,CHUNK.
+What plain PyTorch makes of the whole batch (`reference`) shares samples and first weights with it, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class Case(NamedTuple):
     ranks: int
     micro: int
     zero: str
+    chunk: str = "off"
 
     def __str__(self) -> str:
         sharding = f"ZeRO {self.zero}" if self.zero != "none" else "DDP" if self.ranks > 1 else "no DeepSpeed"
-        return f"{self.engine}, {self.ranks} rank{'s' * (self.ranks > 1)}, micro size {self.micro}, {sharding}"
+        chunks = "" if self.chunk == "off" else f", chunks of {self.chunk}"
+        return f"{self.engine}, {self.ranks} rank{'s' * (self.ranks > 1)}, micro size {self.micro}, {sharding}{chunks}"
 
 
 def cases(engines: tuple[str, ...] = ("eager", "inductor", "ort")) -> Iterator[Case]:
@@ -97,7 +99,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
         batch={"global_size": GLOBAL, "micro_size": case.micro},
         optimizer={"name": "sgd", "learning_rate": RATE},
         schedule={"name": "constant"},
-        engine={"name": case.engine},
+        engine={"name": case.engine, "chunked_loss": int(case.chunk) if case.chunk.isdigit() else case.chunk},
         zero=None if case.zero == "none" else {"stage": int(case.zero)},
         train={"max_steps": STEPS},
     )
@@ -136,8 +138,8 @@ def main() -> None:
     group = DistributedContext(Rank(number, size, number, size), torch.device("cpu"))
     found = {}
     for text in asked:
-        micro, zero = text.split(",")
-        case = Case(name, size, int(micro), zero)
+        micro, zero, chunk = text.split(",")
+        case = Case(name, size, int(micro), zero, chunk)
         found[str(case)] = steps(case, group)
         if number == 0:
             print(case, found[str(case)], flush=True)

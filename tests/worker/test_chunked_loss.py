@@ -1,0 +1,289 @@
+"""engine.chunked_loss: the numbers of whole logits without them, and which models and recipes it is for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ortlaunch.planning.memory import chunk_rows, estimate
+from ortlaunch.recipe.rules import broken
+from ortlaunch.worker.chunked_head import chunk_head
+from ortlaunch.worker.chunked_loss import _head_loss, chunked_loss
+from ortlaunch.worker.comparison import compare
+from ortlaunch.worker.model import LossModule, whole_logits
+from ortlaunch.worker.summary import _chunked_loss
+from tests.makers import BERT, bert, recipe
+
+ROWS, WIDTH, WORDS, CHUNK = 70, 32, 1000, 16
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
+         "vocab_size": 300, "max_position_embeddings": 40}  # fmt: skip
+
+
+def head(dtype: torch.dtype = torch.float32, bias: bool = True) -> list[Tensor | None]:
+    """Hidden states, the weight and the bias of a head, in which nothing is lost by this type."""
+    torch.manual_seed(0)
+    made = [torch.randn(ROWS, WIDTH), torch.randn(WORDS, WIDTH) * 0.2, torch.randn(WORDS)]
+    return [each.to(dtype).requires_grad_() for each in made[: 2 + bias]] + [None] * (not bias)
+
+
+def labels() -> Tensor:
+    made = torch.randint(WORDS, (ROWS,), generator=torch.Generator().manual_seed(1))
+    made[::3] = -100
+    return made
+
+
+def whole(parts: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss in float64, and leaves that take its gradients."""
+    leaves = [None if each is None else each.detach().double().clone().requires_grad_() for each in parts]
+    return nn.functional.cross_entropy(nn.functional.linear(*leaves), labels()), leaves
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)],
+)
+def test_the_numbers_are_those_of_whole_logits(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
+    """Loss and every gradient against float64, under a factor such as a loss scale is; in 16 bits sums are float32."""
+    parts = head(dtype, bias)
+    loss = chunked_loss(*parts, labels(), CHUNK, True)  # type: ignore[arg-type]
+    (loss * 1024).backward()
+    expected, leaves = whole(parts)
+    (expected * 1024).backward()
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    for ours, theirs in zip(parts, leaves):
+        if ours is not None and theirs is not None:
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert float((ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()) < tolerance
+
+
+def test_gradients_that_float16_cannot_hold_are_scaled_first() -> None:
+    """Of 40,000 labels each gradient of the mean is below float16's least number; scaled it is not."""
+    hidden = torch.ones(40_000, 2, dtype=torch.float16, requires_grad=True)
+    weight = (torch.eye(2, dtype=torch.float16) * 0.01).requires_grad_()
+    chosen = torch.arange(40_000) % 2
+    (chunked_loss(hidden, weight, None, chosen, 10_000, True) * 65536).backward()
+    assert hidden.grad is not None
+    assert float(hidden.grad.abs().min()) == pytest.approx(65536 * 0.005 / 40_000, rel=1e-2)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
+    """And is not computed: hidden states without one are only those of a frozen body."""
+    parts = head()
+    parts[frozen].requires_grad_(False)  # type: ignore[union-attr]
+    chunked_loss(*parts, labels(), CHUNK, True).backward()  # type: ignore[arg-type]
+    assert [each.grad is None for each in parts if each is not None] == [i == frozen for i in range(3)]
+
+
+def test_no_label_that_counts_is_torchs_nan() -> None:
+    """The mean of nothing, and gradients of zeros."""
+    parts = head()
+    loss = chunked_loss(*parts, torch.full((ROWS,), -100), CHUNK, True)  # type: ignore[arg-type]
+    loss.backward()
+    assert loss.isnan()
+    assert [float(each.grad.abs().max()) for each in parts] == [0.0, 0.0, 0.0]  # type: ignore[union-attr]
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    """Its gradients were scaled in place by the first."""
+    loss = chunked_loss(*head(), labels(), CHUNK, True)  # type: ignore[arg-type]
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be run backward again"):
+        loss.backward()
+
+
+class Sizes(TorchDispatchMode):
+    """Numbers of elements of what operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(each, Tensor):
+                self.seen.add(each.numel())
+        return found
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_whole_logits_never_exist(train: bool) -> None:
+    """The largest tensor is the weight's gradient in training, else a chunk."""
+    parts = [each.detach() for each in head() if each is not None]
+    with Sizes() as sizes:
+        _head_loss(*parts, labels(), CHUNK, *[train] * 3)
+    weights = set() if train else {WORDS * WIDTH}  # the weight, transposed
+    assert max(sizes.seen - weights) == (WORDS * WIDTH if train else CHUNK * WORDS)
+    assert ROWS * WORDS > WORDS * WIDTH
+
+
+def test_torch_compile_takes_it_as_one_operator() -> None:
+    """No graph break, and gradients bit for bit those of eager."""
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor, chosen: Tensor) -> Tensor:
+        return chunked_loss(hidden * 2, weight, bias, chosen, CHUNK, torch.is_grad_enabled())
+
+    eager, compiled = head(), head()
+    loss(*eager, labels()).backward()  # type: ignore[arg-type]
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(*compiled, labels()).backward()  # type: ignore[arg-type]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager, compiled))  # type: ignore[union-attr, arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------- models
+
+
+def built(task: str, kind: str, **fields: Any) -> LossModule:
+    import transformers
+
+    names = {"causal-lm": "CausalLM", "masked-lm": "MaskedLM", "pretraining": "PreTraining"}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**SMALL, **fields})
+    config.use_cache = False
+    return LossModule(getattr(transformers, f"AutoModelFor{names[task]}").from_config(config).train())
+
+
+def batch(task: str) -> dict[str, Tensor]:
+    ids = torch.randint(5, 300, (2, 24), generator=torch.Generator().manual_seed(2))
+    pair = {"next_sentence_label": torch.tensor([0, 1])} if task == "pretraining" else {}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels()[:48].view(2, 24) % 300, **pair}
+
+
+def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> dict[str, Any]:
+    made = bert(model={"task": task, "config": BERT}, engine={"name": "eager", "chunked_loss": rows}, **sections)
+    return chunk_head(made, module, batch(task))
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "fields"),
+    [
+        ("causal-lm", "llama", {}),
+        ("causal-lm", "llama", {"tie_word_embeddings": True}),
+        ("causal-lm", "cohere", {"bos_token_id": 1, "eos_token_id": 2, "logit_scale": 0.5}),
+        ("causal-lm", "granite", {"logits_scaling": 8.0}),
+        ("masked-lm", "bert", {}),
+        ("masked-lm", "distilbert", {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 48}),
+        ("masked-lm", "roberta", {}),
+        ("pretraining", "bert", {}),
+    ],
+    ids=str,
+)
+def test_a_familys_loss_in_chunks_is_its_own(task: str, kind: str, fields: dict[str, Any]) -> None:
+    """Loss and every gradient within 1e-6 of the model's own: shift, tied weights, scaled logits, a pair's loss."""
+    module = built(task, kind, **fields)
+    assert chunk(module, task) == {"asked": 8, "rows": 8, "why": None}
+    found = compare(module, module, batch(task))
+    assert (found.loss_difference, found.gradient_difference) == pytest.approx((0, 0), abs=1e-6)
+    assert found.gradient_difference > 0  # it is another computation
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "fields", "why"),
+    [
+        ("causal-lm", "gemma2", {"num_key_value_heads": 1, "head_dim": 16}, "caps its logits (final_logit_softcapping"),
+        (
+            "causal-lm", "mixtral",
+            {"num_key_value_heads": 1, "num_local_experts": 2, "output_router_logits": True},
+            "is not the mean cross entropy of its head: ",
+        ),
+        ("pretraining", "electra", {"embedding_size": 16}, "the model has no head"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_loss_is_left_alone(task: str, kind: str, fields: dict[str, Any], why: str) -> None:
+    """The reason is told, and the model computes what it did."""
+    module = built(task, kind, **fields)
+    before = float(module.eval()(**batch(task))) if task == "causal-lm" else None
+    found = chunk(module, task)
+    assert found["rows"] is None
+    assert why in found["why"]
+    assert before is None or float(module(**batch(task))) == before
+    assert _chunked_loss(found)[0].startswith("chunked_loss 8: not applied: ")
+
+
+def test_adapters_on_the_head_are_left_alone() -> None:
+    """The head is then no linear layer; adapters elsewhere, with a frozen head, are."""
+    import peft
+
+    for targets, rows in ((["lm_head"], None), (["q_proj"], 8)):
+        module = built("causal-lm", "llama")
+        module.model = peft.get_peft_model(module.model, peft.LoraConfig(r=2, target_modules=targets))
+        found = chunk(module, "causal-lm")
+        assert found["rows"] == rows
+    assert compare(module, module, batch("causal-lm")).largest < 1e-6
+    assert module.model.get_output_embeddings().weight.grad is None
+
+
+def test_evaluation_has_the_same_loss_and_no_gradients() -> None:
+    """Without gradients none are computed, on the model's own head neither."""
+    module = built("causal-lm", "llama").eval()
+    expected = float(module(**batch("causal-lm")))
+    chunk(module, "causal-lm")
+    with torch.no_grad(), Sizes() as sizes:
+        assert float(module(**batch("causal-lm"))) == pytest.approx(expected, rel=1e-6)
+    assert 300 * 32 not in sizes.seen  # the weight's gradient
+    assert not module.training
+
+
+def test_the_model_gets_its_head_back() -> None:
+    """For parity, and for good before the export: logits are then the model's, and its weights have the same names."""
+    module = built("causal-lm", "llama").eval()
+    names, ids = list(module.state_dict()), batch("causal-lm")["input_ids"]
+    chunk(module, "causal-lm")
+    assert list(module.state_dict()) == names
+    assert module.model(input_ids=ids).logits.shape[-1] == 32
+    with whole_logits(module):
+        assert module.model(input_ids=ids).logits.shape[-1] == 300
+    module.chunk(None)
+    assert module.model.generate(ids[:1, :4], max_new_tokens=2).shape[-1] == 6
+
+
+# ---------------------------------------------------------------------------------------------------- recipes
+
+
+def test_auto_is_for_large_vocabularies() -> None:
+    """Off where one chunk would hold all logits, else chunks of 32 MiB in float32; a number and off are as they say."""
+    assert [chunk_rows("auto", 1024, words) for words in (1000, 8192, 32_000, 128_256, 300_000)] == [0, 0, 256, 64, 32]
+    assert [chunk_rows(asked, 1024, 32_000) for asked in ("off", 100)] == [0, 100]
+    module = built("causal-lm", "llama")
+    assert chunk(module, "causal-lm", "auto")["why"] == "logits of 48 x 300 are small"
+    assert module.chunked is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"model": {"task": "custom", "factory": "mine:model"}}, "does nothing with task custom, which has no head"),
+        ({"zero": {"stage": 3}}, "does nothing with ZeRO 3, which keeps the head's weight in pieces"),
+    ],
+)
+def test_rows_that_do_nothing_are_refused(sections: dict[str, Any], why: str) -> None:
+    """A number where no chunk can be; auto and off are no such claim."""
+    made = bert if "zero" in sections else recipe
+    assert any(why in text for _, text in broken(made(engine={"name": "eager", "chunked_loss": 64}, **sections)))
+    for word in ("auto", False, "off"):
+        chosen = made(engine={"name": "eager", "chunked_loss": word}, **sections)
+        assert not any("chunked" in path[0] for path, _ in broken(chosen))
+        assert chosen.engine.chunked_loss in ("auto", "off")  # YAML reads off as false
+
+
+def test_the_memory_plan_knows_chunks() -> None:
+    """Logits of a chunk and the head's waiting gradient in place of four times all logits, and plan says so."""
+    big = {**BERT, "vocab_size": 32_000}
+    data = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
+    chunked, plain = (
+        estimate(bert(model={"task": "masked-lm", "config": big}, data=data, engine={"chunked_loss": asked}), 8, 1)
+        for asked in ("auto", "off")
+    )
+    assert chunked is not None
+    assert plain is not None
+    saved = plain.by_stage[0][1].activations - chunked.by_stage[0][1].activations
+    assert saved == 16 * 1024 * 32_000 - 4 * 256 * 32_000 - 4 * 32_000 * 64
+    assert (chunked.chunk, plain.chunk) == (256, 0)

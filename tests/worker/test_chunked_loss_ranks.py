@@ -1,0 +1,65 @@
+"""Two real ranks with the loss in chunks, on every engine and ZeRO stage: loss and every gradient as in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ort import needs_ort
+
+pytest.importorskip("deepspeed")
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+ROOT = Path(__file__).parents[2]
+ALL = [
+    *(f"{engine},{zero},llama" for engine in ("eager", "inductor", "ort") for zero in ("none", "0", "1", "2")),
+    *("eager,none,llama-tied", "inductor,2,llama-tied", "ort,2,llama-tied"),
+    *("eager,none,bert", "inductor,1,bert", "ort,none,bert"),
+]
+
+
+def apart(cases: list[str], file: Path, timeout: float) -> dict[str, Any]:
+    """What two ranks found in these cases."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*launcher, "-m", "tests.worker.chunked_ranks", str(file), *cases],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-4000:]
+    read: dict[str, Any] = json.loads(file.read_text())
+    return read
+
+
+def hold(found: dict[str, Any]) -> None:
+    """Everything ran as asked, in chunks, within 1e-6 (`pytest -rP` prints the differences)."""
+    worst = {case: max(each["loss"], *each["gradients"].values()) for case, each in found.items()}
+    print(*(f"{case}: {difference:.1e}" for case, difference in worst.items()), sep="\n")
+    for case, each in found.items():
+        assert (each["used"], each["rows"]) == (case.partition(",")[0], 8)
+        assert each["used"] != "ort" or each["aten"]["ortlaunch::head_loss"] == 1
+    assert {case: difference for case, difference in worst.items() if difference > 1e-6} == {}
+
+
+@pytest.mark.timeout(200)
+def test_two_ranks_on_two_engines(tmp_path: Path) -> None:
+    """Tied weights under ZeRO 1 inside ORT's graph, and BERT's two losses under ZeRO 2 in eager."""
+    hold(apart(["ort,1,llama-tied", "eager,2,bert"], tmp_path / "found.json", 180))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_engine_and_stage(tmp_path: Path) -> None:
+    """The whole table."""
+    hold(apart(ALL, tmp_path / "found.json", 880))
