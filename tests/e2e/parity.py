@@ -65,8 +65,8 @@ def train(case: Case, run_dir: Path, *more: str, timeout: float = 400) -> list[f
     return [record["loss"] for record in records if "loss" in record]
 
 
-def reference(recipe_name: str) -> list[float]:
-    """Losses of the plain PyTorch loop by step, in this process."""
+def reference(recipe_name: str, device: str = "cpu") -> list[float]:
+    """Losses of the plain PyTorch loop by step, in this process, in float32."""
     import torch
     import transformers
 
@@ -85,7 +85,7 @@ def reference(recipe_name: str) -> list[float]:
     config.pad_token_id = data.tokenizer.pad_token_id
     torch.manual_seed(recipe.seed)
     auto = {"pretraining": transformers.AutoModelForPreTraining, "causal-lm": transformers.AutoModelForCausalLM}
-    model = auto[recipe.model.task].from_config(config, attn_implementation="eager").train()
+    model = auto[recipe.model.task].from_config(config, attn_implementation="eager").train().to(device)
 
     o = recipe.optimizer
     decayed = [p for n, p in model.named_parameters() if not any(word in n for word in o.no_decay)]
@@ -99,7 +99,8 @@ def reference(recipe_name: str) -> list[float]:
             group["lr"] = o.learning_rate * _factor(recipe, step)
         passes = []
         for i in range(total // micro):
-            loss = model(**batches.micro_batch(step, i, 0)).loss
+            batch = {name: tensor.to(device) for name, tensor in batches.micro_batch(step, i, 0).items()}
+            loss = model(**batch).loss
             (loss / (total // micro)).backward()
             passes.append(loss.item())
         if recipe.train.max_grad_norm:

@@ -1,0 +1,269 @@
+"""tools/gpu_proof.py: its commands for a GPU are valid today, and its judges fail what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.bench import prepared
+from ortlaunch.errors import RecipeError
+from ortlaunch.planning.world import Asked
+from ortlaunch.run.control import settle_run
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+PLAIN = {"plain": {"rows": [{"losses": [4.0, 2.0]}]}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tools() -> Iterator[None]:
+    """The scripts find each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        yield
+
+
+# --------------------------------------------------------------------------------------- what a GPU would be asked
+
+
+def _words(command: tuple[str, ...]) -> tuple[str, Path, list[str], dict[str, str]]:
+    """Verb, recipe, overrides and options of an `ortlaunch` command."""
+    _, _, _, verb, recipe, *rest = command
+    options = dict(word[2:].split("=", 1) for word in rest if word.startswith("--") and "=" in word)
+    return verb, Path(recipe), [word for word in rest if not word.startswith("--")], options
+
+
+@pytest.mark.parametrize("part", ["eager", "inductor", "ort", "deepspeed", "memory"])
+def test_the_trainings_on_a_gpu_can_be_planned(part: str) -> None:
+    """Every setting is one that the recipe knows and CUDA allows; ort refuses bf16 and ZeRO 3 by its name."""
+    from gpu_cases import cases, form
+
+    trainings = [case for case in cases(part, form("cuda", 1)) if "train" in case.command]
+    assert len(trainings) >= 4
+    for case in trainings:
+        _, recipe, overrides, _ = _words(case.command)
+        refused = _refusal(recipe, overrides)
+        known = part == "ort" and ("bf16" in case.name or "ZeRO 3" in case.name)
+        assert ("engine ort" in refused) if known else not refused, (case.name, refused)
+
+
+@pytest.mark.parametrize("part", ["deepspeed", "bert", "lora", "llama", "precision", "chunked_loss", "recompute"])
+def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
+    """Full-size models with every engine and every varied value; nothing is refused but what ort cannot do."""
+    from gpu_cases import cases, form
+
+    for case in (case for case in cases(part, form("cuda", 1)) if "bench" in case.command):
+        _, recipe, overrides, options = _words(case.command)
+        settled = settle_run(recipe, overrides, Asked(None, 1, planned_only=True), {})
+        if not (case.optional and "unknown key" in _refusal(recipe, [*overrides, case.optional])):
+            assert settled.plan.memory is not None
+            for variant in prepared(settled, options["engines"].split(","), [v for v in [options.get("vary")] if v]):
+                assert not variant.refused or "engine ort" in variant.refused, (case.name, variant.refused)
+
+
+def _refusal(recipe: Path, overrides: list[str]) -> str:
+    try:
+        settle_run(recipe, overrides, Asked(None, 1, planned_only=True), {})
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def test_llama_is_the_whole_model_and_too_large_for_a_small_card() -> None:
+    """6.7 billion weights, planned above 100 GiB: a card of 80 skips them and says so."""
+    import gpu_proof
+    from gpu_cases import cases, form
+
+    case, shape = next(c for c in cases("llama", form("cuda", 1)) if "eager" in c.name), form("cuda", 1)
+    assert "of a card, and this one has 80.0 GiB" in gpu_proof._refused_before(case, shape, 80 * 2**30)
+    assert gpu_proof._refused_before(case, shape, 139 * 2**30) == ""
+
+
+# ------------------------------------------------------------------------------------------------------ verdicts
+
+
+def ended(folder: Path, status: int = 0, stderr: str = "", capability: float | None = 9.0) -> Any:
+    """A command that came to its end."""
+    from gpu_verdicts import Ended
+
+    return Ended(status, "", stderr, folder, PLAIN, capability)
+
+
+def _trained(folder: Path, losses: list[float], used: str = "eager", skipped: int = 0) -> None:
+    run = folder / "run"
+    run.mkdir()
+    lines = [json.dumps({"step": i, "loss": loss, "skipped_steps": skipped}) for i, loss in enumerate(losses)]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    (run / "engine.json").write_text(json.dumps({"engine": {"used": used}}))
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "why"),
+    [
+        ({"losses": [4.001, 2.001]}, "passed", ""),
+        ({"losses": [4.0, 2.03]}, "failed", "a loss differs by 1.5e-02; 0.005 is allowed"),
+        ({"losses": [4.0, float("nan")]}, "failed", "a loss differs by inf"),
+        ({"losses": [4.0]}, "failed", "a loss differs by inf"),
+        ({"losses": [4.0, 2.0], "used": "ort"}, "failed", "ran on ort"),
+        ({"losses": [4.0, 2.0], "skipped": 2}, "failed", "2 steps were skipped"),
+    ],
+)
+def test_a_curve_is_held_to_plain_pytorchs(run: dict[str, Any], status: str, why: str, tmp_path: Path) -> None:
+    """Each loss, the engine, and that no step was skipped."""
+    from gpu_verdicts import curve
+
+    _trained(tmp_path, **run)
+    verdict = curve("plain", "eager", "bf16", ended(tmp_path))
+    assert verdict.status == status
+    assert why in " ".join(verdict.why)
+
+
+@pytest.mark.parametrize(
+    ("engine", "code", "status"), [("ort", 2, "skipped"), ("eager", 2, "failed"), ("ort", 1, "failed")]
+)
+def test_only_ort_may_be_refused(engine: str, code: int, status: str, tmp_path: Path) -> None:
+    """It is bound to old Pythons and fp16; a run that began and ended badly has failed, and so has any other engine."""
+    from gpu_verdicts import curve
+
+    verdict = curve("plain", engine, "bf16", ended(tmp_path, code, "got bf16 with engine ort"))
+    assert verdict.status == status
+    assert "got bf16 with engine ort" in verdict.why[0]
+
+
+def variant(name: str, **changes: Any) -> dict[str, Any]:
+    """A row of bench.json."""
+    engine, _, varied = name.partition(" ")
+    truth = {
+        "engine": {"used": engine}, "matmul_precision": {"in_force": varied.rpartition("=")[2] or "highest"},
+        "gradient_checkpointing": "torch" if varied.endswith("true") else None,
+    }  # fmt: skip
+    row = {
+        "name": name, "engine": engine, "varied": [varied], "state": "measured", "precision": "fp32",
+        "seconds": {"median": 1.0}, "samples_per_second": 1.0, "tokens_per_second": 1.0, "mfu": 0.4, "memory": [100],
+        "peak_flops": 4e14 if varied.endswith("high") else 5e13, "first_step": {"since_launch": 1.0}, "truth": truth,
+        "parity": {"verdict": "passes", "largest": 1e-6}, "folder": "bench/one",
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def judged(folder: Path, check: str, *variants: dict[str, Any], capability: float | None = 9.0) -> Any:
+    """The verdict on a bench of these variants."""
+    import gpu_verdicts
+
+    (folder / "bench" / "one").mkdir(parents=True)
+    (folder / "bench" / "one" / "plan.json").write_text('{"memory": null}')
+    found = [{**v, "folder": str(folder / v["folder"])} for v in variants]
+    (folder / "bench" / "bench.json").write_text(json.dumps({"variants": found}))
+    return gpu_verdicts.bench(getattr(gpu_verdicts, check), ended(folder, capability=capability))
+
+
+DIFFERS = {"parity": {"verdict": "differs", "largest": 0.5, "why": "loss 3 against 2"}}
+NO_ROOM = {"parity": {"verdict": "not compared", "why": "OutOfMemoryError: CUDA out of memory"}}
+REFUSED = {"state": "refused", "reason": "engine ort: is not installed"}
+
+
+@pytest.mark.parametrize(
+    ("check", "variants", "status", "why"),
+    [
+        ("nothing_more", [variant("eager"), variant("ort", **REFUSED)], "passed", "ort: refused: engine ort: is not"),
+        ("nothing_more", [variant("eager", **REFUSED)], "failed", "eager: refused"),
+        ("nothing_more", [variant("ort", **REFUSED)], "skipped", "is not installed"),
+        ("nothing_more", [variant("eager", state="failed", reason="Traceback\nBoom: 1")], "failed", "Boom: 1"),
+        ("nothing_more", [variant("ort", **DIFFERS)], "failed", "ort: parity: loss 3 against 2"),
+        ("nothing_more", [variant("eager", **NO_ROOM)], "passed", "eager: not compared: OutOfMemoryError"),
+        ("precision_in_force", [variant("eager p=highest"), variant("eager p=high")], "failed", "highest is in force"),
+        ("less_memory", [variant("eager c=off"), variant("eager c=auto", memory=[50])], "passed", ""),
+        ("less_memory", [variant("eager c=off"), variant("eager c=auto")], "failed", "takes no less memory"),
+        ("recomputed", [variant("eager g=false"), variant("eager g=true", memory=[50])], "passed", ""),
+        ("recomputed", [variant("eager g=true", memory=[50])], "passed", ""),
+        ("modifier_as_asked", [variant("eager fused_gradient_norm=true")], "passed", ""),
+    ],
+)
+def test_a_bench_is_judged(check: str, variants: Any, status: str, why: str, tmp_path: Path) -> None:
+    """Variants that failed or differ, and each part's own question."""
+    verdict = judged(tmp_path, check, *variants)
+    assert (verdict.status, why in " ".join(verdict.why)) == (status, True), verdict.why
+
+
+def test_tf32_must_be_faster(tmp_path: Path) -> None:
+    """On a card that has it, a product at `high` is faster by half at least."""
+    slow = variant("eager matmul_precision=high", peak_flops=5e13)
+    fast = variant("eager matmul_precision=highest")
+    verdict = judged(tmp_path / "new", "precision_in_force", fast, slow)
+    assert verdict.why == ("a matrix product at high runs at 50 TFLOP/s, 50 without",)
+    assert judged(tmp_path / "old", "precision_in_force", fast, slow, capability=7.5).status == "passed"
+
+
+@pytest.mark.parametrize(("bytes_", "status"), [(105, "passed"), (120, "failed"), (80, "failed")])
+def test_memory_is_within_a_tenth_of_the_plan(bytes_: int, status: str, tmp_path: Path) -> None:
+    """Weights, gradients and optimizer state."""
+    from gpu_verdicts import memory
+
+    (tmp_path / "run").mkdir()
+    record = {"planned": {"model": 100, "peak": 200}, "measured": {"model": bytes_, "peak": 300}}
+    (tmp_path / "run" / "memory.json").write_text(json.dumps(record))
+    assert memory(ended(tmp_path)).status == status
+
+
+# ---------------------------------------------------------------------------------------------- the whole command
+
+
+def proof(out: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str], **changes: Any) -> int:
+    """The command's exit status over these scripts as its only cases, which pass with status 0."""
+    import gpu_proof
+    from gpu_cases import Case
+    from gpu_verdicts import Verdict
+
+    def judge(ended: Any) -> Verdict:
+        return Verdict({0: "passed", 2: "skipped"}.get(ended.status, "failed"), (ended.last_words,))
+
+    made = [Case("part", name, (sys.executable, "-c", code), judge) for name, code in scripts.items()]
+    options = {"out": out, "part": ["part"], "device": "cpu", "ranks": 1, "minutes": 1.0, "again": False, **changes}
+    machine = {"device": "cpu", "name": "CPU", "memory": None, "capability": None, "python": "3.11",
+               "packages": {"torch": "2.13"}, "commit": None, "date": "today"}  # fmt: skip
+    monkeypatch.setattr(gpu_proof, "cases", lambda part, form: made)
+    monkeypatch.setattr(gpu_proof, "_options", lambda: argparse.Namespace(**options))
+    monkeypatch.setattr(gpu_proof, "_machine", lambda device: {**machine, **changes.get("machine", {})})
+    return int(gpu_proof.main())
+
+
+def test_a_failure_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failed case among others: status 1, its reason on the page, and again 1 when nothing is left to run."""
+    scripts = {"good": "print(1)", "bad": "raise SystemExit('planted')", "absent": "raise SystemExit(2)"}
+    for _ in range(2):
+        assert proof(tmp_path, monkeypatch, scripts) == 1
+    assert "- bad: failed: planted" in (tmp_path / "page.md").read_text()
+    assert "| part | 1 | 1 | 1 |" in (tmp_path / "page.md").read_text()
+
+
+def test_a_proof_of_nothing_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all is skipped, the status is 1."""
+    assert proof(tmp_path, monkeypatch, {"absent": "raise SystemExit(2)"}) == 1
+
+
+def test_what_time_is_too_short_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A case that would take too long is ended, status 3, and the next call goes on with it, not before."""
+    scripts = {"quick": "import pathlib; pathlib.Path('/dev/null')", "long": "import time; time.sleep(2)"}
+    assert proof(tmp_path, monkeypatch, scripts, minutes=1 / 60) == 3
+    first = json.loads((tmp_path / "results.json").read_text())["cases"]
+    assert list(first) == ["part: quick"]
+    assert proof(tmp_path, monkeypatch, scripts) == 0
+    second = json.loads((tmp_path / "results.json").read_text())["cases"]
+    assert list(second) == ["part: quick", "part: long"]
+    assert first["part: quick"] == second["part: quick"]
+
+
+def test_results_of_another_machine_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of a rehearsal, or of another torch, is refused with both."""
+    assert proof(tmp_path, monkeypatch, {"good": ""}) == 0
+    with pytest.raises(SystemExit) as end:
+        proof(tmp_path, monkeypatch, {"good": ""}, machine={"packages": {"torch": "2.6"}})
+    assert end.value.code == 2
+    assert "packages: {'torch': '2.13'}, here {'torch': '2.6'}); give another --out" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""tools/gpu_proof.py whole, in its form for a CPU: every part, the page, and what a wrong curve comes to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ort import INSTALLED
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "gpu_proof.py"
+PARTS = ("plain PyTorch", "eager", "inductor", "ort", "deepspeed", "bert", "lora", "llama", "precision", "chunked_loss",
+         "recompute", "memory", "tests")  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def proof(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command's end."""
+    command = [sys.executable, str(TOOL), "--device=cpu", f"--out={out}", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=3500, check=False)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every part's results."""
+    out = tmp_path_factory.mktemp("proof")
+    ended = proof(out, "--minutes=55")
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    return out
+
+
+def cases_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())["cases"]
+    return found
+
+
+def test_every_part_passes_but_what_needs_a_gpu(done: Path) -> None:
+    """Curves, benches and memory of small models; tests marked gpu are collected; ort may be absent."""
+    passed: dict[str, int] = dict.fromkeys(PARTS, 0)
+    for case in cases_of(done).values():
+        passed[case["part"]] += case["status"] == "passed"
+    without = {"tests", *(() if INSTALLED else ("ort",))}
+    assert {part for part, count in passed.items() if not count} <= without | {"chunked_loss"}
+    assert cases_of(done)["tests: marked gpu"]["why"][0].endswith("tests need a CUDA device; collected, not run")
+
+
+def test_the_page(done: Path) -> None:
+    """A section a part, tokens a second and parity of every engine, and no empty head of a table."""
+    page = (done / "page.md").read_text()
+    assert all(f"## {part}\n" in page for part in PARTS)
+    row = next(line for line in page.splitlines() if line.startswith("| fp32 | passed | eager |"))
+    assert "| reference |" in row
+    assert "A rehearsal on a CPU" in page
+
+
+def test_a_curve_that_is_wrong_fails_the_proof(done: Path, tmp_path: Path) -> None:
+    """With plain PyTorch's curve moved by 2 %, a training that is as it was fails; the others are not run again."""
+    out = tmp_path / "proof"
+    shutil.copytree(done, out)
+    results = json.loads((out / "results.json").read_text())
+    again = "eager: llama2-7b/tiny, ZeRO 1, bf16"
+    plain = results["cases"]["plain PyTorch: llama2-7b/tiny"]["rows"][0]
+    plain["losses"] = [1.02 * loss for loss in plain["losses"]]
+    del results["cases"][again]
+    (out / "results.json").write_text(json.dumps(results))
+    ended = proof(out, "--part=eager")
+    assert ended.returncode == 1, ended.stdout
+    assert [line for line in ended.stdout.splitlines() if line.endswith("...")] == [f"{again} ..."]
+    assert cases_of(out)[again]["why"][0].startswith("a loss differs by ")

@@ -1,0 +1,244 @@
+"""The cases of tools/gpu_proof.py by part: what is run, at full size on CUDA and tiny on a CPU, and what judges it.
+
+Every case is one command in a process of its own, nearly all of them `ortlaunch train` or `ortlaunch bench`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import gpu_verdicts as verdicts
+from gpu_verdicts import Ended, Verdict
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = "{folder}"  # stands in a command for the case's own folder
+STEPS = 20
+PLAIN_CURVE = "import json; from tests.e2e.parity import reference; print(json.dumps(reference({!r}, {!r})))"
+# The loss of half a vocabulary's entropy times DeepSpeed's first scale of 65536 is inf in fp16: steps would be skipped.
+LOW_SCALE = "zero.deepspeed={fp16: {initial_scale_power: 10}}"
+
+
+class Case(NamedTuple):
+    """One command, what judges its end, and what must be true before it is started."""
+
+    part: str
+    name: str
+    command: tuple[str, ...]
+    judge: Callable[[Ended], Verdict]
+    recipe: tuple[str, ...] = ()  # recipe and overrides: must fit into the card's memory
+    optional: str = ""  # a setting that the recipe may not know yet: then skipped, with what ortlaunch says
+
+    @property
+    def key(self) -> str:
+        return f"{self.part}: {self.name}"
+
+
+class Form(NamedTuple):
+    """Sizes: what is trained where, and for how long."""
+
+    device: str
+    ranks: int
+    curves: tuple[str, ...]  # recipes whose loss curves are compared
+    stages: tuple[int | None, ...]
+    precisions: dict[str, tuple[str, ...]]  # of each engine
+    bert: tuple[str, ...]  # recipe and overrides
+    llama: tuple[str, ...]
+    few_layers: str  # the Llama shape where its head is what counts
+    matmul: str
+    steps: int  # measured in a bench
+
+    @property
+    def launch(self) -> tuple[str, ...]:
+        return f"launch.device={self.device}", f"--nproc-per-node={self.ranks}"
+
+
+_LORA = "model.lora={r: 8, alpha: 32, target_modules: [q_proj, k_proj, v_proj, o_proj]}"
+_ENGINES = ("ort", "inductor", "eager")
+
+
+def form(device: str, ranks: int) -> Form:
+    """Full size for `cuda`; for `cpu` the same at a size that takes minutes on two cores."""
+    if device == "cpu":
+        both = ("bf16",)
+        return Form(
+            device, ranks, ("llama2-7b/tiny",), (1, 2, 3), {"eager": both, "inductor": both, "ort": ("fp32", "bf16")},
+            bert=("bert-large/tiny", "precision=fp32"), llama=("llama2-7b/tiny", "precision=fp32"),
+            few_layers="model.config.num_hidden_layers=1", matmul="highest,medium", steps=2,
+        )  # fmt: skip
+    both = ("fp16", "bf16")
+    bert, llama = 64 * ranks, 2 * ranks
+    return Form(
+        device, ranks, ("bert-large/tiny", "llama2-7b/tiny"), (None, 1, 2, 3), dict.fromkeys(_ENGINES, both),
+        bert=("bert-large/phase1", "data.train=python-docs", f"batch.global_size={bert}", "batch.micro_size=64"),
+        llama=("llama2-7b/pretrain", "data.train=python-docs", "data.tokenizer={train: bpe, vocab_size: 32000}",
+               "data.sequence_length=2048", f"batch.global_size={llama}", "batch.micro_size=2", "train.max_steps=100"),
+        few_layers="model.config.num_hidden_layers=4", matmul="highest,high", steps=8,
+    )  # fmt: skip
+
+
+def cases(part: str, form: Form) -> list[Case]:
+    """The cases of one part, in order."""
+    return list(PARTS[part](part, form))
+
+
+def _recipe(name: str) -> str:
+    return str(ROOT / "recipes" / f"{name}.yaml")
+
+
+def _ortlaunch(verb: str, form: Form, *words: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "ortlaunch.cli", verb, *words, *form.launch)
+
+
+# ---------------------------------------------------------------------------------------------- tests marked gpu
+
+
+def _tests(part: str, form: Form) -> Iterator[Case]:
+    pytest = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+    if form.device == "cuda":
+        yield Case(part, "marked gpu", (*pytest, f"--junitxml={FOLDER}/tests.xml"), verdicts.tests)
+    else:
+        yield Case(part, "marked gpu", (*pytest, "--collect-only"), verdicts.collected)
+
+
+# ----------------------------------------------------------------------- loss curves beside those of plain PyTorch
+
+
+def _engine(part: str, form: Form) -> Iterator[Case]:
+    """The part's name is the engine's."""
+    if part == "ort":
+        setup = (sys.executable, "-m", "ortlaunch.cli", "setup")
+        yield Case(part, "torch extensions", setup, verdicts.setup)
+    for recipe in form.curves:
+        yield _plain(recipe, form)
+        for stage in form.stages:
+            for precision in form.precisions[part]:
+                yield _curve(part, recipe, form, part, stage, precision)
+
+
+def _plain(recipe: str, form: Form) -> Case:
+    command = (sys.executable, "-c", PLAIN_CURVE.format(recipe, form.device))
+    return Case("plain PyTorch", recipe, command, verdicts.plain_curve)
+
+
+def _curve(part: str, recipe: str, form: Form, engine: str, stage: int | None, precision: str, *more: str) -> Case:
+    from tests.e2e.parity import overrides
+
+    zero = "zero=null" if stage is None else f"zero={{stage: {stage}}}"
+    scale = (LOW_SCALE,) if stage is not None and precision == "fp16" else ()
+    settings = (*overrides(recipe), f"engine={{name: {engine}}}", zero, *scale, f"precision={precision}", *more)
+    command = _ortlaunch("train", form, _recipe(recipe), *settings, f"--run-dir={FOLDER}/run")
+    name = ", ".join([recipe, "no DeepSpeed" if stage is None else f"ZeRO {stage}", precision, *more])
+    return Case(part, name, command, partial(verdicts.curve, f"plain PyTorch: {recipe}", engine, precision))
+
+
+# ------------------------------------------------------------------------------------------ measured side by side
+
+
+def _bench(
+    case: tuple[str, str], form: Form, recipe: tuple[str, ...], check: verdicts.Check, *, engines: str = "",
+    vary: str = "", optional: str = "",
+) -> Case:  # fmt: skip
+    """One `ortlaunch bench`: variants one after the other, each alone on the card."""
+    recipe = _recipe(recipe[0]), *recipe[1:]
+    length = ("--rounds=1", f"--steps={form.steps}", "--one-at-a-time", "--no-picture", f"--out={FOLDER}/bench")
+    varied = (f"--vary={vary}",) if vary else ()
+    command = _ortlaunch("bench", form, *recipe, f"--engines={engines or ','.join(_ENGINES)}", *varied, *length)
+    return Case(*case, command, partial(verdicts.bench, check), recipe, optional)
+
+
+def _deepspeed(part: str, form: Form) -> Iterator[Case]:
+    """DeepSpeed's gradient norm and ours: the same curve, and what each costs."""
+    recipe = form.curves[-1]
+    yield _plain(recipe, form)
+    for precision in form.precisions["eager"]:
+        for fused in ("true", "false"):
+            yield _curve(part, recipe, form, "eager", 2, precision, f"zero.fused_gradient_norm={fused}")
+    settings = (*form.bert, "engine={name: eager}", "optimizer.name=fused_adam", "zero={stage: 2}")
+    varied = "zero.fused_gradient_norm=true,false"
+    yield _bench((part, "BERT-large, ZeRO 2"), form, settings, verdicts.modifier_as_asked, engines="eager", vary=varied)
+
+
+def _bert(part: str, form: Form) -> Iterator[Case]:
+    for precision in ("fp16", "bf16") if form.device == "cuda" else ("fp32",):
+        settings = (*form.bert, "engine={name: eager}", f"precision={precision}")
+        yield _bench((part, precision), form, settings, verdicts.nothing_more)
+
+
+def _llama(part: str, form: Form) -> Iterator[Case]:
+    """One engine at a time: ZeRO's states of seven billion weights leave no room for two."""
+    what = (_LORA,) if part == "lora" else ("model.gradient_checkpointing=true",)
+    for engine in _ENGINES:
+        precision = "fp32" if form.device == "cpu" else "fp16" if engine == "ort" else "bf16"
+        settings = (*form.llama, *what, "zero={stage: 2}", f"engine={{name: {engine}}}", f"precision={precision}")
+        yield _bench((part, f"{engine}, {precision}"), form, settings, verdicts.nothing_more, engines=engine)
+
+
+def _precision(part: str, form: Form) -> Iterator[Case]:
+    settings = (*form.bert, "engine={name: eager}", "precision=fp32")
+    vary = f"engine.matmul_precision={form.matmul}"
+    yield _bench((part, "BERT-large, fp32"), form, settings, verdicts.precision_in_force, vary=vary)
+
+
+def _chunked_loss(part: str, form: Form) -> Iterator[Case]:
+    settings = (*form.llama, form.few_layers, "engine={name: eager}", "zero=null", "precision=fp32")
+    vary = "engine.chunked_loss=off,auto"
+    name = "Llama's head, fp32"
+    yield _bench((part, name), form, settings, verdicts.less_memory, vary=vary, optional="engine.chunked_loss=auto")
+
+
+def _recompute(part: str, form: Form) -> Iterator[Case]:
+    settings = (*form.bert, "engine={name: eager}", "precision=fp32")
+    vary = "model.gradient_checkpointing=false,true"
+    yield _bench((part, "BERT-large, fp32"), form, settings, verdicts.recomputed, vary=vary)
+
+
+# --------------------------------------------------------------------------------------- memory beside the plan
+
+
+def _memory(part: str, form: Form) -> Iterator[Case]:
+    for stage in form.stages:
+        precision = "bf16"
+        zero = "null" if stage is None else f"{{stage: {stage}}}"
+        optimizer = "optimizer.name=fused_adam"  # LAMB is not for ZeRO
+        settings = (*form.bert[1:], "engine={name: eager}", f"zero={zero}", f"precision={precision}", optimizer)
+        recipe = (_recipe(form.bert[0]), *settings, "train.max_steps=3")
+        command = _ortlaunch("train", form, *recipe, f"--run-dir={FOLDER}/run")
+        name = f"BERT-large, {'no DeepSpeed' if stage is None else f'ZeRO {stage}'}, {precision}"
+        yield Case(part, name, command, verdicts.memory, recipe)
+
+
+PARTS: dict[str, Callable[[str, Form], Iterator[Case]]] = {
+    "tests": _tests,
+    "eager": _engine,
+    "inductor": _engine,
+    "ort": _engine,
+    "deepspeed": _deepspeed,
+    "bert": _bert,
+    "lora": _llama,
+    "llama": _llama,
+    "precision": _precision,
+    "chunked_loss": _chunked_loss,
+    "recompute": _recompute,
+    "memory": _memory,
+}
+
+
+def plan_command(case: Case, form: Form) -> tuple[str, ...]:
+    """The command that says what the case's recipe takes of a card."""
+    return _ortlaunch("plan", form, *case.recipe, "--json")
+
+
+def validate_command(case: Case) -> tuple[str, ...]:
+    """The command that says whether the recipe knows what the case is about."""
+    return (sys.executable, "-m", "ortlaunch.cli", "validate", *case.recipe, case.optional)
+
+
+def planned_bytes(plan: str) -> int | None:
+    """Bytes of a rank in what `ortlaunch plan --json` printed, or None where it does not know."""
+    memory = json.loads(plan)["memory"]
+    return memory and int(memory["by_stage"][memory["chosen"]]["total"])

@@ -1,0 +1,262 @@
+"""Judges of tools/gpu_proof.py: what a command left -> passed, failed or skipped, why, and its figures. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as xml
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+# Largest relative difference of a loss from float32's in plain PyTorch, over 20 steps.
+TOLERANCE = {"fp32": 1e-3, "fp16": 2e-3, "bf16": 5e-3}
+MEMORY_TOLERANCE = 0.1
+TF32_GAIN, TF32_CAPABILITY = 1.5, 8.0  # on cards from Ampere on
+Row = dict[str, Any]
+
+
+class Ended(NamedTuple):
+    """A command that came to its end, and what was known before."""
+
+    status: int
+    stdout: str
+    stderr: str
+    folder: Path
+    known: Mapping[str, Any]  # earlier cases by key
+    capability: float | None  # of the CUDA device
+
+    @property
+    def last_words(self) -> str:
+        """The last lines of the error, or of the output."""
+        lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
+        return " / ".join(line.strip() for line in lines[-3:]) or "no message"
+
+
+class Verdict(NamedTuple):
+    """`why`: reasons of a failure or a skip; `rows`: figures, a table's rows."""
+
+    status: str
+    why: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+
+Check = Callable[[Ended, list[Row]], list[str]]
+
+
+def _judged(complaints: list[str], rows: list[Row], notes: tuple[str, ...] = ()) -> Verdict:
+    return Verdict(FAILED if complaints else PASSED, (*complaints, *notes), tuple(rows))
+
+
+def _ended_badly(ended: Ended) -> Verdict:
+    return Verdict(FAILED, (f"exit status {ended.status}: {ended.last_words}",))
+
+
+def _refused_for_ort(ended: Ended) -> bool:
+    """Engine ort is refused with status 2 where it is not installed, or does not know what is asked."""
+    return ended.status == 2 and "engine ort" in ended.stderr
+
+
+# ---------------------------------------------------------------------------------------------- tests marked gpu
+
+
+def tests(ended: Ended) -> Verdict:
+    """All pass, some ran; each skip is named."""
+    report = ended.folder / "tests.xml"
+    found = list(xml.parse(report).getroot().iter("testcase")) if report.exists() else []
+    skips = [(case, skip) for case in found for skip in case.iter("skipped")]
+    ran = len(found) - len(skips)
+    if ended.status or not ran:
+        return Verdict(FAILED, (f"exit status {ended.status}, {ran} ran: {ended.stdout.strip()[-1500:]}",))
+    notes = tuple(f"{case.get('name')}: skipped: {skip.get('message')}" for case, skip in skips)
+    return Verdict(PASSED, notes, ({"ran": ran, "skipped": len(skips)},))
+
+
+def collected(ended: Ended) -> Verdict:
+    """Where there is no GPU: they are there, and can be imported."""
+    names = [line for line in ended.stdout.splitlines() if "::" in line]
+    if ended.status or not names:
+        return _ended_badly(ended)
+    return Verdict(SKIPPED, (f"{len(names)} tests need a CUDA device; collected, not run",))
+
+
+def setup(ended: Ended) -> Verdict:
+    """`ortlaunch setup` builds what engine ort needs, or there is no onnxruntime-training."""
+    if ended.status == 2:
+        return Verdict(SKIPPED, (ended.last_words,))
+    return _ended_badly(ended) if ended.status else Verdict(PASSED)
+
+
+# --------------------------------------------------------------------------------------------------- loss curves
+
+
+def plain_curve(ended: Ended) -> Verdict:
+    """The reference's losses, a JSON list on the last line."""
+    if ended.status:
+        return _ended_badly(ended)
+    return Verdict(PASSED, (), ({"losses": json.loads(ended.stdout.splitlines()[-1])},))
+
+
+def curve(reference: str, engine: str, precision: str, ended: Ended) -> Verdict:
+    """Every loss of a training near plain PyTorch's float32, on the engine that was asked for, no step skipped."""
+    if engine == "ort" and _refused_for_ort(ended):
+        return Verdict(SKIPPED, (ended.last_words,))
+    if ended.status:
+        return _ended_badly(ended)
+    run = ended.folder / "run"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    plain, tolerance = ended.known[reference]["rows"][0]["losses"], TOLERANCE[precision]
+    difference, skipped = _difference(losses, plain), max(record.get("skipped_steps", 0) for record in records)
+    used = json.loads((run / "engine.json").read_text())["engine"]["used"]
+    complaints = [
+        *([f"a loss differs by {difference:.1e}; {tolerance:g} is allowed"] if difference > tolerance else []),
+        *([f"{skipped} steps were skipped"] if skipped else []),
+        *([f"ran on {used}"] if used != engine else []),
+    ]
+    return _judged(complaints, [{"difference": difference, "tolerance": tolerance, "last_loss": losses[-1]}])
+
+
+def _difference(losses: list[float], plain: list[float]) -> float:
+    """Largest relative one; infinite where the curves are not of one length, or a loss is not finite."""
+    if len(losses) != len(plain) or not all(map(math.isfinite, losses)):
+        return math.inf
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, plain))
+
+
+# ------------------------------------------------------------------------------------------------------- benches
+
+
+def bench(check: Check, ended: Ended) -> Verdict:
+    """Every variant measured and equal to plain PyTorch, but for what engine ort refuses; and the part's check."""
+    report = ended.folder / "bench" / "bench.json"
+    if not report.exists():
+        return Verdict(SKIPPED, (ended.last_words,)) if _refused_for_ort(ended) else _ended_badly(ended)
+    variants = json.loads(report.read_text())["variants"]
+    rows = [_row(v, ended.folder) for v in variants if v["state"] == "measured"]
+    refused = [v for v in variants if v["state"] == "refused"]
+    complaints = [f"{v['name']}: {v['state']}: {_short(v['reason'])}" for v in variants if _is_failure(v)]
+    complaints += [f"{row['variant']}: parity: {row['why']}" for row in rows if _differs(row)]
+    notes = [f"{v['name']}: refused: {_short(v['reason'])}" for v in refused if v["engine"] == "ort"]
+    notes += [f"{row['variant']}: not compared: {row['why']}" for row in rows if _had_no_room(row)]
+    if not rows and not complaints:
+        return Verdict(SKIPPED, tuple(notes))
+    return _judged([*complaints, *(check(ended, rows) if rows else [])], rows, tuple(notes))
+
+
+def _is_failure(variant: Row) -> bool:
+    return variant["state"] == "failed" or (variant["state"] == "refused" and variant["engine"] != "ort")
+
+
+def _differs(row: Row) -> bool:
+    return row["verdict"] not in ("passes", "reference") and not _had_no_room(row)
+
+
+def _had_no_room(row: Row) -> bool:
+    """Parity takes a second set of gradients, which a model that fills the card leaves no room for."""
+    return row["verdict"] == "not compared" and "out of memory" in row["why"].lower()
+
+
+def _short(reason: str) -> str:
+    lines = [line for line in reason.strip().splitlines() if line.strip()] or ["no reason"]
+    return (lines[-1] if lines[0].startswith("Traceback") else lines[0])[:500]
+
+
+def _row(variant: Row, folder: Path) -> Row:
+    """The figures of one variant, and what the plan said of its memory."""
+    parity, truth = variant["parity"], variant["truth"]
+    plan = json.loads((folder.parent / variant["folder"] / "plan.json").read_text())["memory"]
+    modifier, recomputation = truth.get("fp16_optimizer") or {}, truth.get("gradient_checkpointing")
+    return {
+        "variant": variant["name"],
+        "varied": variant["varied"],
+        "precision": variant["precision"],
+        "seconds": variant["seconds"]["median"],
+        "samples_per_second": variant["samples_per_second"],
+        "tokens_per_second": variant["tokens_per_second"],
+        "mfu": variant["mfu"],
+        "peak_flops": variant["peak_flops"],
+        "memory": max(variant["memory"]),
+        "planned": plan and plan["by_stage"][plan["chosen"]]["total"],
+        "first_step": variant["first_step"]["since_launch"],
+        "verdict": parity["verdict"],
+        "largest": parity.get("largest"),
+        "why": parity.get("why", ""),
+        "used": truth["engine"]["used"],
+        "gradient_norm": modifier.get("by") or ("DeepSpeed" if modifier else None),
+        "matmul": truth["matmul_precision"]["in_force"],
+        "recomputed_by": recomputation,
+    }
+
+
+def nothing_more(ended: Ended, rows: list[Row]) -> list[str]:
+    """Each variant ran on its own engine."""
+    return [
+        f"{row['variant']}: ran on {row['used']}" for row in rows if not row["variant"].startswith(row["used"])
+    ]  # fmt: skip
+
+
+def modifier_as_asked(ended: Ended, rows: list[Row]) -> list[str]:
+    """Our gradient norm is in force where it is asked for, and DeepSpeed's where it is not."""
+    complaints = []
+    for row in rows:
+        asked = "fused_gradient_norm=true" in row["variant"]
+        if asked != (row["gradient_norm"] != "DeepSpeed"):
+            complaints.append(f"{row['variant']}: the gradient norm is by {row['gradient_norm']}")
+    return [*nothing_more(ended, rows), *complaints]
+
+
+def precision_in_force(ended: Ended, rows: list[Row]) -> list[str]:
+    """What is asked is in force, and TF32 is faster than float32 where the card has it."""
+    complaints = [
+        f"{row['variant']}: {row['matmul']} is in force"
+        for row in rows if not row["variant"].endswith(f"matmul_precision={row['matmul']}")
+    ]  # fmt: skip
+    if ended.capability is not None and ended.capability >= TF32_CAPABILITY:
+        rates = {word: max((r["peak_flops"] for r in rows if r["matmul"] == word), default=0) for word in _words(rows)}
+        exact, fast = rates.get("highest", 0), rates.get("high", 0)
+        if fast < TF32_GAIN * exact:
+            complaints.append(f"a matrix product at high runs at {fast / 1e12:.0f} TFLOP/s, {exact / 1e12:.0f} without")
+    return [*nothing_more(ended, rows), *complaints]
+
+
+def _words(rows: list[Row]) -> set[str]:
+    return {row["matmul"] for row in rows}
+
+
+def less_memory(ended: Ended, rows: list[Row]) -> list[str]:
+    """The second of an engine's two variants takes less of the card than the first; a CPU's peak is too coarse."""
+    complaints = nothing_more(ended, rows)
+    for engine in dict.fromkeys(row["used"] for row in rows) if ended.capability is not None else ():
+        pair = [row for row in rows if row["used"] == engine]
+        if len(pair) == 2 and pair[1]["memory"] >= pair[0]["memory"]:
+            complaints.append(f"{pair[1]['variant']} takes no less memory than {pair[0]['variant']}")
+    return complaints
+
+
+def recomputed(ended: Ended, rows: list[Row]) -> list[str]:
+    """Layers are computed again where it is asked, and that saves memory."""
+    complaints = [
+        f"{row['variant']}: recomputed by {row['recomputed_by']}"
+        for row in rows if bool(row["recomputed_by"]) != row["variant"].endswith("true")
+    ]  # fmt: skip
+    return [*complaints, *less_memory(ended, rows)]
+
+
+# --------------------------------------------------------------------------------------- memory beside the plan
+
+
+def memory(ended: Ended) -> Verdict:
+    """Weights, gradients and optimizer state within a tenth of the plan; the peak is for the reader."""
+    if ended.status:
+        return _ended_badly(ended)
+    record = json.loads((ended.folder / "run" / "memory.json").read_text())
+    planned, measured = record["planned"], record["measured"]
+    ratio = measured["model"] / planned["model"]
+    wrong = abs(ratio - 1) > MEMORY_TOLERANCE
+    row = {
+        "planned_model": planned["model"], "model": measured["model"], "ratio": ratio, "planned": planned["peak"],
+        "memory": measured["peak"],
+    }  # fmt: skip
+    return _judged([f"weights, gradients and optimizer are {ratio:.2f} x the plan"] if wrong else [], [row])
