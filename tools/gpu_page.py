@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ortlaunch.plan import human
+from ortlaunch.units import human
 
 Row = dict[str, Any]
 _FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {

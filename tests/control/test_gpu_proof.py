@@ -13,8 +13,8 @@ import pytest
 
 from ortlaunch.bench import prepared
 from ortlaunch.errors import RecipeError
-from ortlaunch.planning.world import Asked
-from ortlaunch.run.control import settle_run
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run.control import resolve
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 PLAIN = {"plain": {"rows": [{"losses": [4.0, 2.0]}]}}
@@ -59,16 +59,16 @@ def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
 
     for case in (case for case in cases(part, form("cuda", 1)) if "bench" in case.command):
         _, recipe, overrides, options = _words(case.command)
-        settled = settle_run(recipe, overrides, Asked(None, 1, planned_only=True), {})
+        resolved = resolve(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
         if not (case.optional and "unknown key" in _refusal(recipe, [*overrides, case.optional])):
-            assert settled.plan.memory is not None
-            for variant in prepared(settled, options["engines"].split(","), [v for v in [options.get("vary")] if v]):
+            assert resolved.plan.memory is not None
+            for variant in prepared(resolved, options["engines"].split(","), [v for v in [options.get("vary")] if v]):
                 assert not variant.refused or "engine ort" in variant.refused, (case.name, variant.refused)
 
 
 def _refusal(recipe: Path, overrides: list[str]) -> str:
     try:
-        settle_run(recipe, overrides, Asked(None, 1, planned_only=True), {})
+        resolve(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
     except RecipeError as error:
         return str(error)
     return ""
