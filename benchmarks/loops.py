@@ -96,11 +96,11 @@ def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
 
 def bare_ours(gate: Gate, options: dict[str, Any]) -> None:
     """The shortest loop on the module that our engine made: what our own loop costs beside it."""
-    ours(gate, options, lambda recipe, plan, run, group, engine, batches: bare(engine.eval_module, gate, options))
+    ours(gate, options, lambda session: bare(session.engine.eval_module, gate, options))
 
 
-def ours(gate: Gate, options: dict[str, Any], work: Callable[..., None] | None = None) -> None:
-    """ortlaunch's own worker on a run folder that the command prepared; `work` in place of its loop."""
+def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None = None) -> None:
+    """ortlaunch's own worker on a run folder that the command prepared; `work` in place of its task."""
     import ortlaunch.worker.tasks.train as loop
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.rank import Rank
@@ -139,7 +139,8 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[..., None] | None =
         return step(*arguments)
 
     loop.train_step = gated
-    live(run, Rank.from_environ({}), work)
+    loop.run = work or loop.run
+    live(run, Rank.from_environ({}))
 
 
 def trainer(gate: Gate, options: dict[str, Any]) -> None:

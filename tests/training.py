@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
 from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train
 from tests.makers import plan, recipe
 
@@ -53,4 +55,6 @@ def train_here(
     wrapped = LossModule(model.train())
     engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
     held_out = None if evaluation is None else OwnSamples(evaluation)
-    return Trained(run, model, train(made, planned, run, group, engine, batches, held_out))
+    data: Any = SimpleNamespace(train=batches.samples, evaluation=held_out, tokenizer=None)
+    session = Session(made, planned, run, group, data, batches, wrapped, engine)
+    return Trained(run, model, train(session))

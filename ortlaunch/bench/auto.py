@@ -25,7 +25,7 @@ from ortlaunch.run.folder import RunDir, read_json, write_json
 
 SHORT = Length(rounds=3, steps=3)
 # Fields of `engine` that change no measured figure.
-_NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance", "parity_only")
+_NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ortlaunch import doctor
@@ -19,7 +20,7 @@ from ortlaunch.run.control import ResolvedRun
 from ortlaunch.run.folder import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
-_OF_INDUCTOR = ("parity_steps", "parity_tolerance", "parity_only")
+_OF_INDUCTOR = ("parity_steps", "parity_tolerance")
 _VARY_FORM = "write it as --vary key.path=first,second, for example --vary engine.memory_optimization=0,1"
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 
@@ -119,4 +120,4 @@ def resolve_variant(variant: Variant, base: ResolvedRun) -> Variant:
         control.dry_run(resolved, RunDir(variant.slug))  # finds mpirun, where that is the launcher
     except InputError as error:
         return variant._replace(refused=str(error))
-    return variant._replace(resolved=resolved)
+    return variant._replace(resolved=resolved._replace(plan=replace(resolved.plan, task="bench")))

@@ -18,5 +18,5 @@ def parity(
     dry_run: DryRun = False,
 ) -> None:
     """Compare a recipe's engine with plain PyTorch: loss and every gradient; exit status 1 where they differ."""
-    only = [*(overrides or ()), f"engine.parity_steps={steps}", "engine.parity_only=true"]
-    start(recipe, only, options, run_dir, dry_run)
+    options = options._replace(task="parity")
+    start(recipe, [*(overrides or ()), f"engine.parity_steps={steps}"], options, run_dir, dry_run)

@@ -24,15 +24,17 @@ def make_plan(
     recipe: Recipe,
     world: World,
     *,
+    task: str = "train",
     modules: str,
     worker: Sequence[str],
     environ: Mapping[str, str],
 ) -> Plan:
-    """Settle a run.
+    """Plan a run.
 
     Args:
         recipe: a valid recipe.
-        world: its hosts are in rank order; every slot becomes a rank.
+        world: its hosts in rank order, every slot of which becomes a rank; launcher and device.
+        task: what the ranks do, as `worker/tasks/` names it.
         modules: folder of the recipe, where the user's own modules may lie.
         worker: the command of one rank.
         environ: the user's environment, of which names are picked for forwarding.
@@ -47,6 +49,7 @@ def make_plan(
     batch = _batch(recipe, first)
     return Plan(
         name=recipe.name,
+        task=task,
         launcher=world.launcher,
         device=world.device,
         nodes=tuple(nodes),

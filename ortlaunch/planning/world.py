@@ -24,7 +24,7 @@ _MPIRUN_LISTENS = (
 
 
 class LaunchOptions(NamedTuple):
-    """What the command line says of the world; None where it is silent."""
+    """What the command line says beside the recipe; None where it is silent."""
 
     launcher: str | None = None
     processes_per_node: int | None = None
@@ -32,6 +32,7 @@ class LaunchOptions(NamedTuple):
     include: str | None = None
     exclude: str | None = None
     planned_only: bool = False  # to be looked at, not run: what this host lacks, others may have
+    task: str = "train"  # what the ranks are to do: the verb that was typed
 
 
 class World(NamedTuple):

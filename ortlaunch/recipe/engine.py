@@ -61,8 +61,6 @@ class Engine(Section):
     parity_tolerance: Optional[Annotated[float, Field(gt=0)]] = None
     """The run stops, naming the parameters, where the loss or a gradient differs by more than this: norm of the
     difference / norm of PyTorch's gradient. null: 1e-3 in fp32, 0.05 in fp16, 0.2 in bf16."""
-    parity_only: bool = False
-    """Stop after the parity steps: nothing is saved or exported. `ortlaunch parity RECIPE` sets it."""
     deepcopy_before_export: Optional[bool] = None
     """ort: export from a copy of the model, so that the export's own passes do not touch its buffers. Costs the bytes
     of its parameters for the length of the export. null: on, unless twice those bytes exceed the free memory."""

@@ -27,7 +27,7 @@ _OPTIMIZER_FIELDS = {
     "lamb": ("betas", "epsilon"),
     "sgd": ("momentum",),
 }
-_PARITY = ("parity_steps", "parity_tolerance", "parity_only")
+_PARITY = ("parity_steps", "parity_tolerance")
 _EVERY_ENGINES = ("name", "matmul_precision", "chunked_loss")
 _DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
 # What the launcher itself tells every rank.
@@ -76,6 +76,13 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
             ("precision", "zero", "launch.device"),
             f"got fp16 with DeepSpeed on {cpu}, which DeepSpeed refuses; {use} bf16 or fp32, or zero: null",
         )
+
+
+def task_rules(recipe: Recipe, task: str) -> Iterator[Problem]:
+    """Rules about what the ranks are to do, which the command says."""
+    if task == "parity" and recipe.engine.name == "auto":
+        message = "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
+        yield ("engine.name",), message
 
 
 def _chosen(section: BaseModel) -> set[str]:
@@ -247,9 +254,6 @@ def _schedule(recipe: Recipe) -> Iterator[Problem]:
 def _engine(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     if engine.name == "auto":  # the engine that is chosen keeps the rules
-        if engine.parity_only:
-            paths = ("engine.name", "engine.parity_only")
-            yield paths, "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
         if recipe.batch.micro_size == "auto":
             paths = ("engine.name", "batch.micro_size")
             yield paths, "got auto beside micro_size: auto, and each is measured with the other fixed; give one of them"

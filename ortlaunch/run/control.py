@@ -27,7 +27,7 @@ from ortlaunch.planning.world import LaunchOptions, World, is_this_host, resolve
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.ort_variables import contradictions, seen
-from ortlaunch.recipe.rules import device_rules
+from ortlaunch.recipe.rules import device_rules, task_rules
 from ortlaunch.run import inputs, micro_size, provenance, shipped
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run.folder import PROGRESS_VARIABLE, RunDir, write_json, write_text
@@ -59,7 +59,8 @@ def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, enviro
     loaded = recipe.load(path, overrides)
     world = resolve_world(loaded.recipe, options, environ)
     named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
-    broken = [loaded.explain(problem) for problem in device_rules(loaded.recipe, world.device, named)]
+    rules = (*device_rules(loaded.recipe, world.device, named), *task_rules(loaded.recipe, options.task))
+    broken = [loaded.explain(problem) for problem in rules]
     if broken:
         raise RecipeError(broken)
     notes = (*((f"recipe: {path}",) if path != given else ()), *world.notes, *_absent(loaded, path, world, options))
@@ -67,6 +68,7 @@ def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, enviro
     plan = make_plan(
         loaded.recipe,
         world,
+        task=options.task,
         modules=str(path.parent),
         worker=start.command("ortlaunch.worker"),
         environ=environ,
@@ -189,7 +191,7 @@ def _says_that_nothing_is_left(resolved: ResolvedRun, run: RunDir) -> bool:
     left = nothing_left(resolved.file.recipe, run)
     if left is None or (resolved.world.inside is not None and resolved.world.inside.rank > 0):
         return left is not None
-    _check_folder(run, resolved.file.recipe)
+    _check_folder(run, resolved)
     print(with_next(left, sys.argv[1:], resolved.file.recipe, run), flush=True)
     return True
 
@@ -254,7 +256,7 @@ def _check_means(resolved: ResolvedRun, run: RunDir) -> None:
     """What the run takes is there, or an error says what to type; nothing has been written yet."""
     doctor.require(resolved.file.recipe, resolved.plan)
     _request(resolved.plan, run)
-    _check_folder(run, resolved.file.recipe)
+    _check_folder(run, resolved)
 
 
 def _claimed(run: RunDir) -> RunDir:
@@ -295,7 +297,7 @@ def write_run(resolved: ResolvedRun, run: RunDir) -> Request:
     return request
 
 
-def _check_folder(run: RunDir, current: Recipe) -> None:
+def _check_folder(run: RunDir, resolved: ResolvedRun) -> None:
     """A folder with something else in it is refused; one of an earlier run of this recipe is continued."""
     if run.path.exists() and not run.path.is_dir():
         raise PlanError(f"--run-dir {run}: is a file; give a folder")
@@ -307,9 +309,9 @@ def _check_folder(run: RunDir, current: Recipe) -> None:
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if not run.recipe.exists():
         return
-    before = recipe.load(run.recipe).recipe
+    before, current = recipe.load(run.recipe).recipe, resolved.file.recipe
     changed = list(differences(before.model_dump(mode="json"), current.model_dump(mode="json")))
-    if current.engine.parity_only and run.complete_checkpoints():
+    if resolved.plan.task == "parity" and run.complete_checkpoints():
         raise PlanError(
             f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
         )

@@ -155,8 +155,7 @@ def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
     batch = recipe.batch.model_copy(update={"micro_size": size, "global_size": size * passes * plan.world_size})
     data = recipe.data.model_copy(update={"evaluation": None})
     small = recipe.model_copy(update={"batch": batch, "data": data})
-    worker = tuple("ortlaunch.worker.tasks.trial" if part == "ortlaunch.worker" else part for part in plan.argv)
-    tried = replace(replan(small, plan), argv=worker)
+    tried = replace(replan(small, plan), task="try")
     for old in (*trial.errors.glob("*"), trial.trial):
         old.unlink(missing_ok=True)
     write_text(trial.recipe, to_yaml(small))

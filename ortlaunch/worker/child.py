@@ -18,6 +18,12 @@ PASSED_ON = (*ENDING, *NOTICES)
 _PR_SET_PDEATHSIG = 1
 
 
+def be_ended_first() -> None:
+    """Where memory ends, the kernel ends this process and what it forks before any other."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 class Child:
     """A process that was forked here. `asked` is the signal that first asked it to end, if any did, at `asked_at`."""
 

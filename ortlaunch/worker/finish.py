@@ -9,38 +9,32 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.units import duration
 from ortlaunch.worker.checkpoint import samples_seen
-from ortlaunch.worker.data import Data
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
 from ortlaunch.worker.metrics import records
-from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.module_copies import copy_modules
 from ortlaunch.worker.progress import Progress
-from ortlaunch.worker.summary import late_notes, outcome_lines
+from ortlaunch.worker.session import Session
+from ortlaunch.worker.summary import say_outcome
 
 
-def finish(
-    recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, engine: Engine, model: LossModule, data: Data
-) -> None:
+def finish(session: Session) -> None:
     """Write the trained model and what it took (collective); rank 0 says so."""
-    lines = [*late_notes(engine.truth(), engine.notes), *outcome_lines(engine.truth())]
-    if not recipe.engine.parity_only and engine.memory is not None:
-        used = engine.memory.record(plan, group)
+    recipe, run, group, engine = session.recipe, session.run, session.group, session.engine
+    lines = []
+    if engine.memory is not None:
+        used = engine.memory.record(session.plan, group)
         Progress(group.rank).doing("writing the export")
-        model.chunk(None)
-        export(recipe, run, group, engine.stepper, model, data.tokenizer)
+        session.model.chunk(None)
+        export(recipe, run, group, engine.stepper, session.model, session.data.tokenizer)
         trained = engine.memory.looks > 0
-        lines += [memory_line(used)] if trained else []
+        lines = [memory_line(used)] if trained else []
         if group.rank == 0:
             write_json(run.memory, used) if trained or not run.memory.exists() else None
-            summary = summarize(run, plan, len(data.train))
+            summary = summarize(run, session.plan, len(session.data.train))
             write_json(run.summary, summary)
-            lines += [*summary_lines(summary), f"export: {run.export}", f"  {_loaded_by(recipe, run, model.model)}"]
-    if group.rank == 0:
-        lines += copy_modules(run, again=True)
-        print(*lines, sep="\n", flush=True)
+            loaded_by = _loaded_by(recipe, run, session.model.model)
+            lines += [*summary_lines(summary), f"export: {run.export}", f"  {loaded_by}"]
+    say_outcome(session, lines)
 
 
 def summarize(run: RunDir, plan: Plan, samples: int) -> dict[str, Any]:

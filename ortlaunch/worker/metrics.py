@@ -104,15 +104,15 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     best = float("inf")
     for _ in range(5):
-        finish(device)
+        wait_for(device)
         start = time.perf_counter()
         a @ a
-        finish(device)
+        wait_for(device)
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
 
 
-def finish(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,12 +9,11 @@ import json
 from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
-from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.worker.comparison import LIMITS, Comparison, Difference, compare, dropouts
-from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
+from ortlaunch.worker.session import Session
 
 Record = dict[str, Any]
 _SHOWN = 5  # parameters that are named
@@ -25,21 +24,19 @@ _ADVICE = (
 
 
 class ParitySteps:
-    """The steps of a run that are compared, from 0 to `engine.parity_steps`."""
+    """The steps of a run that are compared, from 0 to `engine.parity_steps`; `with_table`: also printed at the end."""
 
-    def __init__(
-        self, recipe: Recipe, run: RunDir, group: DistributedContext, engine: Engine, batches: Batches, first_step: int
-    ) -> None:
-        self.recipe, self.run, self.group, self.engine, self.batches = recipe, run, group, engine, batches
+    def __init__(self, session: Session, first_step: int, with_table: bool = False) -> None:
+        recipe, run, group, engine = session.recipe, session.run, session.group, session.engine
+        self.recipe, self.run, self.group, self.engine, self.batches = recipe, run, group, engine, session.batches
+        self.with_table = with_table
         self.end = min(recipe.engine.parity_steps, recipe.train.steps)
         self.tolerance = recipe.engine.parity_tolerance or LIMITS[recipe.precision].tolerance
         self.dropouts = len(dropouts(engine.plain))
         self.lowered = recipe.engine.matmul_precision != "highest"
         self.module: Any = None
         self.records = _records_until(run, first_step)
-        if engine.report["engine"]["used"] == "eager" and not engine.report["chunked_loss"]["rows"]:  # a fallback
-            if recipe.engine.parity_only:
-                raise ParityError("nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs")
+        if is_plain(engine):  # an allowed fallback
             self.end = 0
             engine.report["parity"] = {"verdict": "not compared", "why": "plain PyTorch itself runs"}
             _say(group, "parity: not compared: plain PyTorch itself runs")
@@ -137,18 +134,21 @@ class ParitySteps:
         )
 
     def _verdict(self) -> str:
-        """The last line of a comparison that passed, under the worst step's table where `ortlaunch parity` runs."""
+        """The last line of a comparison that passed, under the worst step's table if that is wanted."""
         worst, used = _worst(self.records), self.engine.report["engine"]["used"]
-        shown = f"{table(worst, used)}\n" if self.recipe.engine.parity_only else ""
+        shown = f"{table(worst, used)}\n" if self.with_table else ""
         how = ", both compared at matmul_precision highest" if self.lowered else ""
         return f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}{how}; see {self.run.parity}"
 
 
-def parity_steps(
-    recipe: Recipe, run: RunDir, group: DistributedContext, engine: Engine, batches: Batches, first_step: int
-) -> ParitySteps | None:
+def is_plain(engine: Engine) -> bool:
+    """Whether plain PyTorch itself runs, with nothing that could be compared with it."""
+    return engine.report["engine"]["used"] == "eager" and not engine.report["chunked_loss"]["rows"]
+
+
+def parity_steps(session: Session, first_step: int) -> ParitySteps | None:
     """The comparison that the recipe asks for, or None."""
-    return ParitySteps(recipe, run, group, engine, batches, first_step) if recipe.engine.parity_steps else None
+    return ParitySteps(session, first_step) if session.recipe.engine.parity_steps else None
 
 
 def table(record: Record, used: str) -> str:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from ortlaunch.plan import Plan
-from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir
 from ortlaunch.units import counted
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.module_copies import copy_modules
+from ortlaunch.worker.session import Session
 
 
-def announce(recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, engine: Engine, samples: int) -> None:
+def announce(session: Session) -> None:
     """Before step 1, by rank 0: what will run, for how long, and what is kept of the user's code."""
-    if group.rank == 0:
-        lines = [*plan_lines(engine.truth()), *engine.notes, length_line(recipe, plan.batch, samples)]
-        print(*lines, *copy_modules(run), sep="\n", flush=True)
+    engine, length = session.engine, length_line(session.recipe, session.plan.batch, len(session.data.train))
+    if session.group.rank == 0:
+        lines = [*plan_lines(engine.truth()), *engine.notes, length, *copy_modules(session.run)]
+        print(*lines, sep="\n", flush=True)
+
+
+def say_outcome(session: Session, lines: Sequence[str] = ()) -> None:
+    """After the last step, by rank 0: what came up since step 1, what ran, and further lines."""
+    if session.group.rank == 0:
+        truth = session.engine.truth()
+        said = [*late_notes(truth, session.engine.notes), *outcome_lines(truth), *lines]
+        print(*said, *copy_modules(session.run, again=True), sep="\n", flush=True)
 
 
 def plan_lines(truth: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.reference import markdown
 from ortlaunch.recipe.schema import json_schema
 from ortlaunch.run import control
+from ortlaunch.run.control import ResolvedRun
 from tests.makers import BERT, CUSTOM, OWN_MODULE, WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -336,17 +337,21 @@ def test_dry_run(ortlaunch: Run) -> None:
     assert not Path("here").exists()
 
 
-def test_parity_is_a_training_that_ends_early(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe with the number of steps, three by default, and nothing else changed; eager has nothing to compare."""
-    asked = []
-    monkeypatch.setattr(control, "train", lambda resolved, folder: asked.append(resolved.file.recipe) or 0)
+    asked: list[ResolvedRun] = []
+    monkeypatch.setattr(control, "train", lambda resolved, folder: asked.append(resolved) or 0)
     for arguments, steps in (([], 3), (["--steps", "5"], 5)):
         assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(0, "", "")
-        engine = {"name": "inductor", "parity_steps": steps, "parity_only": True}
-        assert asked.pop() == Recipe.model_validate({**CUSTOM, "engine": engine})
+        engine = {"name": "inductor", "parity_steps": steps}
+        assert asked[-1].file.recipe == Recipe.model_validate({**CUSTOM, "engine": engine})
+        assert asked[-1].plan.task == "parity"
     ended = ortlaunch("parity", "good.yaml")
     assert (ended.status, ended.out) == (2, "")
     assert "engine.parity_steps: does nothing with engine eager" in ended.err
+    ended = ortlaunch("parity", "good.yaml", "engine.name=auto")
+    assert (ended.status, ended.out) == (2, "")
+    assert "engine.name: got auto, and it must be known what to compare with plain PyTorch; use ort" in ended.err
 
 
 def test_recipes_list(ortlaunch: Run) -> None:

@@ -174,16 +174,16 @@ def test_a_folder_is_continued(
     steps: int | None, sections: dict[str, Any], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
-    control._check_folder(older("mine", steps), resolved(**sections).file.recipe)
+    control._check_folder(older("mine", steps), resolved(**sections))
     assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
     """`ortlaunch parity` does not overwrite the recipe and records that belong to checkpoints; else it may continue."""
-    engine = {"name": "inductor", "parity_steps": 1, "parity_only": True}
+    comparison = resolved(LaunchOptions(task="parity"), engine={"name": "inductor", "parity_steps": 1})
     with pytest.raises(PlanError, match=r"^--run-dir mine: holds the checkpoints of a training, whose records"):
-        control._check_folder(older("mine", steps=2), resolved(engine=engine).file.recipe)
-    control._check_folder(older("other"), resolved(engine=engine).file.recipe)
+        control._check_folder(older("mine", steps=2), comparison)
+    control._check_folder(older("other"), comparison)
 
 
 def test_preparing_forgets_old_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,6 @@ def test_a_try_is_the_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         tried = micro_size._write(made, resolved, run.trial_of(size), size)
         assert tried.nodes == resolved.nodes
         assert tried.batch[:4] == (size * passes * 2, size, passes, 2)
-        assert tried.argv == ("python", "-m", "ortlaunch.worker.tasks.trial")
+        assert (tried.task, tried.argv) == ("try", resolved.argv)
         assert json.loads(run.trial_of(size).deepspeed.read_text()) == tried.deepspeed
     assert not run.trial_of(4).trial.exists()

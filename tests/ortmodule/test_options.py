@@ -249,7 +249,6 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "allow_fallback": "tests/e2e/test_engines.py::test_a_fallback_that_is_allowed_is_told",
     "parity_steps": "tests/e2e/test_parity_steps.py::test_training_is_what_it_is_without",
     "parity_tolerance": "tests/e2e/test_parity_steps.py::test_the_tolerance_is_the_recipes",
-    "parity_only": "tests/e2e/test_parity_steps.py::test_two_ranks_compare_each_its_own_batch",
     "allow_traced_values": "tests/ortmodule/test_python_values.py::test_it_is_allowed_where_the_recipe_says_so",
     "memory_optimization": memory_optimization,
     "memory_optimization_config": memory_optimization_config,

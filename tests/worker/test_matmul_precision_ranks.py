@@ -138,9 +138,9 @@ def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, f
     group = SimpleNamespace(rank=0, gather=lambda text: [text, "0.5"])
     made = recipe(engine={"name": "eager", "matmul_precision": word})
     batches = SimpleNamespace(micro_batch=lambda step, accumulation, rank: {"x": torch.ones(2)})
-    life: Any = SimpleNamespace(engine=engine, group=group, recipe=made, batches=batches)
+    session: Any = SimpleNamespace(engine=engine, group=group, recipe=made, batches=batches)
     with matmul_precision(word):
-        assert loss_from_highest(life) == found
+        assert loss_from_highest(session) == found
     assert module.training
 
 

@@ -15,8 +15,11 @@ from torch import nn
 from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.parity_steps import ParitySteps
-from tests.makers import recipe
+from ortlaunch.worker.session import Session
+from tests.makers import plan, recipe
 
+NO_DATA: Any = None
+NO_MODEL: Any = None
 BATCH = {"x": torch.ones(2, 4)}
 
 
@@ -50,10 +53,13 @@ def group(*others: dict[str, Any]) -> Any:
     return SimpleNamespace(rank=0, size=1 + len(others), gather=lambda text: [text, *map(json.dumps, others)])
 
 
-def steps(run: RunDir, first_step: int = 0, factor: float = 1.0, ranks: Any = None, **settings: Any) -> ParitySteps:
+def steps(
+    run: RunDir, first_step: int = 0, factor: float = 1.0, ranks: Any = None, with_table: bool = False, **settings: Any
+) -> ParitySteps:
     made = recipe(engine={"name": "inductor", "parity_steps": 2, **settings})
     batches: Any = SimpleNamespace(micro_batch=lambda step, accumulation, rank: BATCH)
-    return ParitySteps(made, run, ranks or group(), engine(factor), batches, first_step)
+    session = Session(made, plan(made), run, ranks or group(), NO_DATA, batches, NO_MODEL, engine(factor))
+    return ParitySteps(session, first_step, with_table)
 
 
 def lines(run: RunDir) -> list[dict[str, Any]]:
@@ -73,7 +79,7 @@ def test_only_the_first_steps_are_compared(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(run.engine.read_text())["parity"]["steps"] == [1, 2]
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == ["parity, step 1", "parity, step 2", "parity"]
-    alone = steps(run, parity_only=True)
+    alone = steps(run, with_table=True)
     for step in range(2):
         alone.check(step)
     assert "largest relative differences of 2 gradients:" in capsys.readouterr().out

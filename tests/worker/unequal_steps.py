@@ -90,6 +90,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     from ortlaunch.worker.data import Batches, OwnSamples
     from ortlaunch.worker.engine import build_engine
     from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.session import Session
     from ortlaunch.worker.tasks.train import TrainState, train_step
     from tests.makers import host, plan, recipe
 
@@ -105,10 +106,13 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     )
     planned = plan(made, [host("localhost", case.ranks)], launcher="torchrun" if case.ranks > 1 else "local")
     batches = Batches(OwnSamples(samples()), planned.batch, made.seed)
-    engine = build_engine(made, planned, LossModule(model()), group, batches.micro_batch(0, 0, group.rank))
+    trained = LossModule(model())
+    engine = build_engine(made, planned, trained, group, batches.micro_batch(0, 0, group.rank))
+    nothing: Any = None
+    session = Session(made, planned, nothing, group, nothing, batches, trained, engine)
     found: dict[str, Any] = {"loss": [], "norm": []}
     for state in map(TrainState, range(STEPS)):
-        loss, stepped, _ = train_step(made, planned, group, engine, batches, state)
+        loss, stepped, _ = train_step(session, state)
         found["loss"].append(group.mean(float(loss)))
         found["norm"].append(stepped.gradient_norm)
     truth = engine.truth()

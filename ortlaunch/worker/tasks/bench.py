@@ -12,88 +12,86 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ortlaunch.plan import Plan
-from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, read_json, write_json
 from ortlaunch.worker.comparison import LEAST_LOSS, LIMITS, Comparison, compare
-from ortlaunch.worker.data import Batches
 from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import Engine, build_engine
 from ortlaunch.worker.matmul_precision import matmul_precision
-from ortlaunch.worker.metrics import finish, measured_peak_flops
-from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.metrics import measured_peak_flops, wait_for
+from ortlaunch.worker.parity_steps import is_plain
+from ortlaunch.worker.session import Session
 from ortlaunch.worker.summary import plan_lines
 from ortlaunch.worker.tasks.train import TrainState, train_step
 
 _POLL_SECONDS = 0.02
 
 
-def bench(
-    recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, model: LossModule, batches: Batches
-) -> None:
-    """Build the engine, warm up, then obey orders until told to leave."""
-    asked, begun = read_json(run.bench), time.perf_counter()
-    engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
+def run(session: Session) -> None:
+    """Warm up, then obey orders until the one to leave."""
+    folder, group, engine = session.run, session.group, session.engine
+    asked = read_json(folder.bench)
     if group.rank == 0:
         print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
-    life = Life(recipe, plan, group, engine, batches)
+    life = MeasuredTraining(session)
     life.steps(1)
-    first = {"since_launch": time.time() - asked["launched"], "since_model": time.perf_counter() - begun}
+    first = {
+        "since_launch": time.time() - asked["launched"],
+        "since_model": time.perf_counter() - session.model_built_at,
+    }
     life.steps(asked["warm_up_steps"])
-    life.hold_still()
-    _write(run, group, {"order": "ready", "first_step": first, **_facts(recipe, group, engine)})
+    life.zero_learning_rate()
+    _write(folder, group, {"order": "ready", "first_step": first, **_facts(session)})
     slept = time.perf_counter(), time.process_time()
-    for order in _orders(run):
+    for order in _orders(folder):
         waited = {"seconds": time.perf_counter() - slept[0], "processor_seconds": time.process_time() - slept[1]}
         if order["do"] == "compare":
-            found: dict[str, Any] = {"parity": {**parity(life), **loss_from_highest(life)}}
+            found: dict[str, Any] = {"parity": {**parity(life.session), **loss_from_highest(life.session)}}
         else:
             found = life.turn(order["steps"])
         # Gathered, so that rank 0 tells of no order that another rank has not carried out.
         memory = [int(text) for text in group.gather(str(peak_memory(group.device)))]
-        _write(run, group, {"order": order["number"], "waited": waited, "memory": memory, **found})
+        _write(folder, group, {"order": order["number"], "waited": waited, "memory": memory, **found})
         slept = time.perf_counter(), time.process_time()
     if group.rank == 0:
-        write_json(run.engine, engine.truth())
+        write_json(folder.engine, engine.truth())
 
 
-class Life:
+class MeasuredTraining:
     """The training that is measured: the same steps as `train` takes."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine, batches: Batches) -> None:
-        self.recipe, self.plan, self.group, self.engine, self.batches = recipe, plan, group, engine, batches
-        self.state = TrainState()
+    def __init__(self, session: Session) -> None:
+        self.session, self.state = session, TrainState()
 
     def steps(self, count: int) -> list[float]:
         """Wall-clock of each of `count` optimizer steps, to the end of what the device does."""
         took = []
         for _ in range(count):
             begun = time.perf_counter()
-            train_step(self.recipe, self.plan, self.group, self.engine, self.batches, self.state)
-            finish(self.group.device)
+            train_step(self.session, self.state)
+            wait_for(self.session.group.device)
             took.append(time.perf_counter() - begun)
             # A bench may be longer than the training, whose schedule ends.
-            self.state.step = (self.state.step + 1) % self.recipe.train.steps
+            self.state.step = (self.state.step + 1) % self.session.recipe.train.steps
         return took
 
-    def hold_still(self) -> None:
+    def zero_learning_rate(self) -> None:
         """From now on the same work with learning rate 0.
 
         Weights stay near where training begins, however long the bench: a model that has learned its few batches by
         heart has gradients of rounding errors, which no two engines share.
         """
-        still = self.recipe.optimizer.model_copy(update={"learning_rate": 0.0})
-        self.recipe = self.recipe.model_copy(update={"optimizer": still})
+        still = self.session.recipe.optimizer.model_copy(update={"learning_rate": 0.0})
+        self.session = replace(self.session, recipe=self.session.recipe.model_copy(update={"optimizer": still}))
 
     def turn(self, count: int) -> dict[str, Any]:
         """`count` measured steps, after one that brings this variant back into the caches."""
         self.steps(1)
-        self.group.barrier()
+        self.session.group.barrier()
         begun = time.time()
         took = self.steps(count)
         return {"begun": begun, "ended": time.time(), "seconds": took}
@@ -119,7 +117,8 @@ def _write(run: RunDir, group: DistributedContext, record: dict[str, Any]) -> No
             file.write(json_text(record) + "\n")
 
 
-def _facts(recipe: Recipe, group: DistributedContext, engine: Engine) -> dict[str, Any]:
+def _facts(session: Session) -> dict[str, Any]:
+    recipe, group, engine = session.recipe, session.group, session.engine
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
     peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
     if group.device.type == "cuda":
@@ -138,25 +137,26 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def parity(life: Life) -> dict[str, Any]:
+def parity(session: Session) -> dict[str, Any]:
     """The verdict on this variant, the worst of its ranks: loss and gradients against plain PyTorch (collective)."""
-    report = life.engine.report
-    if report["engine"]["used"] == "eager" and not report["chunked_loss"]["rows"]:
+    if is_plain(session.engine):
         return {"verdict": "reference"}
     try:
-        mine = _told(_compared(life), life.recipe.engine.parity_tolerance or LIMITS[life.recipe.precision].tolerance)
+        mine = _told(
+            _compared(session), session.recipe.engine.parity_tolerance or LIMITS[session.recipe.precision].tolerance
+        )
     except Exception as error:  # whatever an engine raises is a verdict too
         mine = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
-    verdicts = [json.loads(text) for text in life.group.gather(json.dumps(mine))]
+    verdicts = [json.loads(text) for text in session.group.gather(json.dumps(mine))]
     return max(verdicts, key=_badness)
 
 
-def loss_from_highest(life: Life) -> dict[str, float]:
+def loss_from_highest(session: Session) -> dict[str, float]:
     """How far matmul_precision moves the loss of a batch without dropout, relative; the worst rank's (collective)."""
-    engine = life.engine
-    if life.recipe.engine.matmul_precision == "highest":
+    engine = session.engine
+    if session.recipe.engine.matmul_precision == "highest":
         return {}
-    batch = engine.take(life.batches.micro_batch(0, 0, life.group.rank))
+    batch = engine.take(session.batches.micro_batch(0, 0, session.group.rank))
     module = engine.eval_module.eval()
     with engine.uncounted(compiled=True), torch.no_grad():
         ours = float(module(**batch))
@@ -164,7 +164,7 @@ def loss_from_highest(life: Life) -> dict[str, float]:
             exact = float((engine.plain if engine.own_precision else module)(**batch))
     module.train()
     mine = abs(ours - exact) / max(abs(exact), LEAST_LOSS)
-    return {"loss_from_highest": max(map(float, life.group.gather(str(mine))))}
+    return {"loss_from_highest": max(map(float, session.group.gather(str(mine))))}
 
 
 def _badness(verdict: dict[str, Any]) -> float:
@@ -172,11 +172,11 @@ def _badness(verdict: dict[str, Any]) -> float:
     return math.inf if largest is None else float(largest)
 
 
-def _compared(life: Life) -> Comparison:
-    recipe, engine = life.recipe, life.engine
-    batch = engine.take(life.batches.micro_batch(0, 0, life.group.rank))
+def _compared(session: Session) -> Comparison:
+    recipe, engine = session.recipe, session.engine
+    batch = engine.take(session.batches.micro_batch(0, 0, session.group.rank))
     with engine.uncounted(compiled=True):
-        module, autocast = engine.to_compare(), life.plan.deepspeed is None
+        module, autocast = engine.to_compare(), session.plan.deepspeed is None
         return compare(engine.plain, module, batch, precision=recipe.precision, autocast=autocast)
 
 

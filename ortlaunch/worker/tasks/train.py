@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
-from ortlaunch.plan import BatchPlan, Plan
+from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.run.folder import write_json
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.data import Batches, Samples, collate
+from ortlaunch.worker.data import Samples, collate
 from ortlaunch.worker.data.corpus import DataError
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import Engine
+from ortlaunch.worker.finish import finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
-from ortlaunch.worker.metrics import Metrics, finish, measured_peak_flops
+from ortlaunch.worker.metrics import Metrics, measured_peak_flops, wait_for
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.schedule import factor
+from ortlaunch.worker.session import Session
+from ortlaunch.worker.summary import announce
 
 
 @dataclass
@@ -37,24 +38,24 @@ class TrainState:
     learning_rate: float | None = None  # the last step's; checkpoints of earlier versions lack it
 
 
-def train(
-    recipe: Recipe,
-    plan: Plan,
-    run: RunDir,
-    group: DistributedContext,
-    engine: Engine,
-    batches: Batches,
-    evaluation: Samples | None,
-) -> TrainState:
+def run(session: Session) -> None:
+    """Train, and leave the trained model."""
+    announce(session)
+    train(session)
+    finish(session)
+
+
+def train(session: Session) -> TrainState:
     """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
-    state = _resume(recipe, run, group, engine, batches)
+    recipe, run, group, engine, batches = session.recipe, session.run, session.group, session.engine, session.batches
+    state = _resume(session)
     if state.step >= recipe.train.steps:
         if group.rank == 0:
             print(f"nothing to train: {state.step} of {recipe.train.steps} steps are done", flush=True)
         return state
     metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
-    meter = Meter(recipe, plan, group, engine)
-    parity = parity_steps(recipe, run, group, engine, batches, state.step)
+    meter = Meter(session)
+    parity = parity_steps(session, state.step)
     progress = Progress(group.rank)
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
@@ -63,9 +64,7 @@ def train(
         if parity is not None:
             with meter.paused():
                 parity.check(state.step)
-            if recipe.engine.parity_only and state.step + 1 >= parity.end:
-                break
-        loss, stepped, rate = train_step(recipe, plan, group, engine, batches, state)
+        loss, stepped, rate = train_step(session, state)
         state.step += 1
         state.samples = batches.seen(state.step)
         meter.losses.append(loss)
@@ -88,9 +87,9 @@ def train(
                 metrics.write(state.step, values)
                 write_json(run.engine, engine.truth())
 
-        if evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
+        if session.data.evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
             with meter.paused(), progress.during("evaluating"):
-                evaluated = evaluate(recipe, plan, group, engine, evaluation)
+                evaluated = evaluate(session, session.data.evaluation)
             if metrics:
                 metrics.write(state.step, {"evaluation_loss": evaluated})
 
@@ -118,12 +117,11 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return recipe.optimizer.learning_rate * factor(recipe.schedule, step, recipe.train.steps)
 
 
-def train_step(
-    recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine, batches: Batches, state: TrainState
-) -> tuple[torch.Tensor, Any, float]:
+def train_step(session: Session, state: TrainState) -> tuple[torch.Tensor, Any, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
-    rate = state.learning_rate = learning_rate(recipe, state.step)
-    losses = _passes(recipe, plan, group, engine, batches, state.step)
+    engine, group = session.engine, session.group
+    rate = state.learning_rate = learning_rate(session.recipe, state.step)
+    losses = _passes(session, state.step)
     if engine.memory:
         engine.memory.look(engine.stepper)
     stepped = engine.stepper.apply(rate)
@@ -132,8 +130,8 @@ def train_step(
     if stepped.skipped or stepped.failed:
         bad = bad_losses(group, losses)
         if stepped.failed or bad:
-            _passes(recipe, plan, group, engine, batches, state.step)
-            raise bad_step(group, batches, state.step, bad, engine.stepper.gradients())
+            _passes(session, state.step)
+            raise bad_step(group, session.batches, state.step, bad, engine.stepper.gradients())
     state.skipped += int(stepped.skipped)
     return _sum(losses) / len(losses), stepped, rate
 
@@ -142,22 +140,21 @@ def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
     return sum(losses, start=torch.zeros((), device=losses[0].device))
 
 
-def _passes(
-    recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine, batches: Batches, step: int
-) -> list[torch.Tensor]:
+def _passes(session: Session, step: int) -> list[torch.Tensor]:
     """Forward and backward of each micro batch of this rank; their losses, weighted."""
-    torch.manual_seed(step_seed(recipe.seed, step, group.rank))
-    last = plan.batch.accumulation_steps - 1
+    engine, group = session.engine, session.group
+    torch.manual_seed(step_seed(session.recipe.seed, step, group.rank))
+    last = session.plan.batch.accumulation_steps - 1
     return [
         engine.stepper.micro_step(engine.take(batch), accumulation == last, weight)
-        for accumulation, (batch, weight) in enumerate(engine.loss_weight.passes(batches, step, group))
+        for accumulation, (batch, weight) in enumerate(engine.loss_weight.passes(session.batches, step, group))
     ]
 
 
 @torch.no_grad()
-def evaluate(recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine, samples: Samples) -> float:
+def evaluate(session: Session, samples: Samples) -> float:
     """Mean loss over the evaluation corpus, weighted as in training; ranks take turns, micro batch by micro batch."""
-    micro = plan.batch.micro_samples
+    engine, group, micro = session.engine, session.group, session.plan.batch.micro_samples
     module, total, seen = engine.eval_module, 0.0, 0.0
     module.eval()
     for turn in range(0, len(samples), group.size * micro):
@@ -177,16 +174,16 @@ def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def _resume(recipe: Recipe, run: RunDir, group: DistributedContext, engine: Engine, batches: Batches) -> TrainState:
-    found = checkpoint.newest(run)
+def _resume(session: Session) -> TrainState:
+    batches, found = session.batches, checkpoint.newest(session.run)
     if found is None:
         return TrainState()
     step, folder = found
     seen = checkpoint.samples_seen(folder, step, batches.batch)
-    state = TrainState(**{"samples": seen, **engine.stepper.load(folder)})
+    state = TrainState(**{"samples": seen, **session.engine.stepper.load(folder)})
     batches.go_on(state.step, state.samples)
-    if group.rank == 0:
-        notes = *_batch_notes(state, batches.batch), *_schedule_notes(recipe, state)
+    if session.group.rank == 0:
+        notes = *_batch_notes(state, batches.batch), *_schedule_notes(session.recipe, state)
         print(f"resumed after step {step} from {folder}", *notes, sep="\n", flush=True)
     return state
 
@@ -214,17 +211,17 @@ def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
 class Meter:
     """Loss and speed between two log lines; what is not training (evaluation, saving) does not count as time."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, group: DistributedContext, engine: Engine) -> None:
-        self.group, self.batch = group, plan.batch
-        self.flops_per_token = engine.flops_per_token
-        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
-        self.peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else 0.0
+    def __init__(self, session: Session) -> None:
+        self.group, self.batch = session.group, session.plan.batch
+        self.flops_per_token = session.engine.flops_per_token
+        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[session.recipe.precision]
+        self.peak = measured_peak_flops(self.group.device, dtype) if self.flops_per_token else 0.0
         self.restart()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """While open, time is not training's; the losses since the last reading stay."""
-        finish(self.group.device)  # what the steps before gave the device to do is
+        wait_for(self.group.device)  # what the steps before gave the device to do is
         began = time.perf_counter()
         yield
         self.started += time.perf_counter() - began

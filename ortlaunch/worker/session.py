@@ -1,0 +1,66 @@
+"""What one rank has when its task begins: recipe, plan, world, data, model and engine, built in the one right order.
+
+A task takes a Session and nothing else. Knows no task and no launcher.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.worker.allocator import give_back_freed_memory
+from ortlaunch.worker.data import Batches, Data, load_data
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.engine import Engine, build_engine
+from ortlaunch.worker.length import with_steps
+from ortlaunch.worker.memory_use import MemoryUse
+from ortlaunch.worker.model import LossModule, build_model
+from ortlaunch.worker.progress import Progress
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's own, for one task."""
+
+    recipe: Recipe
+    """With `train.max_steps`, also where the length was given in epochs."""
+    plan: Plan
+    run: RunDir
+    group: DistributedContext
+    data: Data
+    batches: Batches
+    """Of the training data."""
+    model: LossModule
+    """Holds the weights that the engine trains."""
+    engine: Engine
+    model_built_at: float = 0.0
+    """By time.perf_counter(); the engine was built after it."""
+
+
+def build_session(
+    recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, freed_memory: str | None
+) -> Session:
+    """Read the data, build the model and put it on its engine (collective).
+
+    Args:
+        freed_memory: for engine.json, what becomes of memory that a step frees.
+    """
+    progress = Progress(group.rank)
+    progress.doing("reading data")
+    data = load_data(recipe, group)
+    progress.doing("building the model")
+    model = build_model(recipe, data)
+    memory, built = MemoryUse(group.device, model), time.perf_counter()
+    batches = Batches(data.train, plan.batch, recipe.seed)
+    recipe = with_steps(recipe, plan.batch, run, group, len(data.train))
+    progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
+    engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
+    engine.memory = memory
+    engine.report["freed_memory"] = freed_memory
+    if run.choice.exists():
+        engine.report["engine"].update(read_json(run.choice))
+    give_back_freed_memory()  # an export's copies of the model
+    return Session(recipe, plan, run, group, data, batches, model, engine, built)

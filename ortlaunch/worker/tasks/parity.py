@@ -1,0 +1,27 @@
+"""`ortlaunch parity`: the first steps in plain PyTorch too, with optimizer steps between; nothing is kept."""
+
+from __future__ import annotations
+
+from ortlaunch.errors import ParityError
+from ortlaunch.worker.parity_steps import ParitySteps, is_plain
+from ortlaunch.worker.session import Session
+from ortlaunch.worker.summary import announce, say_outcome
+from ortlaunch.worker.tasks.train import TrainState, train_step
+
+
+def run(session: Session) -> None:
+    """Compare `engine.parity_steps` steps; nothing is saved or exported.
+
+    Raises:
+        ParityError: the engine differs from plain PyTorch, or plain PyTorch itself runs.
+    """
+    announce(session)
+    if is_plain(session.engine):  # an allowed fallback
+        raise ParityError("nothing to compare: ONNX Runtime cannot run this model, and plain PyTorch runs")
+    compared, state = ParitySteps(session, first_step=0, with_table=True), TrainState()
+    while state.step < compared.end:
+        compared.check(state.step)
+        if state.step + 1 < compared.end:
+            train_step(session, state)
+        state.step += 1
+    say_outcome(session)
