@@ -37,7 +37,7 @@ def _missing(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _missing_for_ort() -> Iterator[str]:
-    from ortlaunch import extensions
+    from ortlaunch.ortmodule import extensions
 
     try:
         extensions.ort_package()
@@ -58,4 +58,4 @@ def set_up() -> int:
     """Build what engine ort needs and is absent, in a process of its own that may import torch."""
     import subprocess
 
-    return subprocess.run(start.command("ortlaunch.extensions"), env=os.environ, check=False).returncode
+    return subprocess.run(start.command("ortlaunch.ortmodule.extensions"), env=os.environ, check=False).returncode

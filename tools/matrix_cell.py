@@ -35,10 +35,9 @@ def main(check: str) -> int:
 
 def compare(model: nn.Module, batch: Batch) -> dict[str, float]:
     """Largest relative differences over a few AdamW steps: of the losses, and of the first step's gradients."""
-    from ortlaunch.ortmodule.wrap import wrap
-    from ortlaunch.recipe.engine import Engine
+    from ortlaunch.ortmodule import ORTModule, Settings
 
-    ours = wrap(copy.deepcopy(model), Engine(), threads=1)
+    ours = ORTModule(copy.deepcopy(model), Settings(threads=1))
     (losses, gradients), (ort_losses, ort_gradients) = trained(model, batch), trained(ours, batch)
     assert gradients.keys() == ort_gradients.keys(), gradients.keys() ^ ort_gradients.keys()
     largest = max(value.abs().max() for value in gradients.values())

@@ -1,6 +1,6 @@
-"""pytest plugin of tools/ort_suite.py: ORTModule in ONNX Runtime's own tests gets what ortlaunch's `wrap` gives it.
+"""pytest plugin of tools/ort_suite.py: ORTModule in ONNX Runtime's own tests gets what ortlaunch's gives it.
 
-Variables and DebugOptions that a test sets stay the test's; the rest is a default `engine` section.
+Variables and DebugOptions that a test sets stay the test's; the rest is `Settings`.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import pytest
 import torch
 import transformers
 
-from ortlaunch.ortmodule import options, wrap
+from ortlaunch.ortmodule import Settings, module, options
 from ortlaunch.ortmodule.buffers import kept_modes
+from ortlaunch.ortmodule.module import settle
 from ortlaunch.ortmodule.patching import environment
-from ortlaunch.recipe.engine import Engine
 
-_ENGINE = Engine(name="ort", allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ)
+_SETTINGS = Settings(threads=2, allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ)
 _TESTS_OWN = ("ORTMODULE_LOG_LEVEL", "ORTMODULE_SAVE_ONNX_PATH")
 _LARGEST = 160_000  # numbers in a transposed tensor: others have up to 1 GB, for ORT's CUDA kernels
 
 
 def pytest_configure() -> None:
     """Before the tests' files import ORTModule."""
-    options.prepare(_ENGINE, {})
-    ortmodule = wrap.import_repaired()
+    options.prepare(_SETTINGS)
+    ortmodule = module.import_repaired()
     ortmodule.ORTModule.__init__ = _as_wrapped(ortmodule.ORTModule.__init__)
     _without_hub()
 
 
 def _as_wrapped(init: Any) -> Any:
     @functools.wraps(init)
-    def made(self: Any, module: Any, debug_options: Any = None) -> None:
-        if not isinstance(module, torch.nn.Module):  # which ORT refuses
-            init(self, module, debug_options)
+    def made(self: Any, model: Any, debug_options: Any = None) -> None:
+        if not isinstance(model, torch.nn.Module):  # which ORT refuses
+            init(self, model, debug_options)
             return
-        ours = options.variables(_ENGINE, True, True).items()
+        ours = options.variables(_SETTINGS, deepcopy=True).items()
         ours = {name: value for name, value in ours if name not in (*_TESTS_OWN, *os.environ)}
-        with environment(**ours), kept_modes(module):
-            init(self, module, debug_options)
+        with environment(**ours), kept_modes(model):
+            init(self, model, debug_options)
         if hasattr(vars(self).get("_torch_module"), "_execution_manager"):
-            wrap.settle(self, _ENGINE, threads=2)
+            settle(self, _SETTINGS)
 
     return made
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ortlaunch import __version__, extensions, machine
+from ortlaunch import __version__, machine
 from ortlaunch.bench import Length, measure, new_folder, prepared, times
 from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import EngineError, PlanError
+from ortlaunch.ortmodule import extensions
 from ortlaunch.run.control import ResolvedRun, differences
 from ortlaunch.run.folder import RunDir, read_json, write_json
 

@@ -1,1 +1,23 @@
-"""What ORTModule 1.19.2 needs to be right on today's torch."""
+"""ONNX Runtime's ORTModule 1.19.2, right on today's torch, for any training loop: docs/ortmodule.md.
+
+Importing this package is light; torch and ONNX Runtime come with the first ORTModule. Knows nothing of recipes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ortlaunch.ortmodule.settings import Settings
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.module import ORTModule
+
+__all__ = ["ORTModule", "Settings"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ORTModule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ortlaunch.ortmodule import module
+
+    return module.ORTModule

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ortlaunch import extensions
 from ortlaunch.errors import MissingDependency
-from ortlaunch.ortmodule import custom_functions
+from ortlaunch.ortmodule import custom_functions, extensions
 from ortlaunch.ortmodule.patching import Seen, applied, environment, leave_out, record, wrap_ort_export
 
 _ORTMODULE = "onnxruntime.training.ortmodule"

@@ -5,25 +5,26 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ortlaunch.worker.deepspeed.gradient_norm import Applied
-
 _REPLACED = ("has_overflow_serial", "get_grad_norm_direct", "has_overflow_partitioned_grads_serial")
 
 
-def apply_fp16_optimizer(optimizer: Any, device: str) -> Applied:
-    """Let FP16_Optimizer replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer."""
+def apply_fp16_optimizer(optimizer: Any, device: str) -> str:
+    """Let FP16_Optimizer replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer.
+
+    Returns why it did nothing; empty where it took effect.
+    """
     import deepspeed
 
     if device != "cuda":
-        return Applied(False, None, "ONNX Runtime's is for CUDA")
+        return "ONNX Runtime's is for CUDA"
     from onnxruntime.training.optim.fp16_optimizer import FP16_Optimizer
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         FP16_Optimizer(optimizer)
     if all(name in vars(optimizer) for name in _REPLACED):
-        return Applied(True, "onnxruntime", "")
+        return ""
     kind = type(optimizer).__name__
     reason = str(said[0].message).splitlines()[0] if said else f"it does not know {kind}"
     known, this = "ZeRO 1 and 2 of DeepSpeed 0.9.2-0.13.1", f"{kind} of {deepspeed.__version__}"
-    return Applied(False, None, f"ONNX Runtime 1.19.2 knows {known}, this is {this}: {reason}")
+    return f"ONNX Runtime 1.19.2 knows {known}, this is {this}: {reason}"

@@ -20,6 +20,7 @@ from ortlaunch.ortmodule.buffers import kept_buffers
 from ortlaunch.ortmodule.known import EVALUATION, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.python_state import GLOBAL, GONE, Reads, Values, drawn, noted, same
+from ortlaunch.ortmodule.settings import settings_of
 from ortlaunch.ortmodule.tally import tally, traced
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -124,6 +125,8 @@ class _Seen:
 
 
 def _exporting_when_other(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    if not settings_of(manager).follow_model_state:
+        return original(manager, *args, **kwargs)
     seen: _Seen | None = getattr(manager, "_ortlaunch_seen", None)
     changed = seen.changed() if seen and manager._execution_agent is not None else ""
     if changed:

@@ -1,7 +1,7 @@
-"""The recipe's `engine` section -> what ORTModule 1.19.2 reads while it is imported, constructed and built.
+"""Settings -> what ORTModule 1.19.2 reads while it is imported, constructed and built.
 
-The only place of the worker that knows the names of ORTModule's variables and options. Every setting is passed, also
-at its default, so that a variable from outside cannot change one. Must not know the training loop.
+The only place that knows the names of ORTModule's variables and options. Every setting is passed, also at its default,
+so that a variable from outside cannot change one. Must not know a training loop.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import contextlib
 import importlib.util
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch import extensions, machine
-from ortlaunch.errors import EngineError
+from ortlaunch import machine
+from ortlaunch.ortmodule import extensions
 from ortlaunch.ortmodule.compat import import_ortmodule
 from ortlaunch.ortmodule.custom_functions import inlining
 from ortlaunch.ortmodule.graph import Graph
 from ortlaunch.ortmodule.patching import environment
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.recipe.ort_variables import contradictions, seen
+from ortlaunch.ortmodule.settings import SettingError, Settings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,78 +33,77 @@ _INLINE = "_ortlaunch_inline"
 _report: dict[str, Any] = {}
 
 
-def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
-    """Import ORTModule with the settings that it reads only then; once, before transformers.
+def prepare(settings: Settings) -> None:
+    """Import ORTModule with the settings that it reads only then, and see that this stack has what they need.
+
+    Call it before transformers is imported (compat.py says why); making an ORTModule calls it otherwise.
 
     Raises:
-        EngineError: this host's environment contradicts the recipe, or a setting needs what this stack has not.
+        SettingError: a setting needs what this stack has not, or came too late.
         MissingDependency: ORTModule cannot be imported.
     """
-    wrong = [f"{name}={environ[name]} on this host {why}" for name, why in contradictions(engine, environ)]
-    if wrong:
-        raise EngineError("\n".join(wrong))
-    chosen = engine.model_dump(mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"})
-    _report.update(settings=chosen, variables=seen(environ))
-    with environment(**_at_import(engine)):
+    for name in ("efficient_attention", "aten_sdpa"):
+        _imported_with.setdefault(name, "onnxruntime.training" not in sys.modules and getattr(settings, name))
+    # Of the second, unset is no, and any text yes.
+    flags = {
+        "ORTMODULE_USE_EFFICIENT_ATTENTION": _flag(settings.efficient_attention),
+        "ORTMODULE_ATEN_SDPA_FALLBACK": "1" if settings.aten_sdpa else "",
+    }
+    with environment(**flags):
         import_ortmodule()
-    _require(engine)
+    _require(settings)
+    for name, before in _imported_with.items():
+        if getattr(settings, name) != before:
+            raise SettingError(name, f"is read when ORTModule is imported, and this process did so with {before}")
+
+
+_imported_with: dict[str, bool] = {}
 
 
 def report() -> dict[str, Any]:
-    """What engine.json says of the settings: those chosen, those decided here, variables from outside."""
+    """What was decided here, for engine.json."""
     return dict(_report)
 
 
-def _at_import(engine: Engine) -> dict[str, str]:
-    values = {"ORTMODULE_USE_EFFICIENT_ATTENTION": _flag(engine.efficient_attention)}
-    # Unset is no, and any text yes.
-    return {**values, "ORTMODULE_ATEN_SDPA_FALLBACK": "1" if engine.aten_sdpa else ""}
-
-
-def _require(engine: Engine) -> None:
+def _require(settings: Settings) -> None:
     """Refuse settings that ORT would ignore on this stack."""
     refusal = extensions.interop_refusal()
     if refusal:
-        for name in (*_NEEDS_INTEROP, *(["custom_autograd"] if engine.custom_autograd == "python" else [])):
-            if getattr(engine, name):
-                raise EngineError(
-                    f"engine.{name}: needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, because "
-                    f"{refusal}; leave the field out"
-                )
-    if engine.triton:
+        for name in (*_NEEDS_INTEROP, *(["custom_autograd"] if settings.custom_autograd == "python" else [])):
+            if getattr(settings, name):
+                problem = f"needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, because {refusal}"
+                raise SettingError(name, f"{problem}; leave it out")
+    if settings.triton:
         _require_triton()
     import torch
 
     # Torch 2.5 gave attention an argument that ORT's translation of it does not take.
-    if engine.aten_sdpa and "enable_gqa" in str(torch.nn.functional.scaled_dot_product_attention.__doc__):
-        raise EngineError(
-            "engine.aten_sdpa: ONNX Runtime knows sdpa as it was up to torch 2.4; leave the field out, or set "
-            "model.attention=eager and engine.efficient_attention=true"
-        )
-    if engine.flash_attention:
+    if settings.aten_sdpa and "enable_gqa" in str(torch.nn.functional.scaled_dot_product_attention.__doc__):
+        mend = "leave it out, or write attention out in the model and take Settings.efficient_attention=True"
+        raise SettingError("aten_sdpa", f"ONNX Runtime knows sdpa as it was up to torch 2.4; {mend}")
+    if settings.flash_attention:
         capability = torch.cuda.get_device_capability()
         if capability < (8, 0):
-            raise EngineError(
-                f"engine.flash_attention: needs a GPU of capability 8.0, this one has {'.'.join(map(str, capability))}"
-            )
+            has = ".".join(map(str, capability))
+            raise SettingError("flash_attention", f"needs a GPU of capability 8.0, this one has {has}")
 
 
 def _require_triton() -> None:
     from onnxruntime.capi import _pybind_state
 
     if not _pybind_state.is_triton_enabled():
-        raise EngineError("engine.triton: the installed ONNX Runtime was built without Triton; leave the field out")
+        raise SettingError("triton", "the installed ONNX Runtime was built without Triton; leave it out")
     if importlib.util.find_spec("triton") is None:
-        raise EngineError("engine.triton: the package triton is not installed: pip install triton")
+        raise SettingError("triton", "the package triton is not installed: pip install triton")
 
 
-def require_effect(engine: Engine, graphs: Sequence[Graph]) -> None:
+def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
     """Refuse settings that found nothing in the model to work on; ORT says nothing then.
 
     graphs: what the witness has seen.
 
     Raises:
-        EngineError: nodes that the setting is there to make are in none of the training graphs.
+        SettingError: nodes that the setting is there to make are in none of the training graphs.
     """
     built = [graph for graph in graphs if graph.training]
     aten, triton = ({name for graph in built for name in getattr(graph, kind)} for kind in ("aten", "triton"))
@@ -115,64 +114,64 @@ def require_effect(engine: Engine, graphs: Sequence[Graph]) -> None:
         "triton": bool(triton),
     }
     for name, found in made.items():
-        if getattr(engine, name) and not found:
-            raise EngineError(f"engine.{name}: ONNX Runtime found nothing to replace in this model; leave it out")
+        if getattr(settings, name) and not found:
+            raise SettingError(name, "ONNX Runtime found nothing to replace in this model; leave it out")
 
 
-def variables(engine: Engine, deepcopy: bool, allow_fallback: bool) -> dict[str, str]:
+def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
     """What ORTModule's constructor takes from the environment, and has no other way in for."""
     chosen = {
-        "ORTMODULE_CONV_ALGO_SEARCH": engine.conv_algorithm_search.upper(),
+        "ORTMODULE_CONV_ALGO_SEARCH": settings.conv_algorithm_search.upper(),
         "ORTMODULE_DEEPCOPY_BEFORE_MODEL_EXPORT": _flag(deepcopy),
-        "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _flag(engine.compute_optimizer),
-        "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag(engine.sparsity_optimizer is not False),
-        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _flag(engine.memory_efficient_grad_management),
-        "ORTMODULE_ENABLE_TUNING": _flag(engine.tuning),
-        "ORTMODULE_LOG_LEVEL": engine.log_level.upper(),
-        "ORTMODULE_MAX_TUNING_DURATION_MS": str(engine.tuning_duration_ms or 0),
-        "ORTMODULE_MEMORY_OPT_CONFIG": _json_file(engine.memory_optimization_config),
-        "ORTMODULE_MEMORY_OPT_LEVEL": str(engine.memory_optimization),
-        "ORTMODULE_ONNX_OPSET_VERSION": str(engine.opset or _own_opset()),
-        "ORTMODULE_PRINT_INPUT_DENSITY": _flag(engine.print_input_density),
-        "ORTMODULE_PRINT_MEMORY_STATS": _flag(engine.print_memory_stats),
-        "ORTMODULE_SAVE_ONNX_PATH": engine.save_onnx or "",
-        "ORTMODULE_TUNING_RESULTS_PATH": engine.tuning_results or "",
-        "ORTMODULE_USE_FLASH_ATTENTION": _flag(engine.flash_attention),
-        "ORTMODULE_USE_TRITON": _flag(engine.triton),
+        "ORTMODULE_ENABLE_COMPUTE_OPTIMIZER": _flag(settings.compute_optimizer),
+        "ORTMODULE_ENABLE_EMBEDDING_SPARSE_OPTIMIZER": _flag(settings.sparsity_optimizer is not False),
+        "ORTMODULE_ENABLE_MEM_EFFICIENT_GRAD_MGMT": _flag(settings.memory_efficient_grad_management),
+        "ORTMODULE_ENABLE_TUNING": _flag(settings.tuning),
+        "ORTMODULE_LOG_LEVEL": settings.log_level.upper(),
+        "ORTMODULE_MAX_TUNING_DURATION_MS": str(settings.tuning_duration_ms or 0),
+        "ORTMODULE_MEMORY_OPT_CONFIG": _json_file(list(settings.memory_optimization_config)),
+        "ORTMODULE_MEMORY_OPT_LEVEL": str(settings.memory_optimization),
+        "ORTMODULE_ONNX_OPSET_VERSION": str(settings.opset or _own_opset()),
+        "ORTMODULE_PRINT_INPUT_DENSITY": _flag(settings.print_input_density),
+        "ORTMODULE_PRINT_MEMORY_STATS": _flag(settings.print_memory_stats),
+        "ORTMODULE_SAVE_ONNX_PATH": settings.save_onnx or "",
+        "ORTMODULE_TUNING_RESULTS_PATH": settings.tuning_results or "",
+        "ORTMODULE_USE_FLASH_ATTENTION": _flag(settings.flash_attention),
+        "ORTMODULE_USE_TRITON": _flag(settings.triton),
     }
-    return chosen if allow_fallback else {**chosen, "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}
+    return chosen if settings.allow_fallback else {**chosen, "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}
 
 
-def debug_options(engine: Engine) -> Any:
+def debug_options(settings: Settings) -> Any:
     """ORT's DebugOptions; only rank 0 saves graphs, which are the same on every rank."""
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel
     from onnxruntime.training.ortmodule._utils import get_rank
 
-    level = LogLevel[engine.log_level.upper()]
-    if engine.save_onnx is None or get_rank() != 0:
+    level = LogLevel[settings.log_level.upper()]
+    if settings.save_onnx is None or get_rank() != 0:
         return DebugOptions(log_level=level)
-    folder = Path(engine.save_onnx)
+    folder = Path(settings.save_onnx)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return DebugOptions(log_level=level, save_onnx=True, onnx_prefix="rank_00000", save_path=str(folder))
     except OSError as error:
-        raise EngineError(f"engine.save_onnx: cannot write to {folder}: {error}") from None
+        raise SettingError("save_onnx", f"cannot write to {folder}: {error}") from None
 
 
-def set_attributes(wrapped: Any, engine: Engine) -> None:
+def set_attributes(wrapped: Any, settings: Settings) -> None:
     """Settings that ORT has no variable for, on the training and the evaluation side of a wrapped module."""
     from onnxruntime.capi._pybind_state import PropagateCastOpsStrategy
 
     for training in (True, False):
         options = wrapped._torch_module._execution_manager(training)._runtime_options
-        options.propagate_cast_ops_strategy = getattr(PropagateCastOpsStrategy, engine.cast_propagation.upper())
-        options.propagate_cast_ops_level = engine.cast_propagation_level
-        if engine.custom_autograd == "inline":
+        options.propagate_cast_ops_strategy = getattr(PropagateCastOpsStrategy, settings.cast_propagation.upper())
+        options.propagate_cast_ops_level = settings.cast_propagation_level
+        if settings.custom_autograd == "inline":
             options.enable_custom_autograd_function = False
             setattr(options, _INLINE, True)
-    if engine.triton_config is not None:
+    if settings.triton_config is not None:
         # Read when a session is made, which may be at any later pass.
-        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _json_file(engine.triton_config)
+        os.environ["ORTMODULE_TRITON_CONFIG_FILE"] = _json_file(dict(settings.triton_config))
 
 
 @contextlib.contextmanager
@@ -182,11 +181,11 @@ def during_export(runtime_options: Any) -> Iterator[None]:
         yield
 
 
-def settle_deepcopy(module: nn.Module, engine: Engine, ranks_here: int) -> bool:
-    """Whether the export works on a copy: as asked, else whether copies would fit into this rank's share of memory."""
-    asked = engine.deepcopy_before_export
+def settle_deepcopy(module: nn.Module, settings: Settings) -> bool:
+    """Whether the export works on a copy: as asked, else whether copies fit into this process's share of memory."""
+    asked = settings.deepcopy_before_export
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    limit = _limit_of(module, ranks_here)
+    limit = _limit_of(module, settings.processes_on_host)
     copied = 2 * size <= limit.free if asked is None else asked
     _report["deepcopy_before_export"] = {
         "used": copied,
@@ -198,14 +197,14 @@ def settle_deepcopy(module: nn.Module, engine: Engine, ranks_here: int) -> bool:
     return copied
 
 
-def _limit_of(module: nn.Module, ranks_here: int) -> machine.MemoryLimit:
-    """The limit of memory that leaves the least where the module lies; of the host's, this rank's share is free."""
+def _limit_of(module: nn.Module, processes: int) -> machine.MemoryLimit:
+    """The limit of memory that leaves the least where the module lies; of the host's, this process's share is free."""
     import torch
 
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     if device.type != "cuda":
         limit = machine.tightest_free()
-        return limit._replace(free=limit.free // ranks_here)
+        return limit._replace(free=limit.free // processes)
     free, size = torch.cuda.mem_get_info(device)
     return machine.MemoryLimit(f"GPU {device.index}", size, free)
 

@@ -1,6 +1,6 @@
 """What of tensors a forward pass takes into Python: an exported graph holds it as it was in the first batch.
 
-`if x.sum() > 0`, `.item()`, `.tolist()` of values are refused, unless `engine.allow_traced_values` allows them; checks
+`if x.sum() > 0`, `.item()`, `.tolist()` of values are refused, unless `Settings.allow_traced_values` is true; checks
 (`assert`, or an `if` that only raises) are told. After `len(x)` or `int(x.shape[0])` batches of other sizes take
 another export, and after `self.scale.item()` of a buffer a change of the model's buffers. Numbers among the arguments
 are what an export is of: their change is seen elsewhere.
@@ -23,10 +23,9 @@ from ortlaunch.ortmodule import aliases, grad_mode
 from ortlaunch.ortmodule.grad_mode import changed_since, tensors, versions_of
 from ortlaunch.ortmodule.known import TRANSITION, owner
 from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.settings import settings_of
 from ortlaunch.ortmodule.tally import tally, traced
 
-ALLOWED = "_ortlaunch_allow_traced_values"
-"""Attribute of ORT's options of one module: whether decisions by values are as the recipe wants them."""
 _T = torch.Tensor
 _SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, _T.shape.__get__, _T.__len__}
 _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
@@ -173,7 +172,7 @@ def _judging(original: Callable[..., Any], **kwargs: Any) -> Any:
         tally.note(f"checked in the first batch only, because {_listed(seen['checks'])} takes values into Python")
     if "decisions" in seen:
         what = f"the model takes values of tensors into Python at {_listed(seen['decisions'])}"
-        if not getattr(transition._runtime_options, ALLOWED, False):
+        if not settings_of(transition._runtime_options).allow_traced_values:
             mend = "Use torch.where or another function of torch's in their place"
             if "masks" in seen:
                 where = _listed(seen["masks"])
@@ -182,9 +181,9 @@ def _judging(original: Callable[..., Any], **kwargs: Any) -> Any:
                 )
             raise RuntimeError(
                 f"{what}: ONNX Runtime's graph would hold those of the first batch. {mend}, or "
-                "engine.allow_traced_values=true where they never change"
+                "Settings.allow_traced_values=True where they never change"
             )
-        tally.note(f"{what}: they stay those of the first batch (engine.allow_traced_values)")
+        tally.note(f"{what}: they stay those of the first batch (Settings.allow_traced_values)")
     return exported
 
 

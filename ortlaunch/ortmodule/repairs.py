@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 
-from ortlaunch.extensions import ORT_VERSION
 from ortlaunch.ortmodule import patching
 from ortlaunch.ortmodule.buffers import keep_buffers_exact
 from ortlaunch.ortmodule.convolutions import convolve_in_two_dimensions
 from ortlaunch.ortmodule.copies import copy_built_modules
 from ortlaunch.ortmodule.cross_entropy import export_every_cross_entropy, leave_out_ignored_labels
 from ortlaunch.ortmodule.exports import export_every_time
+from ortlaunch.ortmodule.extensions import ORT_VERSION
 from ortlaunch.ortmodule.known import EVALUATION, KNOWN, MANAGER, PROCESSED, TRAINING, TRANSITION, digest, owner
 from ortlaunch.ortmodule.model_state import follow_model_state, forget_graph
 from ortlaunch.ortmodule.outputs import return_the_models_types

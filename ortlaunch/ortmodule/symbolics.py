@@ -73,7 +73,8 @@ def refusing_attention_dropout(export: Export) -> Export:
         if _constant(dropout) != 0:
             raise RuntimeError(
                 f"scaled_dot_product_attention with dropout: how torch {torch.__version__} exports it is not known "
-                "here, and it may drop nothing; use model.attention=eager, or attention without dropout"
+                "here, and it may drop nothing; use attention without dropout, or write it out in the model "
+                "(transformers: attn_implementation='eager')"
             )
         return attention(g, query, key, value, mask, dropout, *rest)
 
@@ -212,7 +213,7 @@ def accumulating(export: Export) -> Export:
         ("index_add", _from_opset_16(_index_add)),
         ("index_put", lambda g, *args: _index_put(put, g, *args)),  # torch 2.4 takes no functools.partial
     ):
-        for opset in (14, 16):  # the oldest of the recipe's, and where torch has newer forms
+        for opset in (14, 16):  # the oldest that can be asked for, and where torch has newer forms
             export = registered(export, f"aten::{name}", symbolic, opset)
     return export
 
@@ -222,7 +223,7 @@ def _from_opset_16(symbolic: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(g: Any, *args: Any) -> Any:
         if g.opset < 16:
-            raise RuntimeError(f"sums at indices take engine.opset 16 or newer, and this export is of {g.opset}")
+            raise RuntimeError(f"sums at indices take Settings.opset 16 or newer, and this export is of {g.opset}")
         return symbolic(g, *args)
 
     return checked

@@ -14,11 +14,9 @@ from ortlaunch import machine
 from ortlaunch.ortmodule.graph import replace_nodes
 from ortlaunch.ortmodule.known import TRAINING, owner
 from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.settings import Settings, settings_of
 from ortlaunch.ortmodule.tally import tally
-from ortlaunch.recipe.engine import Engine
 
-PRODUCTS = "_ortlaunch_torch_matmul"
-"""Attribute of a manager of ORT's: whether matrix products are torch's."""
 WIDTH = 256
 """Products of a model without a matrix as wide stay ORT's: a call to torch costs some microseconds."""
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}  # torch's numbers
@@ -31,23 +29,23 @@ def call_torch_kernels() -> None:
     wrap_method(owner(TRAINING), "_build_graph", _building)
 
 
-def torch_products(engine: Engine) -> bool:
-    """Whether matrix products are to be torch's: as asked, else on Intel's processors, or for bfloat16 inside them.
+def torch_products(settings: Settings) -> bool:
+    """Whether matrix products are to be torch's: as asked, else on Intel's processors.
 
     ORT's recomputation knows only its own, so not with memory optimization.
     """
-    if engine.memory_optimization or engine.memory_optimization_config:
+    if settings.memory_optimization or settings.memory_optimization_config:
         return False
-    if engine.torch_matmul is not None:
-        return engine.torch_matmul
-    return engine.matmul_precision == "medium" or "Intel" in machine.hardware()["processor"]
+    if settings.torch_matmul is not None:
+        return settings.torch_matmul
+    return "Intel" in machine.hardware()["processor"]
 
 
 def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:
     original(manager, *args)
     if manager._device.type != "cpu":
         return
-    products = getattr(manager, PRODUCTS, False)
+    products = torch_products(settings_of(manager))
     if products and manager._runtime_options.memory_optimizer_is_enabled():  # the model's own checkpoints became it
         tally.note("torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only")
         products = False

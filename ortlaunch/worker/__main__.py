@@ -46,7 +46,7 @@ def live(run: RunDir, rank: Rank) -> None:
     if plan.task == "try":
         be_ended_first()
     if recipe.engine.name == "ort":
-        from ortlaunch.ortmodule.options import prepare
+        from ortlaunch.worker.ort_settings import prepare
 
         prepare(recipe.engine)  # imports ORTModule: before transformers, which keeps the functions that it replaces
 

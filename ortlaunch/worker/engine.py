@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ortlaunch import extensions
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.machine import share_of_cores
+from ortlaunch.ortmodule import extensions
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.chunked_head import chunk_head
@@ -31,6 +31,7 @@ from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
+from ortlaunch.worker.ort_settings import in_recipes_words, report, settings_of
 from ortlaunch.worker.pretrained import loading_notes
 from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 
@@ -166,22 +167,26 @@ def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: B
     try:
         wrapped = _wrapped(recipe, model, group)
         _probe(recipe, wrapped, model, group, sample)
-        require_effect(recipe.engine, witness.graphs)
-    except (MissingDependency, EngineError):
+        require_effect(settings_of(recipe.engine), witness.graphs)
+    except MissingDependency:
         raise
+    except EngineError as error:
+        raise EngineError(in_recipes_words(str(error))) from error
     except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
         reason = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} {_where(error)}"
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
-        raise EngineError(f"ONNX Runtime cannot run this model: {_brief(reason)}\n{_ADVICE}")
+        raise EngineError(f"ONNX Runtime cannot run this model: {in_recipes_words(_brief(reason))}\n{_ADVICE}")
     witness.restart()
     return (model, witness, reason) if reason else (wrapped, witness, "")
 
 
 def _wrapped(recipe: Recipe, model: LossModule, group: DistributedContext) -> Any:
-    from ortlaunch.ortmodule.wrap import wrap
+    from ortlaunch.ortmodule import ORTModule
 
-    return wrap(model, recipe.engine, threads=torch.get_num_threads(), ranks_here=group.local.local_world_size)
+    # What transformers' models read does not change between steps; a class of the user's may do anything.
+    follow, here = recipe.model.factory is not None, group.local.local_world_size
+    return ORTModule(model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow))
 
 
 def _where(error: Exception) -> str:
@@ -215,7 +220,11 @@ def _report(
 ) -> dict[str, Any]:
     asked = recipe.optimizer.name
     return {
-        "engine": {"asked": recipe.engine.name, "used": used, "fallback_reason": _brief(fallback) or None},
+        "engine": {
+            "asked": recipe.engine.name,
+            "used": used,
+            "fallback_reason": in_recipes_words(_brief(fallback)) or None,
+        },
         "device": group.device.type,
         "precision": recipe.precision,
         "matmul_precision": describe(recipe.engine.matmul_precision, group.device),
@@ -232,7 +241,7 @@ def _report(
         "attention": _attention(model),
         "pretrained": model.loaded,
         "gradient_checkpointing": _recomputed(recipe, used),
-        "onnxruntime": _onnxruntime() if recipe.engine.name == "ort" else {},
+        "onnxruntime": _onnxruntime(recipe) if recipe.engine.name == "ort" else {},
         "versions": {**extensions.versions(_PACKAGES), "torch": torch.__version__},  # torch's own: with its build
     }
 
@@ -266,12 +275,13 @@ def _attention(model: LossModule) -> str | None:
     return getattr(getattr(model.model, "config", None), "_attn_implementation", None)
 
 
-def _onnxruntime() -> dict[str, Any]:
+def _onnxruntime(recipe: Recipe) -> dict[str, Any]:
     from ortlaunch.ortmodule import options, patching
 
     return {
         "repairs": list(patching.applied()),
         "repairs_not_applied": patching.not_applied(),
+        **report(recipe),
         **options.report(),
     }
 
@@ -280,7 +290,8 @@ def _exports() -> dict[str, Any]:
     """What was exported so far, and how the model's own ways were mapped to ONNX Runtime's."""
     from ortlaunch.ortmodule.tally import tally
 
-    return tally.truth()
+    truth = tally.truth()
+    return {**truth, "notes": [in_recipes_words(note) for note in truth["notes"]]}
 
 
 def _ort_notes() -> tuple[str, ...]:
@@ -288,7 +299,7 @@ def _ort_notes() -> tuple[str, ...]:
     from ortlaunch.ortmodule.tally import tally
 
     left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in patching.not_applied().items())
-    return (*left_out, *tally.notes)
+    return (*left_out, *map(in_recipes_words, tally.notes))
 
 
 def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: DistributedContext) -> dict[str, Any]:
@@ -304,7 +315,8 @@ def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Distribu
     if used == "ort":
         from ortlaunch.ortmodule.fp16_optimizer import apply_fp16_optimizer
 
-        theirs = apply_fp16_optimizer(stepper.engine.optimizer, group.device.type)
+        why = apply_fp16_optimizer(stepper.engine.optimizer, group.device.type)
+        theirs = Applied(False, None, why) if why else Applied(True, "onnxruntime", "")
     ours = theirs if theirs.applied else fuse_gradient_norm(stepper.engine.optimizer)
     reasons = (theirs.why, ours.why) if ours is not theirs else (ours.why,)
     return ours._replace(why="; ".join(why for why in reasons if why))._asdict()

@@ -58,11 +58,16 @@ class Account:
         """Write the rank's own account of its end, and to the descriptor `log`; returns its exit status."""
         now = time.time()
         text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
+        message = str(error)
+        if "Settings." in text:  # of ortmodule/, in a later export
+            from ortlaunch.worker.ort_settings import in_recipes_words
+
+            text, message = in_recipes_words(text), in_recipes_words(message)
         status = _status_of(error)
         secondary = isinstance(error, Exception) and any(word in text for word in _PEER_IS_GONE)
         kind = type(error).__name__
         what = f"failed with {kind}{self._no_space(error)}"
-        record = {"type": kind, "message": str(error), "traceback": text, "secondary": secondary, "time": now}
+        record = {"type": kind, "message": message, "traceback": text, "secondary": secondary, "time": now}
         self.write(os.getpid(), what, {"exit_status": status, "signal": None, **record})
         sys.stderr.flush()
         with os.fdopen(log, "w", errors="backslashreplace") as file:

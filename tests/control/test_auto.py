@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import extensions, machine
+from ortlaunch import machine
 from ortlaunch.bench import auto, report
 from ortlaunch.errors import EngineError, PlanError
+from ortlaunch.ortmodule import extensions
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.run import control
 from ortlaunch.run.control import ResolvedRun

@@ -392,7 +392,7 @@ def test_setup_builds_in_a_process_of_its_own(status: int, ortlaunch: Run, monke
 
     monkeypatch.setattr(subprocess, "run", run)
     assert ortlaunch("setup") == Ended(status, "", "")
-    assert sent == [(sys.executable, start.__file__, "ortlaunch.extensions")]
+    assert sent == [(sys.executable, start.__file__, "ortlaunch.ortmodule.extensions")]
     assert doctor.set_up() == status
 
 

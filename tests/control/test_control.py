@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch import doctor, extensions, start
+from ortlaunch import doctor, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
+from ortlaunch.ortmodule import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
 from ortlaunch.run import control

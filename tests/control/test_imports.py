@@ -21,8 +21,8 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
 ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
-SHARED = {"errors", "rank", "cache", "run.folder", "run.lock", "recipe", "plan", "planning.memory", "extensions",
-          "machine", "units", "file_errors", "user_modules"}  # fmt: skip
+SHARED = {"errors", "rank", "cache", "run.folder", "run.lock", "recipe", "plan", "planning.memory",
+          "ortmodule.extensions", "machine", "units", "file_errors", "user_modules"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
@@ -35,21 +35,24 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "machine": (set(), set()),
     "start": (set(), set()),
     "units": (set(), set()),
-    "extensions": ({"errors", "cache", "extension_sources", "machine"}, {"filelock"}),
-    "extension_sources": (set(), set()),
     "recipe": ({"errors", "recipe"}, {"pydantic", "pydantic_core", "yaml"}),
     "user_modules": ({"errors", "recipe"}, set()),
     "plan": ({"errors", "rank"}, set()),
     "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning", "units"}, set()),
     "planning.memory": ({"recipe", "plan"}, set()),
-    "doctor": ({"errors", "recipe", "plan", "extensions", "start"}, set()),
+    "doctor": ({"errors", "recipe", "plan", "ortmodule.extensions", "start"}, set()),
     "run": ({"__init__", *SHARED, *CONTROL} - {"cli"}, set()),
     "run.folder": (set(), set()),
     "run.lock": ({"errors", "rank", "run.folder"}, set()),
     "launch": ({"errors", "plan", "rank", "run.folder", "machine", "launch", "start"}, set()),
     "bench": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"matplotlib"}),
     "cli": ({"__init__", *SHARED, *CONTROL}, {"typer"}),
-    "ortmodule": ({"errors", "cache", "machine", "recipe", "extensions", "run.folder", "worker", "ortmodule"}, ANY),
+    "ortmodule": ({"errors", "cache", "machine", "ortmodule"}, ANY),
+    # What importing any part of the package runs, and the parts that the control side asks.
+    "ortmodule.__init__": ({"ortmodule"}, set()),
+    "ortmodule.settings": ({"errors"}, set()),
+    "ortmodule.extensions": ({"errors", "cache", "machine", "ortmodule.extension_sources"}, {"filelock"}),
+    "ortmodule.extension_sources": (set(), set()),
     "worker": ({*SHARED, "worker", "ortmodule"}, ANY),
 }
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
@@ -152,7 +155,7 @@ def loaded_by(code: str, folder: Path, *arguments: str) -> set[str]:
         "ortlaunch.run.control",
         "ortlaunch.plan",
         "ortlaunch.launch.mpi, ortlaunch.launch.local, ortlaunch.launch.torchrun",
-        "ortlaunch.extensions",
+        "ortlaunch.ortmodule.extensions",
         "ortlaunch.bench, ortlaunch.bench.auto",
     ],
 )
@@ -209,7 +212,7 @@ def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) ->
         "start",
         "run.folder",
         "planning.hosts",
-        "extensions",
+        "ortmodule.extensions",
         "worker.rank_supervisor",
     ],
 )

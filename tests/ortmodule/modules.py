@@ -12,21 +12,21 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ortlaunch.ortmodule import options
+from ortlaunch.ortmodule import ORTModule
 from ortlaunch.ortmodule.graph import Graph
 from ortlaunch.ortmodule.witness import Witness
-from ortlaunch.ortmodule.wrap import wrap
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.rules import broken, device_rules
 from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.ort_settings import prepare, settings_of
 from tests.makers import recipe
 
 IDS = torch.arange(32).reshape(4, 8) % 30
 
 
 def wrapped(module: nn.Module, threads: int = 1, allow_fallback: bool = False, **settings: Any) -> Any:
-    """An ORTModule with these settings."""
-    return wrap(module, Engine(**settings), threads=threads, allow_fallback=allow_fallback)
+    """An ORTModule with these settings of a recipe."""
+    return ORTModule(module, settings_of(Engine(**settings), threads=threads, allow_fallback=allow_fallback))
 
 
 def manager_of(module: Any, training: bool = True) -> Any:
@@ -129,7 +129,7 @@ def language_model(family: str, attention: str, dropout: float = 0.0) -> LossMod
 
 def stepped(module: nn.Module, **settings: Any) -> Any:
     """The module under engine ort with these settings, after one pass forward and backward on IDS."""
-    options.prepare(Engine(**settings), {})
+    prepare(Engine(**settings), {})
     ours = wrapped(module, **settings)
     ours(IDS).backward()
     return ours

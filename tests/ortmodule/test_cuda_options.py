@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import options
+from ortlaunch.ortmodule import Settings, options
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.engine import Engine
+from ortlaunch.worker.ort_settings import prepare
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Words, manager_of, python, refused, stepped
 
@@ -76,7 +77,7 @@ def test_triton() -> None:
     """It is refused by a build of ORT without Triton."""
     assert "does nothing on CPU: Triton writes kernels for GPUs" in refused(triton=True)
     with pytest.raises(EngineError, match=r"engine\.triton: the installed ONNX Runtime was built without Triton"):
-        options.prepare(Engine(triton=True), {})
+        prepare(Engine(triton=True), {})
 
 
 def test_triton_config() -> None:
@@ -88,7 +89,7 @@ def test_triton_config() -> None:
         patch.setenv("ORTMODULE_TRITON_CONFIG_FILE", "")
         for name in ("triton", "triton.language"):  # ORT's package imports it for its kernels
             patch.setitem(sys.modules, name, MagicMock())
-        options.set_attributes(stepped(Words()), Engine(triton=True, triton_config={"min_nodes": 3}))
+        options.set_attributes(stepped(Words()), Settings(triton=True, triton_config={"min_nodes": 3}))
         read = importlib.import_module("onnxruntime.training.ort_triton").get_config()
     assert json.loads(read)["min_nodes"] == 3
 
@@ -104,22 +105,22 @@ def test_efficient_attention(witness: Witness) -> None:
     """It registers ORT's graph optimizer, and ends the run where that finds nothing."""
     assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(efficient_attention=True)
     assert registered_in_a_new_process(efficient_attention=True) == "optimize_graph_for_aten_efficient_attention"
-    with pytest.raises(EngineError, match=r"engine\.efficient_attention: ONNX Runtime found nothing to replace"):
-        options.require_effect(Engine(efficient_attention=True), witness.graphs)
+    with pytest.raises(EngineError, match=r"Settings\.efficient_attention: ONNX Runtime found nothing to replace"):
+        options.require_effect(Settings(efficient_attention=True), witness.graphs)
 
 
 def test_aten_sdpa() -> None:
     """It is refused where torch's operator is another one than ORT's."""
     assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(aten_sdpa=True)
     with pytest.raises(EngineError, match=r"as it was up to torch 2\.4"):
-        options.prepare(Engine(aten_sdpa=True), {})
+        prepare(Engine(aten_sdpa=True), {})
 
 
 def registered_in_a_new_process(**settings: Any) -> str:
     """Graph optimizers for CUDA that ORT has after an import with these settings."""
     script = (
-        "from ortlaunch.recipe.engine import Engine\nfrom ortlaunch.ortmodule import options\n"
-        f"options.prepare(Engine(**{settings!r}), {{}})\n"
+        "from ortlaunch.ortmodule import Settings, options\n"
+        f"options.prepare(Settings(**{settings!r}))\n"
         "from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry as Registry\n"
         "print('found:', *[f.__name__ for found in Registry._OPTIMIZER_FUNCS.values() for f, _, _ in found])"
     )

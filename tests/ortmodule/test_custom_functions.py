@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch import extensions
+from ortlaunch.ortmodule import extensions
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Reverse, training_graph, wrapped

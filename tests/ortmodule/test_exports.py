@@ -14,10 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import compat, exports
+from ortlaunch.ortmodule import ORTModule, Settings, compat, exports
 from ortlaunch.ortmodule.tally import tally
-from ortlaunch.ortmodule.wrap import wrap
-from ortlaunch.recipe.engine import Engine
 from tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
@@ -116,7 +114,7 @@ def test_a_second_model_trains_as_itself(form: str, folder: Path, monkeypatch: p
         torch.manual_seed(0)
         ours = FORMS[form](monkeypatch, second)
         eager = copy.deepcopy(ours)
-        expected, loss = eager(X), wrap(ours, Engine(), threads=1)(X)
+        expected, loss = eager(X), ORTModule(ours, Settings(threads=1))(X)
         expected.backward()
         loss.backward()
         losses.append(expected.item())
@@ -128,7 +126,7 @@ def test_a_second_model_trains_as_itself(form: str, folder: Path, monkeypatch: p
 def test_orts_own_cache_is_never_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ORTMODULE_CACHE_DIR, under which an evaluation runs the training graph, changes nothing and is told."""
     monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(folder / "ort"))
-    module = wrap(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), Engine(), threads=1)
+    module = ORTModule(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), Settings(threads=1))
     module(X)
     module.eval()
     with torch.no_grad():

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ortlaunch import machine
-from ortlaunch.ortmodule import torch_kernels
+from ortlaunch.ortmodule import Settings, torch_kernels
 from ortlaunch.ortmodule.tally import tally
 from ortlaunch.ortmodule.witness import Witness
-from ortlaunch.recipe.engine import Engine
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Checkpointed, wrapped
 
@@ -270,8 +269,8 @@ def test_products_are_torchs_on_intels_processors(
 ) -> None:
     """Where nothing is asked for."""
     monkeypatch.setattr(machine, "_processor", lambda: processor)
-    assert torch_kernels.torch_products(Engine()) is wanted
-    assert torch_kernels.torch_products(Engine(torch_matmul=not wanted)) is not wanted
+    assert torch_kernels.torch_products(Settings()) is wanted
+    assert torch_kernels.torch_products(Settings(torch_matmul=not wanted)) is not wanted
 
 
 def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch import extensions, machine
+from ortlaunch import machine
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import options, patching
+from ortlaunch.ortmodule import extensions, options, patching
 from ortlaunch.ortmodule.graph import size
 from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.engine import Engine
+from ortlaunch.worker.ort_settings import prepare
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Words, executed, manager_of, refused, stepped, training_graph
 
@@ -217,7 +218,7 @@ def save_onnx(witness: Witness, tmp_path: Path, capfd: Any) -> None:
     graph = witness.graphs[-1]
     assert len(saved.graph.node) - 1 == size(graph.forward) + size(graph.backward)
     (tmp_path / "file").write_text("")
-    with pytest.raises(EngineError, match=r"engine\.save_onnx: cannot write"):
+    with pytest.raises(EngineError, match=r"Settings\.save_onnx: cannot write"):
         stepped(Words(), save_onnx=str(tmp_path / "file" / "graphs"))
 
 
@@ -240,7 +241,7 @@ def nodes_built(**settings: Any) -> list[str]:
 
 def refuses_without_interop(**settings: Any) -> None:
     with pytest.raises(EngineError, match=rf"engine\.{next(iter(settings))}: needs .* torch_interop_utils"):
-        options.prepare(Engine(**settings), {})
+        prepare(Engine(**settings), {})
 
 
 # A field's check here, or the test elsewhere that shows what it changes, as "path::test".
@@ -329,4 +330,4 @@ def test_a_variable_from_outside_changes_nothing(witness: Witness, monkeypatch: 
 def test_a_host_whose_environment_contradicts_is_refused() -> None:
     """Another host's shell may set what the launching host's does not."""
     with pytest.raises(EngineError, match=r"LEVEL=1 on this host contradicts engine.memory_optimization \(0\)"):
-        options.prepare(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})
+        prepare(Engine(), {"ORTMODULE_MEMORY_OPT_LEVEL": "1"})

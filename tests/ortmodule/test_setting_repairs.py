@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ortlaunch import extensions
+from ortlaunch.ortmodule import extensions
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 
@@ -14,9 +14,8 @@ pytestmark = needs_ort
 WITHOUT_REPAIR = """
 import json, sys
 from ortlaunch.ortmodule import compat
-from ortlaunch.recipe.engine import Engine
 from ortlaunch.ortmodule.repairs import apply_repairs
-from ortlaunch.ortmodule.wrap import wrap
+from ortlaunch.ortmodule import ORTModule, Settings
 compat.import_ortmodule()
 apply_repairs(sys.argv[1])
 import torch
@@ -29,7 +28,7 @@ class Loss(torch.nn.Module):
         return self.linear(x).sum()
 for settings in json.loads(sys.argv[2]):
     model = Loss()
-    wrap(model, Engine(**settings), threads=1)(torch.ones(2, 4)).backward()
+    ORTModule(model, Settings(threads=1, **settings))(torch.ones(2, 4)).backward()
     assert model.linear.weight.grad.tolist() == [[2.0] * 4]
 """
 

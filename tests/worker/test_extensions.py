@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ortlaunch import cache, extensions
+from ortlaunch import cache
 from ortlaunch.errors import FileError, MissingDependency
-from ortlaunch.ortmodule import compat
+from ortlaunch.ortmodule import compat, extensions
 from tests.ort import needs_ort
 from tests.ortmodule.modules import python
 
@@ -94,7 +94,7 @@ def write_all(names: list[str], folder: Path) -> None:
 def test_an_extension_that_does_not_load_says_how_to_build_it_again(built: None, tmp_path: Path) -> None:
     """A library that does not load is not a traceback from inside ORT."""
     damage = (
-        "from ortlaunch import cache, extensions as e; from ortlaunch.ortmodule import compat; "
+        "from ortlaunch import cache; from ortlaunch.ortmodule import compat, extensions as e; "
         "folder = e.cache_dir(); folder.mkdir(parents=True); "
         "[(folder / f'{n}.so').write_text('') for n in e.wanted()]; "
         "[cache.seal(folder / f'{n}.seal', [folder / f'{n}.so']) for n in e.wanted()]; compat.import_ortmodule()"

@@ -126,7 +126,7 @@ def main() -> None:
     """Every case that was asked for."""
     file, name, *asked = sys.argv[1:]
     if name == "ort":
-        from ortlaunch.ortmodule.options import prepare
+        from ortlaunch.worker.ort_settings import prepare
         from tests.makers import recipe
 
         prepare(recipe(engine={"name": "ort"}).engine)

@@ -1,8 +1,8 @@
 """Builds ORT's torch C++ extensions once per stack of versions, and finds them again.
 
 Owns the extensions' folder in the cache and the question which ORT wheel is installed. Imports the standard library and
-ortlaunch's cache, errors and extension_sources only (torch runs in the compiler's own process), so that the control
-side may ask.
+ortlaunch's cache, errors and extension_sources only (torch runs in the compiler's own process): the control side of
+ortlaunch asks here, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ortlaunch import extension_sources, machine
+from ortlaunch import machine
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import MissingDependency, OrtlaunchError
+from ortlaunch.ortmodule import extension_sources
 
 ORT_VERSION = "1.19.2"
 EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}

@@ -1,6 +1,6 @@
-"""Wraps a module in ORTModule with settings that hold for this one module.
+"""A model as an ORTModule, with settings that hold for this one model.
 
-`options` turns settings into ORT's names; what ORTModule does wrong is repairs.py's. Must not know DeepSpeed or the
+`options` turns settings into ORT's names; what ORTModule does wrong is repairs.py's. Must not know DeepSpeed or a
 training loop.
 """
 
@@ -9,51 +9,46 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from ortlaunch.ortmodule import options
 from ortlaunch.ortmodule.buffers import kept_modes
 from ortlaunch.ortmodule.compat import import_ortmodule
 from ortlaunch.ortmodule.patching import environment, record, wrap_method
-from ortlaunch.ortmodule.python_values import ALLOWED
 from ortlaunch.ortmodule.repairs import apply_repairs
-from ortlaunch.ortmodule.torch_kernels import PRODUCTS, torch_products
-from ortlaunch.recipe.engine import Engine
-
-if TYPE_CHECKING:
-    from torch import nn
-
-_THREADS, _TF32 = "_ortlaunch_threads", "_ortlaunch_tf32"
+from ortlaunch.ortmodule.settings import Settings, settings_of
 
 
-def wrap(module: nn.Module, engine: Engine, *, threads: int, ranks_here: int = 1, allow_fallback: bool = False) -> Any:
-    """`module` as an ORTModule; the graph is exported and built in its first forward.
+def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
+    """`model` as an `onnxruntime.training.ortmodule.ORTModule`, whose graph is made in its first forward pass.
 
-    engine: the recipe's settings; what ORT reads at its import must have been given to `options.prepare`.
-    threads: CPU threads of each of its two sessions (training, evaluation); 0 lets ORT take every core.
-    ranks_here: ranks that share this host's memory.
-    allow_fallback: let ORT run what it cannot as plain PyTorch; otherwise that raises in the first forward.
+    Raises:
+        MissingDependency: ONNX Runtime Training or its extensions are not here; it says what to type.
+        SettingError: this stack has not what a setting needs.
     """
+    settings = settings or Settings()
+    options.prepare(settings)
     ortmodule = import_repaired()
-    deepcopy = options.settle_deepcopy(module, engine, ranks_here)
+    deepcopy = options.settle_deepcopy(model, settings)
     # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
-    with environment(**options.variables(engine, deepcopy, allow_fallback)), kept_modes(module):
-        wrapped = ortmodule.ORTModule(module, options.debug_options(engine))
-    options.set_attributes(wrapped, engine)
-    settle(wrapped, engine, threads)
+    with environment(**options.variables(settings, deepcopy)), kept_modes(model):
+        wrapped = ortmodule.ORTModule(model, options.debug_options(settings))
+    options.set_attributes(wrapped, settings)
+    settle(wrapped, settings)
     # This logger of ORT's is under no option; it says what it guessed about shapes.
     logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
     return wrapped
 
 
-def settle(wrapped: Any, engine: Engine, threads: int) -> None:
+def settle(wrapped: Any, settings: Settings) -> None:
     """Give an ORTModule, for training and for evaluation, the settings that are ours and not ORT's."""
     for training in (True, False):
         manager = wrapped._torch_module._execution_manager(training)
-        setattr(manager, _THREADS, threads)
-        setattr(manager, _TF32, engine.matmul_precision != "highest")
-        setattr(manager, PRODUCTS, torch_products(engine))
-        setattr(manager._runtime_options, ALLOWED, engine.allow_traced_values)
+        # Read in every session and pass; on the options too, which is all that an export gets.
+        manager._ortlaunch_settings = manager._runtime_options._ortlaunch_settings = settings
 
 
 def import_repaired() -> Any:
@@ -77,11 +72,12 @@ def _set_sessions_and_exports() -> None:
 def _as_set(original: Callable[..., Any], manager: Any) -> Any:
     """ORT's sessions take every physical core, whatever the number of ranks, and on CUDA TF32, whatever torch does."""
     session_options, providers, provider_options = original(manager)
-    session_options.intra_op_num_threads = getattr(manager, _THREADS, 0)
+    settings = settings_of(manager)
+    session_options.intra_op_num_threads = torch.get_num_threads() if settings.threads is None else settings.threads
     # Waiting threads that spin take the cores from torch's own threads, which run the optimizer and the data.
     session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if manager._device.type == "cuda":
-        provider_options[0]["use_tf32"] = str(int(getattr(manager, _TF32, False)))
+        provider_options[0]["use_tf32"] = str(int(settings.tf32))
     return session_options, providers, provider_options
 
 

@@ -1,0 +1,112 @@
+"""Settings of one ORTModule, each with its default; what ORT calls them is options.py's. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ortlaunch.errors import EngineError
+
+
+class SettingError(EngineError):
+    """A setting that this stack, this model or an earlier ORTModule has no place for."""
+
+    def __init__(self, setting: str, problem: str) -> None:
+        super().__init__(f"Settings.{setting}: {problem}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one model is exported and run; every setting is ORT's own default, or a better one.
+
+    Messages name a setting as `Settings.opset`.
+    """
+
+    threads: int | None = None
+    """CPU threads of each of the two sessions (training, evaluation); None: torch's number, 0: every core."""
+    processes_on_host: int = 1
+    """How many processes share this host's memory: what `deepcopy_before_export` may take."""
+    allow_fallback: bool = False
+    """Run a model that ONNX Runtime cannot run in plain PyTorch; False: the first forward pass raises."""
+    allow_traced_values: bool = False
+    """Export a model that takes values of tensors into Python (`.item()`), which then stay the first batch's."""
+    follow_model_state: bool = True
+    """Before each pass, look whether modes, hooks, parts or Python values of the model have changed since the export,
+    and export again if so. False: for a loop in which nothing changes them."""
+    opset: int | None = None
+    """ONNX opset of the export; None: ORTModule's own (17)."""
+    deepcopy_before_export: bool | None = None
+    """Export from a copy of the model; None: where copies fit into the free memory."""
+    memory_optimization: int = 0
+    """Recompute activations in the backward pass: 1 layer by layer, 2 also where it costs a little accuracy."""
+    memory_optimization_config: Sequence[str] = ()
+    """Subgraphs to recompute, as `cluster:strategy:count`."""
+    memory_efficient_grad_management: bool = False
+    """Each gradient goes to its parameter inside the graph as soon as it is there."""
+    compute_optimizer: bool = True
+    """Move slices and gathers before the matrix products that they shrink."""
+    sparsity_optimizer: bool | None = None
+    """Leave ignored labels and, on CUDA, padding out of the computation; None: on where it can be."""
+    print_input_density: bool = False
+    """Print the density of labels and padding in every step."""
+    custom_autograd: Literal["auto", "python", "inline"] = "auto"
+    """How a torch.autograd.Function gets into the graph; `auto`: called (`python`) where ORT's extension loads."""
+    torch_matmul: bool | None = None
+    """CPU: products by a matrix are torch's; None: on Intel's processors."""
+    tf32: bool = False
+    """CUDA: TensorFloat32 in matrix products and convolutions."""
+    log_level: Literal["verbose", "devinfo", "info", "warning", "error"] = "error"
+    """How much ONNX Runtime and the exporter say."""
+    save_onnx: str | None = None
+    """Folder for rank 0's graphs as ONNX files."""
+    print_memory_stats: bool = False
+    """CUDA: print GPU memory before and after each pass."""
+    cast_propagation: Literal["flood_fill", "insert_and_reduce", "none"] = "flood_fill"
+    """autocast to fp16: how casts move."""
+    cast_propagation_level: int = 1
+    """autocast to fp16: what casts move across, 0 to 2."""
+    conv_algorithm_search: Literal["heuristic", "exhaustive"] = "heuristic"
+    """CUDA: how cuDNN's convolutions are chosen."""
+    triton: bool = False
+    """CUDA: fuse element-wise chains and reductions into Triton kernels."""
+    triton_config: Mapping[str, Any] | None = None
+    """CUDA: what Triton may fuse; None: ORT's own list."""
+    flash_attention: bool = False
+    """CUDA: attention written out in the model becomes a Triton flash attention kernel."""
+    efficient_attention: bool = False
+    """CUDA: attention written out in the model becomes torch's memory-efficient one. Read when ORT is imported."""
+    aten_sdpa: bool = False
+    """CUDA: scaled_dot_product_attention stays torch's kernel. Read when ORT is imported."""
+    tuning: bool = False
+    """CUDA: try variants of tunable operators in the first steps."""
+    tuning_duration_ms: int | None = None
+    """CUDA: longest time to try variants of one operator; None: no limit."""
+    tuning_results: str | None = None
+    """CUDA: folder of tuning results."""
+
+    def __post_init__(self) -> None:
+        for setting, valid in _VALID.items():
+            value = getattr(self, setting)
+            if value not in valid:
+                raise SettingError(setting, f"got {value!r}; it must be one of {', '.join(map(str, valid))}")
+
+
+_VALID: dict[str, tuple[object, ...]] = {
+    "opset": (None, 14, 15, 16, 17, 18),
+    "memory_optimization": (0, 1, 2),
+    "custom_autograd": ("auto", "python", "inline"),
+    "log_level": ("verbose", "devinfo", "info", "warning", "error"),
+    "cast_propagation": ("flood_fill", "insert_and_reduce", "none"),
+    "cast_propagation_level": (0, 1, 2),
+    "conv_algorithm_search": ("heuristic", "exhaustive"),
+}
+
+
+def settings_of(manager: Any) -> Settings:
+    """Those of a manager of ORT's, or of its options; the defaults for an ORTModule that ORT's own class made."""
+    found: Settings = getattr(manager, "_ortlaunch_settings", _DEFAULTS)
+    return found
+
+
+_DEFAULTS = Settings()

@@ -1,0 +1,58 @@
+"""The recipe's section `engine` as settings of ortmodule/, and ortmodule's words as the recipe's."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule import Settings
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.ort_variables import contradictions, seen
+
+_SAME = [field.name for field in dataclasses.fields(Settings) if field.name in Engine.model_fields]
+_variables: dict[str, str] = {}
+
+
+def settings_of(engine: Engine, **others: Any) -> Settings:
+    """Settings of the same name, and those that the recipe has another word for; `others` are no recipe's."""
+    lower = engine.matmul_precision != "highest"
+    # bfloat16 is inside torch's products only.
+    torch_matmul = engine.matmul_precision == "medium" or None if engine.torch_matmul is None else engine.torch_matmul
+    same = {name: getattr(engine, name) for name in _SAME}
+    return Settings(**{**same, "tf32": lower, "torch_matmul": torch_matmul, "allow_fallback": False, **others})
+
+
+def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
+    """Import ORTModule with the recipe's settings; once, before transformers.
+
+    Raises:
+        EngineError: this host's environment contradicts the recipe, or a setting needs what this stack has not.
+        MissingDependency: ORTModule cannot be imported.
+    """
+    from ortlaunch.ortmodule import options
+
+    wrong = [f"{name}={environ[name]} on this host {why}" for name, why in contradictions(engine, environ)]
+    if wrong:
+        raise EngineError("\n".join(wrong))
+    _variables.update(seen(environ))
+    try:
+        options.prepare(settings_of(engine))
+    except EngineError as error:
+        raise EngineError(in_recipes_words(str(error))) from None
+
+
+def report(recipe: Recipe) -> dict[str, Any]:
+    """For engine.json: what the recipe chose, and variables from outside, which agree with it."""
+    chosen = recipe.engine.model_dump(mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"})
+    return {"settings": chosen, "variables": dict(_variables)}
+
+
+def in_recipes_words(text: str) -> str:
+    """`Settings.opset=17` is `engine.opset=17`, with YAML's true and false."""
+    text = text.replace("transformers: attn_implementation='eager'", "model.attention=eager")
+    return re.sub(r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text)

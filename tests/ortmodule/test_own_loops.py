@@ -1,0 +1,79 @@
+"""The examples of docs/ortmodule.md: a bare loop, Hugging Face's Trainer, Lightning's Trainer, with and without ORT."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.ortmodule import ORTModule, Settings, module
+from ortlaunch.ortmodule.settings import SettingError
+from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.witness import Witness
+from tests.ort import needs_ort
+
+pytestmark = needs_ort
+PAGE = (Path(__file__).parents[2] / "docs" / "ortmodule.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^## (.*?)$.*?^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def run(example: str) -> dict[str, Any]:
+    """The names that the example leaves."""
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(example, "docs/ortmodule.md", "exec"), names)
+    return names
+
+
+@pytest.mark.filterwarnings("ignore")  # the trainers' own
+@pytest.mark.parametrize(("title", "needs"), [(EXAMPLES[0][0], []), (EXAMPLES[1][0], ["transformers", "accelerate"]),
+                                              (EXAMPLES[2][0], ["lightning"])])  # fmt: skip
+def test_losses_are_eagers(
+    title: str, needs: list[str], witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty steps on ONNX Runtime, frozen parameters without a gradient, as in plain PyTorch."""
+    for package in needs:
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    example, before = dict(EXAMPLES)[title], tally.exports
+    ours = run(example)
+    passes, exports = witness.forward_passes, tally.exports - before
+    monkeypatch.setattr(module, "ORTModule", lambda model, settings=None: model)
+    theirs = run(example)
+    assert len(ours["losses"]) == 20
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5, abs=0)
+    assert (passes, witness.forward_passes) == (20, 20)
+    assert exports == (2 if "scale" in example else 1)  # a changed argument exports again
+    net = ours.get("net") or ours["bert"]
+    frozen = [parameter for parameter in net.parameters() if not parameter.requires_grad]
+    assert frozen
+    assert all(parameter.grad is None for parameter in frozen)
+
+
+def test_importing_it_is_light() -> None:
+    """Neither a recipe nor torch comes with `from ortlaunch.ortmodule import Settings`, no recipe with ORTModule."""
+    code = "import sys; from ortlaunch.ortmodule import {}; print(*sorted(sys.modules))"
+    for name, absent in (("Settings", {"torch", "pydantic", "ortlaunch.recipe"}), ("ORTModule", {"ortlaunch.recipe"})):
+        done = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=True)
+        assert not absent & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("opset", 13), ("log_level", "loud"), ("memory_optimization", 3), ("custom_autograd", "yes")]
+)
+def test_a_wrong_setting_is_refused(setting: str, value: Any) -> None:
+    """With its value and what it may be."""
+    with pytest.raises(SettingError, match=rf"Settings\.{setting}: got {value!r}; it must be one of "):
+        Settings(**{setting: value})
+
+
+def test_a_setting_that_comes_too_late_is_refused(built: None) -> None:
+    """What ORT reads at its import holds for all of a process's modules."""
+    import torch
+
+    ORTModule(torch.nn.Linear(1, 1))
+    with pytest.raises(SettingError, match=r"efficient_attention: is read when ORTModule is imported.* with False"):
+        ORTModule(torch.nn.Linear(1, 1), Settings(efficient_attention=True))
