@@ -45,13 +45,21 @@ def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
 class JobState(Enum):
     """Where a job is in its life."""
 
+    PENDING = "pending"  # queued, or its command prepares: no rank has been started
     RUNNING = "running"
+    PREEMPTED = "preempted"  # a scheduler took its place away
+    CANCELLED = "cancelled"  # a person or a signal asked for its end
     SUCCEEDED = "succeeded"
     FAILED = "failed"
 
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing more comes."""
+        return self not in (JobState.PENDING, JobState.RUNNING)
+
 
 class Backend(Protocol):
-    """A module with these functions."""
+    """A module with these functions; a job is what `submit` returned, or the JobRecord of one of another process."""
 
     def request(self, plan: Plan, run_dir: RunDir) -> Request:
         """What to send for this plan; pure."""
@@ -69,7 +77,11 @@ class Backend(Protocol):
         """Wait for its end; the exit status."""
 
     def cancel(self, job: Any) -> None:
-        """End it and everything it started."""
+        """End it and everything it started; returns when it has ended.
+
+        Raises:
+            PermissionError: it is another user's.
+        """
 
 
 def backend(name: str) -> Backend:

@@ -46,6 +46,15 @@ def explain_end(
     return _without_cause(run, status, ended_by, oom_kills, records)
 
 
+def explain_silence(run: RunDir, command: str) -> End:
+    """The end of a run whose command went without a word, and took the ranks with it."""
+    first = _first([read_json(path) for path in sorted(run.errors.glob("rank_*.json"))])
+    if first is not None and not first["secondary"]:
+        return End(first["exit_status"], _text(first))
+    gone = f"the command ({command}) disappeared without a word, as a process killed by SIGKILL does"
+    return End(137, f"ortlaunch: {gone}{_OFTEN_MEMORY}; its ranks ended with it\nlogs: {run.logs}")
+
+
 def _without_cause(
     run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[dict[str, Any]]
 ) -> End:
@@ -54,7 +63,7 @@ def _without_cause(
     if ended_by is not None and plan.launcher != "local":
         what = f"{_PROGRAMS[plan.launcher]} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
-    began = _began(run)
+    began = ranks_that_began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(asked))
     lost = [rank for rank in silent if run.spare(rank).exists()] or silent  # the others came to their end
     if status and not records and is_full(run.path):
@@ -86,7 +95,7 @@ def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
     return ordered[0] if ordered else None
 
 
-def _began(run: RunDir) -> set[int]:
+def ranks_that_began(run: RunDir) -> set[int]:
     """Ranks whose guardian was there."""
     sent = run.request.stat().st_mtime_ns  # older logs are of an earlier run in this folder
     logs = [path for path in run.logs.glob("rank_*.err") if path.stat().st_mtime_ns >= sent]

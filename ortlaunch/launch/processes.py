@@ -20,6 +20,8 @@ from ortlaunch import machine
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.orphans import Orphans, send
+from ortlaunch.launch.record import JobRecord
+from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
 from ortlaunch.run.folder import write_text
 
@@ -82,8 +84,10 @@ def submit(request: Request, output: Path | None = None) -> Job:
     return Job(process, orphans, request.tells_ranks)
 
 
-def state(job: Job) -> JobState:
-    """Where the job is."""
+def state(job: Job | JobRecord) -> JobState:
+    """Where the job is; another process's has failed where its command went without a word."""
+    if isinstance(job, JobRecord):
+        return job.state if job.state.is_end or job.process.lives() else JobState.FAILED
     status = job.process.poll()
     if status is None:
         return JobState.RUNNING
@@ -104,10 +108,24 @@ def wait(job: Job) -> int:
     return 128 - status if status < 0 else status
 
 
-def cancel(job: Job) -> None:
-    """End the job: SIGTERM, and after a grace SIGKILL, to all that it started."""
-    _end_rest(job)
-    job.process.wait()
+def cancel(job: Job | JobRecord) -> None:
+    """End the job: SIGTERM, and after a grace SIGKILL, to all that it started; its command, where another has it."""
+    if isinstance(job, JobRecord):
+        _end_command(job.process)
+    else:
+        _end_rest(job)
+        job.process.wait()
+
+
+def _end_command(command: Process) -> None:
+    """Ask a command to end its ranks and itself; it outlives their grace, and dies of a second one."""
+    deadline = time.monotonic() + GRACE_SECONDS + 2 * _MORE_SECONDS
+    command.send(signal.SIGTERM)
+    command.send(signal.SIGCONT)  # what is stopped could not end
+    while command.lives():
+        if time.monotonic() > deadline:
+            command.send(signal.SIGKILL)
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

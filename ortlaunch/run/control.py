@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from ortlaunch import doctor, machine, recipe, start
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
-from ortlaunch.launch import Request, backend, store_file
+from ortlaunch.launch import JobState, Request, backend, store_file
 from ortlaunch.launch.failure import explain_end
+from ortlaunch.launch.record import JobRecord
 from ortlaunch.output import terminal_width
 from ortlaunch.plan import Plan
 from ortlaunch.planning.capacity import crowded
@@ -31,6 +32,7 @@ from ortlaunch.recipe.rules import device_rules, task_rules
 from ortlaunch.run import inputs, micro_size, provenance, shipped
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run.folder import PROGRESS_VARIABLE, RunDir, write_json, write_text
+from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.lock import RunLock
 from ortlaunch.units import duration
 
@@ -172,16 +174,19 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock) -> int:
     _check_means(resolved, run)
     run = _claimed(run) if chosen is None else run
     lock.take(run)
-    if micro_size.is_asked(resolved.file.recipe):
-        resolved = _with_size(resolved, micro_size.find(resolved.file.recipe, resolved.plan, run))
-    request = _prepare(resolved, run)
-    os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
-    launcher = backend(resolved.plan.launcher)
-    job = launcher.submit(request)
-    end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
-    print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
-    took = f", in {duration(time.monotonic() - started)}"
-    text = end.text if end.status else with_next(end.text + took, sys.argv[1:], resolved.file.recipe, run)
+    with JobFile(run, resolved.plan.launcher) as file:
+        if micro_size.is_asked(resolved.file.recipe):
+            resolved = _with_size(resolved, micro_size.find(resolved.file.recipe, resolved.plan, run))
+        request = _prepare(resolved, run)
+        os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
+        launcher = backend(resolved.plan.launcher)
+        file.starts()
+        job = launcher.submit(request)
+        end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
+        print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
+        took = f", in {duration(time.monotonic() - started)}"
+        text = end.text if end.status else with_next(end.text + took, sys.argv[1:], resolved.file.recipe, run)
+        file.end(end.status, text, stopped=job.signal is not None)
     print(text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
@@ -237,6 +242,7 @@ def _be_a_rank(resolved: ResolvedRun, run: RunDir, rank: Rank, lock: RunLock) ->
         mark.unlink(missing_ok=True)
         _check_means(resolved, run)
         lock.take(run, keep=True)
+        JobRecord.of_this_process("inside", JobState.RUNNING).write(run)
         _prepare(resolved, run)
         for path, text in _request(resolved.plan, run).files:
             write_text(Path(path), text)

@@ -9,7 +9,7 @@ runs/<name>-<timestamp>/
   steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
-  lock                                                                 held while the run lives; who began it
+  lock job.json                                                        held while the run lives; state and verdict
   choice.json                                                          how engine.name: auto was decided
   bench.json order.json results.jsonl                                  of a variant of `ortlaunch bench`
 """
@@ -50,6 +50,7 @@ class RunDir:
         self.failure_printed = self.errors / "printed"
         self.ready = self.path / "ready"
         self.lock = self.path / "lock"
+        self.job = self.path / "job.json"
         self.metrics = self.path / "metrics.jsonl"
         self.steps = self.path / "steps.json"
         self.summary = self.path / "summary.json"

@@ -11,12 +11,13 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import PlanError
-from ortlaunch.rank import GRACE_SECONDS, process_space
+from ortlaunch.process import Process
+from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run.folder import RunDir
 
 _MORE_SECONDS = 5.0  # than ranks have to end
@@ -47,10 +48,10 @@ class RunLock:
         run.path.mkdir(parents=True, exist_ok=True)
         self._file = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o666)
         if _begin(self._file, run):
-            here = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            here = {**Process.this()._asdict(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(self._file, 0)
             with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
-                os.pwrite(self._file, json.dumps({**here, "space": process_space()}).encode(), 0)
+                os.pwrite(self._file, json.dumps(here).encode(), 0)
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.set_inheritable(self._file, keep)
 
@@ -100,12 +101,30 @@ def _named(holder: dict[str, Any]) -> str:
 
 def _has_gone(holder: dict[str, Any]) -> bool:
     """Whether it was a process of this host, which has ended."""
-    if holder.get("space") != process_space():
-        return False
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+    process = _process(holder)
+    return process is not None and process.is_here and not process.lives()
+
+
+def _process(holder: dict[str, Any]) -> Process | None:
+    return Process(**{name: holder.get(name, "") for name in Process._fields}) if holder else None
+
+
+def command_at(run: RunDir) -> Process | None:
+    """The command that last took the folder, whether it lives or not."""
+    with contextlib.suppress(FileNotFoundError):
+        file = os.open(run.lock, os.O_RDONLY)
+        try:
+            return _process(_holder(file))
+        finally:
+            os.close(file)
+    return None
+
+
+def alive_at(run: RunDir) -> list[int]:
+    """Living processes of the run on this host, command and ranks: those that have the lock open (Linux)."""
+    lock, found = os.path.realpath(run.lock), set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # another user's, or it has gone meanwhile
+            if os.readlink(link) == lock:
+                found.add(int(link.parts[2]))
+    return sorted(found - {os.getpid()})

@@ -21,6 +21,8 @@ from ortlaunch.recipe.reference import markdown
 from ortlaunch.recipe.schema import json_schema
 from ortlaunch.run import control
 from ortlaunch.run.control import ResolvedRun
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.job_file import JobFile
 from tests.makers import BERT, CUSTOM, OWN_MODULE, WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +32,8 @@ VERBS = {
     "train": "Train a recipe.",
     "bench": "Measure engines and options",
     "parity": "Compare a recipe's engine with plain PyTorch",
+    "status": "Say how a run goes or went",
+    "cancel": "End a run with all its processes",
     "setup": "Build the torch extensions",
     "schema": "Print the recipe's JSON schema",
     "constraints": "Print a tested set of versions",
@@ -154,6 +158,8 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
         (["train", "good.yaml", "launch.forward=[NOT_SET]"], "ortlaunch: launch.forward: NOT_SET is not set"),
         (["train", "good.yaml", "--run-dir", "good.yaml"], "ortlaunch: --run-dir good.yaml: is a file"),
         (["train"], "Missing argument"),
+        (["status", "absent"], "ortlaunch: absent: is no folder; give the run folder that `ortlaunch train` printed"),
+        (["cancel", "."], "ortlaunch: .: holds no job.json, so that no run was started there; give a run folder"),
         (["trian"], "there is no verb trian; did you mean train?"),
         (["recipes", "show", "bert-large/tinny"], "did you mean bert-large/tiny?"),
         (["recipes", "copy", "nothing-like-it"], "ortlaunch: no shipped recipe 'nothing-like-it'"),
@@ -352,6 +358,20 @@ def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyP
     ended = ortlaunch("parity", "good.yaml", "engine.name=auto")
     assert (ended.status, ended.out) == (2, "")
     assert "engine.name: got auto, and it must be known what to compare with plain PyTorch; use ort" in ended.err
+
+
+@pytest.mark.parametrize(("options", "status"), [([], 0), (["--json"], 0), (["--wait"], 7), (["--wait", "--json"], 7)])
+def test_status_of_a_run_that_failed(options: list[str], status: int, ortlaunch: Run) -> None:
+    """Its verdict as train said it, or one JSON object; only who waits for its end gets its exit status."""
+    with JobFile(RunDir("run"), "local") as file:
+        file.end(7, "ortlaunch: rank 0 failed")
+    ended = ortlaunch("status", "run", *options)
+    assert (ended.status, ended.err) == (status, "")
+    if "--json" in options:
+        assert json.loads(ended.out)["job"]["verdict"] == "ortlaunch: rank 0 failed"
+    else:
+        assert ended.out.startswith("run: failed after 0:00, exit status 7 (started ")
+        assert ended.out.endswith("\nortlaunch: rank 0 failed\n")
 
 
 def test_recipes_list(ortlaunch: Run) -> None:

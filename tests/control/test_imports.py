@@ -21,7 +21,7 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
 ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
-SHARED = {"errors", "rank", "cache", "run.folder", "run.lock", "recipe", "plan", "planning.memory",
+SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.lock", "recipe", "plan", "planning.memory",
           "ortmodule.extensions", "machine", "units", "file_errors", "user_modules"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
@@ -34,6 +34,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "output": ({"errors"}, set()),
     "machine": (set(), set()),
     "start": (set(), set()),
+    "process": ({"rank"}, set()),
     "units": (set(), set()),
     "recipe": ({"errors", "recipe"}, {"pydantic", "pydantic_core", "yaml"}),
     "user_modules": ({"errors", "recipe"}, set()),
@@ -43,8 +44,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "doctor": ({"errors", "recipe", "plan", "ortmodule.extensions", "start"}, set()),
     "run": ({"__init__", *SHARED, *CONTROL} - {"cli"}, set()),
     "run.folder": (set(), set()),
-    "run.lock": ({"errors", "rank", "run.folder"}, set()),
-    "launch": ({"errors", "plan", "rank", "run.folder", "machine", "launch", "start"}, set()),
+    "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
+    "launch": ({"errors", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
     "bench": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"matplotlib"}),
     "cli": ({"__init__", *SHARED, *CONTROL}, {"typer"}),
     "ortmodule": ({"errors", "cache", "machine", "ortmodule"}, ANY),

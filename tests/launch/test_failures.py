@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ortlaunch.launch import JobState
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.status import look
 from tests.launch.tiny import LAUNCHERS, needs_mpi, processes_of
 
 MODULE = """
@@ -137,6 +140,9 @@ def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, how:
     assert process.returncode == status, errors
     assert [word for word in words if word not in last] == [], errors
     assert gone_within(tmp_path, 5), processes_of(tmp_path)
+    found = look(RunDir(tmp_path / "run"))
+    assert (found.state, found.job.exit_status) == (JobState.FAILED, status)
+    assert str(found.job.verdict) in errors
 
 
 @pytest.mark.timeout(90)
@@ -177,6 +183,9 @@ def test_a_killed_command_leaves_no_orphan(start, tmp_path: Path, launcher: str)
     wait_for_steps(tmp_path, 2)
     process.kill()
     assert gone_within(tmp_path, 20), processes_of(tmp_path)
+    found = look(RunDir(tmp_path / "run"))
+    assert (found.state, found.job.exit_status) == (JobState.FAILED, 137)
+    assert f"ortlaunch: the command (process {process.pid} on host" in str(found)
 
 
 def parts(process: subprocess.Popen[str], folder: Path) -> dict[int, list[int]]:

@@ -20,6 +20,7 @@ from ortlaunch.launch import BACKENDS, Backend, JobState, Request, backend, mpi,
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.status import look
 from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe
 
@@ -264,6 +265,8 @@ def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -
     real = ortlaunch(tmp_path, *command, API_KEY="s3cret")
     assert real.returncode == 0, real.stderr
     assert (tmp_path / "run" / "request.sh").read_text() == dry.stdout
+    status = look(RunDir(tmp_path / "run"))
+    assert (status.state, real.stdout.endswith(f"{status.job.verdict}\n")) == (JobState.SUCCEEDED, True)
     found = subprocess.run(["grep", "-rl", "s3cret", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (found.stdout, "s3cret" in dry.stdout + real.stdout + real.stderr) == ("", False)
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["env"] == {"NOTE": "two words"}

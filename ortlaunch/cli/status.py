@@ -1,0 +1,40 @@
+"""`ortlaunch status` and `ortlaunch cancel`: a run that another command has, or had."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Run folder, as `ortlaunch train` prints it.", show_default=False)
+]
+
+
+def status(
+    run: RunFolder,
+    json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for its end; the exit status is then the run's.")] = False,
+) -> None:
+    """Say how a run goes or went: state, ranks, last step, loss, speed; once it has ended its verdict.
+
+    Exit status 0 in every state, 2 where there is no run; with --wait the run's own.
+    """
+    from ortlaunch.run import status as statuses
+    from ortlaunch.run.folder import RunDir
+
+    found = (statuses.wait if wait else statuses.look)(RunDir(run))
+    typer.echo(found.to_json() if json else str(found))
+    if wait:
+        raise typer.Exit(found.job.exit_status or 0)
+
+
+def cancel(run: RunFolder) -> None:
+    """End a run with all its processes; its ranks get SIGTERM, and SIGKILL after a grace.
+
+    Exit status 0 once it has ended, also where it had before; 1 where it does not; 2 where there is no run, or not one
+    that this user can end from this host.
+    """
+    from ortlaunch.run.cancel import cancel as end
+    from ortlaunch.run.folder import RunDir
+
+    typer.echo(end(RunDir(run)))

@@ -1,0 +1,88 @@
+"""job.json: a job as other processes find it in the run folder, while it lives and after it has ended.
+
+Written by the command that starts the ranks; a scheduler's job is written by who queues it, then by the command.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+
+from ortlaunch.errors import InputError
+from ortlaunch.launch import JobState
+from ortlaunch.process import Process
+from ortlaunch.run.folder import RunDir, read_json, write_json
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What job.json holds."""
+
+    backend: str
+    """`local`, `torchrun`, `mpi`, or `inside` for ranks of a launcher of the user's own."""
+
+    id: str
+    """The process id of the command, which waits for the ranks (of rank 0's supervisor with `inside`)."""
+
+    host: str
+    """The host of that process."""
+
+    space: str
+    """Host and namespace in which the process id means that process."""
+
+    began: str
+    """When the process began, in the kernel's count: a later process with the same id has another."""
+
+    started: str
+    """When the command took the folder; ISO 8601."""
+
+    state: JobState
+    """As the command last wrote it; after `kill -9` of the command it stays what it was."""
+
+    ended: str | None = None
+    """When the run ended; ISO 8601. None before that."""
+
+    exit_status: int | None = None
+    """The command's, once the run has ended."""
+
+    verdict: str | None = None
+    """What the command said last."""
+
+    @classmethod
+    def of_this_process(cls, backend: str, state: JobState) -> JobRecord:
+        """The record of a job that this process has."""
+        me = Process.this()
+        return cls(backend, str(me.pid), me.host, me.space, me.began, now(), state)
+
+    @classmethod
+    def read(cls, run: RunDir) -> JobRecord | None:
+        """The record in a run folder, or None.
+
+        Raises:
+            InputError: the file is none of ours.
+        """
+        try:
+            value = read_json(run.job)
+            return cls(**{**value, "state": JobState(value["state"])})
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{run.job}: is no record of a job ({error}); take it away") from None
+
+    @property
+    def process(self) -> Process:
+        """The command."""
+        return Process(int(self.id), self.host, self.space, self.began)
+
+    def write(self, run: RunDir) -> None:
+        """Put it into the run folder."""
+        write_json(run.job, {**asdict(self), "state": self.state.value})
+
+    def at_end(self, state: JobState, exit_status: int, verdict: str) -> JobRecord:
+        """The same job, ended now."""
+        return replace(self, state=state, ended=now(), exit_status=exit_status, verdict=verdict)
+
+
+def now() -> str:
+    """The time of day, for a record."""
+    return datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds")

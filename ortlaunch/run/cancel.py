@@ -1,0 +1,92 @@
+"""Ending a run from another process: its command is asked, then killed; what is left of it here is killed too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from ortlaunch.errors import InputError, LaunchError
+from ortlaunch.launch import BACKENDS, JobState, backend
+from ortlaunch.launch.record import JobRecord
+from ortlaunch.rank import GRACE_SECONDS
+from ortlaunch.run import lock
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.status import Status, elsewhere, look
+
+_MORE_SECONDS = 4.0  # than ranks have once their command was killed
+
+
+def cancel(run: RunDir) -> str:
+    """End it, and say what was done; returns when nothing of it is alive on this host.
+
+    Raises:
+        InputError: it is no run, or not one that can be ended from here by this user.
+        LaunchError: something of it cannot be ended.
+    """
+    status = look(run)
+    if status.state.is_end and not status.alive:
+        return f"nothing to cancel, for it has ended\n{status}"
+    _refuse(run, status)
+    try:
+        if not status.state.is_end:
+            backend(status.job.backend).cancel(status.job)
+        killed = _end_rest(run)
+    except PermissionError:
+        raise InputError(f"{run}: is a run of user {_owner(run)}; only that user or root may cancel it") from None
+    _record(run, status.job, killed)
+    return f"{_done(run, status.job)}{_killed(killed)}\n{look(run)}"
+
+
+def _refuse(run: RunDir, status: Status) -> None:
+    if not status.certain:
+        raise InputError(elsewhere(status.job, run, "cancel"))
+    if status.job.backend not in BACKENDS:
+        raise InputError(f"{run}: its ranks were started by a launcher of your own; end that (scancel, kill)")
+
+
+def _end_rest(run: RunDir) -> int:
+    """Wait for the ranks, which end with their command; kill those that do not. Returns how many that were."""
+    if _gone(run, GRACE_SECONDS + _MORE_SECONDS):
+        return 0
+    left = lock.alive_at(run)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    if not _gone(run, _MORE_SECONDS):
+        raise LaunchError(f"{run}: SIGKILL did not end process {', '.join(map(str, lock.alive_at(run)))}")
+    return len(left)
+
+
+def _gone(run: RunDir, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while lock.alive_at(run):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _record(run: RunDir, job: JobRecord, killed: int) -> None:
+    """Say in job.json that it was cancelled, where the command could not."""
+    written = JobRecord.read(run)
+    if written is not None and written.process == job.process and not written.state.is_end:
+        said = f"ortlaunch: cancelled; the command had to be killed{_killed(killed)}"
+        written.at_end(JobState.CANCELLED, 128 + signal.SIGKILL, said).write(run)
+
+
+def _done(run: RunDir, job: JobRecord) -> str:
+    recorded = JobRecord.read(run)
+    if recorded is None or recorded.process != job.process:
+        return f"ended process {job.id}, which had not begun to run here"
+    return "cancelled" if recorded.state is JobState.CANCELLED else "it ended by itself before it could be cancelled"
+
+
+def _killed(ranks: int) -> str:
+    return f"; {ranks} of its processes had to be killed" if ranks else ""
+
+
+def _owner(run: RunDir) -> str:
+    try:
+        return run.job.owner()
+    except KeyError:
+        return str(run.job.stat().st_uid)

@@ -1,0 +1,72 @@
+"""What `ortlaunch train` writes into job.json: that it prepares, that its ranks have started, how it ended."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import replace
+from types import TracebackType
+from typing import NoReturn
+
+from ortlaunch.errors import OrtlaunchError
+from ortlaunch.launch import JobState
+from ortlaunch.launch.record import JobRecord
+from ortlaunch.run.folder import RunDir
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_STOPPED = tuple(128 + number for number in (*_ENDING, signal.SIGINT))
+
+
+class JobFile:
+    """job.json of a run that this process has; an exception that leaves it is the run's end, and so is a signal."""
+
+    def __init__(self, run: RunDir, backend: str) -> None:
+        self.run = run
+        self.record = JobRecord.of_this_process(backend, JobState.PENDING)
+
+    def __enter__(self) -> JobFile:
+        self.record.write(self.run)
+        self._handlers = {number: signal.signal(number, _leave) for number in _ENDING}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if error is not None and not self.record.state.is_end:
+            status = _status_of(error)
+            self.end(status, _verdict_of(error), stopped=status in _STOPPED)
+
+    def starts(self) -> None:
+        """Its ranks are started now."""
+        self._write(replace(self.record, state=JobState.RUNNING))
+
+    def end(self, status: int, verdict: str, stopped: bool = False) -> None:
+        """It has ended; `stopped`: by a signal to this process, which is how it is cancelled."""
+        state = JobState.CANCELLED if stopped else JobState.FAILED if status else JobState.SUCCEEDED
+        try:
+            self._write(self.record.at_end(state, status, verdict))
+        except OSError as error:  # a full disk: what ended the run is told in any case
+            print(f"ortlaunch: {self.run.job} does not say how it ended: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _write(self, record: JobRecord) -> None:
+        self.record = record
+        record.write(self.run)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, OrtlaunchError):
+        return error.exit_status
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _verdict_of(error: BaseException) -> str:
+    status = _status_of(error)
+    if status in _STOPPED:
+        return f"ortlaunch: stopped by {signal.Signals(status - 128).name} before its ranks were started"
+    return f"ortlaunch: {error}" if isinstance(error, OrtlaunchError) else f"ortlaunch: {type(error).__name__}: {error}"

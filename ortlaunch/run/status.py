@@ -1,0 +1,205 @@
+"""How a run goes or went, as another process finds it: its job's state, its newest metrics, its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.errors import InputError
+from ortlaunch.launch import BACKENDS, JobState, backend
+from ortlaunch.launch.failure import End, explain_silence, ranks_that_began
+from ortlaunch.launch.record import JobRecord, now
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import parse_resolved
+from ortlaunch.run import lock
+from ortlaunch.run.folder import RunDir, json_text, read_json
+from ortlaunch.units import counted, duration
+
+_POLL_SECONDS = 0.5
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl: more than the newest line of each kind takes
+_SHOWN = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "samples_per_second": "{:,.1f} samples/s"}
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment; what is not known is None."""
+
+    run: str
+    state: JobState
+    job: JobRecord  # as recorded, with the verdict that its command would have left
+    certain: bool  # False where its process is another host's, so that `state` is what was recorded last
+    seconds: float | None  # from its start until now, or to its end
+    ranks: int | None
+    ranks_begun: int
+    hosts: int | None
+    step: int | None
+    steps: int | None
+    logged_seconds_ago: float | None  # since the newest metrics of this start
+    metrics: dict[str, Any]  # the newest of each name
+    alive: tuple[int, ...]  # processes of it here that have not ended yet though it has
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        job = {**asdict(self.job), "state": self.job.state.value}
+        return json_text({**asdict(self), "state": self.state.value, "job": job}, indent=2)
+
+    def __str__(self) -> str:
+        """For a person: state, ranks, progress, verdict."""
+        return "\n".join(line for line in (self._headline(), *self._lines()) if line)
+
+    def _headline(self) -> str:
+        took = "" if self.seconds is None else f" {'after' if self.state.is_end else 'for'} {duration(self.seconds)}"
+        ended = f", ended {_time(self.job.ended)}" if self.job.ended else ""
+        status = "" if self.job.exit_status is None else f", exit status {self.job.exit_status}"
+        where = f"launcher {self.job.backend}, process {self.job.id} on host {self.job.host}"
+        return f"{self.run}: {self.state.value}{took}{status} (started {_time(self.job.started)}{ended}; {where})"
+
+    def _lines(self) -> Iterator[str]:
+        if not self.certain:
+            yield f"this is what was recorded last; {elsewhere(self.job, self.run, 'status')}"
+        if self.ranks is not None and self.hosts is not None:
+            begun = f"; {self.ranks_begun} have begun" if self.ranks_begun < self.ranks else ""
+            yield f"{counted(self.ranks, 'rank')} on {counted(self.hosts, 'host')}{begun}"
+        if self.state is not JobState.PENDING:
+            yield self._progress()
+        if self.alive:
+            yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
+        yield self.job.verdict or ""
+
+    def _progress(self) -> str:
+        if self.step is None:
+            return "no step is logged yet" if not self.state.is_end else "no step was logged"
+        of = f" of {self.steps}" if self.steps is not None else ""
+        values = [form.format(float(self.metrics[name])) for name, form in _SHOWN.items() if name in self.metrics]
+        ago = self.logged_seconds_ago
+        when = "" if self.state.is_end else ", of an earlier start" if ago is None else f", {duration(ago)} ago"
+        return ", ".join([f"step {self.step}{of}", *values]) + when
+
+
+def look(run: RunDir) -> Status:
+    """How it goes.
+
+    Raises:
+        InputError: it is no run folder, or its files are not for this user.
+    """
+    try:
+        return _look(run)
+    except PermissionError as error:
+        raise InputError(f"{error.filename}: this user may not read it; ask as the user who started the run") from None
+
+
+def wait(run: RunDir) -> Status:
+    """How it ended, once it has.
+
+    Raises:
+        InputError: as `look`; or the end cannot be seen from here.
+    """
+    while not (status := look(run)).state.is_end:
+        if not status.certain:
+            raise InputError(elsewhere(status.job, run, "status --wait"))
+        time.sleep(_POLL_SECONDS)
+    return status
+
+
+def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
+    """What to do about a job whose process cannot be seen from here."""
+    there = f"process {job.id} on host {job.host} cannot be seen from here"
+    return f"{there}; there, or by ssh: ssh {job.host} ortlaunch {verb} {os.path.abspath(str(run))}"
+
+
+def _look(run: RunDir) -> Status:
+    job = _job(run)
+    certain = job.state.is_end or job.process.is_here
+    job = _found(run, job) if certain else job
+    plan = Plan.from_json(run.plan.read_text(encoding="utf-8")) if run.plan.exists() else None
+    metrics, started = _newest_metrics(run), datetime.fromisoformat(job.started).timestamp()
+    logged = run.metrics.stat().st_mtime if metrics else 0.0
+    return Status(
+        run=str(run),
+        state=job.state,
+        job=job,
+        certain=certain,
+        seconds=_seconds(job, started),
+        ranks=plan.world_size if plan else None,
+        ranks_begun=len(ranks_that_began(run)) if run.request.exists() else 0,
+        hosts=len(plan.nodes) if plan else None,
+        step=metrics.pop("step", None),
+        steps=_steps(run),
+        logged_seconds_ago=time.time() - logged if logged >= started else None,
+        metrics=metrics,
+        alive=tuple(lock.alive_at(run)) if job.state.is_end else (),
+    )
+
+
+def _job(run: RunDir) -> JobRecord:
+    """The job of the command that has the folder now, else the recorded one."""
+    if not run.path.is_dir():
+        raise InputError(f"{run}: is no folder; give the run folder that `ortlaunch train` printed")
+    job, command = JobRecord.read(run), lock.command_at(run)
+    if command is not None and command.is_here and command.lives() and (job is None or job.process != command):
+        return JobRecord("local", str(command.pid), *command[1:], now(), JobState.PENDING)  # it measures, or resolves
+    if job is None:
+        raise InputError(f"{run}: holds no job.json, so that no run was started there; give a run folder")
+    return job
+
+
+def _found(run: RunDir, job: JobRecord) -> JobRecord:
+    """The record with the state that the job has now, and a verdict where its command could leave none."""
+    state = backend(job.backend if job.backend in BACKENDS else "local").state(job)
+    if not state.is_end or job.state.is_end:
+        return replace(job, state=state)
+    written = JobRecord.read(run)  # it may have ended well between two looks
+    if written is not None and written.process == job.process and written.state.is_end:
+        return written
+    end = _unrecorded(run, job)
+    return replace(job, state=JobState.FAILED if end.status else JobState.SUCCEEDED, exit_status=end.status,
+                   verdict=end.text)  # fmt: skip
+
+
+def _unrecorded(run: RunDir, job: JobRecord) -> End:
+    """The end of a run that no command recorded: it was killed, or a launcher of the user's own started the ranks."""
+    started = datetime.fromisoformat(job.started).timestamp()
+    if job.backend == "inside" and run.summary.exists() and run.summary.stat().st_mtime >= started:
+        return End(0, f"done: {run}")
+    return explain_silence(run, f"process {job.id} on host {job.host}")
+
+
+def _seconds(job: JobRecord, started: float) -> float | None:
+    if job.state.is_end:
+        return datetime.fromisoformat(job.ended).timestamp() - started if job.ended else None
+    return time.time() - started
+
+
+def _newest_metrics(run: RunDir) -> dict[str, Any]:
+    """The newest value of each name; a last line that was half written is none."""
+    if not run.metrics.exists():
+        return {}
+    lines = _tail(run.metrics).splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return {name: value for record in records for name, value in record.items()}
+
+
+def _tail(path: Path) -> bytes:
+    """The last whole lines of a file, and what is written of the next."""
+    with open(path, "rb") as file:
+        before = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+        file.seek(before)
+        text = file.read()
+    return text if not before else text.partition(b"\n")[2]
+
+
+def _steps(run: RunDir) -> int | None:
+    """The steps that the run is to have in the end."""
+    if run.steps.exists():
+        return int(read_json(run.steps)["max_steps"])
+    return parse_resolved(run.recipe.read_text(encoding="utf-8")).train.max_steps if run.recipe.exists() else None
+
+
+def _time(text: str) -> str:
+    return text.replace("T", " ")[:19]

@@ -1,0 +1,55 @@
+"""A run seen and ended from another process: `train` in one, `status` and `cancel` in another, with real launchers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.launch import JobState
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.status import Status, look
+from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, processes_of, write_recipe
+
+
+def until(run: RunDir, come: Callable[[Status], bool]) -> Status:
+    """How it goes, as soon as it goes so."""
+    deadline = time.monotonic() + 60
+    while True:
+        if run.job.exists() and come(found := look(run)):
+            return found
+        assert time.monotonic() < deadline, look(run)
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["local", *LAUNCHERS])
+def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
+    """From its start to its cancelled end the folder tells the truth, and nothing of it is left alive."""
+    write_recipe(tmp_path, train={"max_steps": 1_000_000}, log={"every_steps": 1})
+    run, ranks = RunDir(tmp_path / "run"), 1 if launcher == "local" else 2
+    words = ["train", RECIPE, "--launcher", launcher, "--nproc-per-node", str(ranks), "--run-dir", str(run)]
+    train = subprocess.Popen(
+        [ORTLAUNCH, *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        begun = until(run, lambda _: True)
+        assert (begun.state in (JobState.PENDING, JobState.RUNNING), begun.step) == (True, None)
+        going = until(run, lambda found: found.step is not None)
+        assert (going.state, going.ranks, going.ranks_begun) == (JobState.RUNNING, ranks, ranks)
+        assert (going.job.backend, going.job.id, going.steps) == (launcher, str(train.pid), 1_000_000)
+        ended = ortlaunch(tmp_path, "cancel", str(run))
+        assert (ended.returncode, ended.stdout.startswith(f"cancelled\n{run}: cancelled")) == (0, True), ended
+        _, errors = train.communicate(timeout=10)
+        found = look(run)
+        assert (train.returncode, found.state, found.job.exit_status) == (143, JobState.CANCELLED, 143)
+        assert str(found.job.verdict).splitlines()[-1] == errors.splitlines()[-1]
+        assert (processes_of(tmp_path), found.alive) == ([], ())
+    finally:
+        for pid in [train.pid, *processes_of(tmp_path)] if train.poll() is None else processes_of(tmp_path):
+            os.kill(pid, signal.SIGKILL)
