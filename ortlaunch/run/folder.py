@@ -8,6 +8,7 @@ runs/<name>-<timestamp>/
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
+  checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
   lock job.json                                                        held while the run lives; state and verdict
   choice.json                                                          how engine.name: auto was decided
@@ -90,6 +91,10 @@ class RunDir:
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint after `step` optimizer steps."""
         return self.checkpoints / f"step_{step:08d}"
+
+    def partial(self, step: int) -> Path:
+        """Where that checkpoint is while it is written."""
+        return self.checkpoints / f"step_{step:08d}.partial"
 
     def trial_of(self, micro_size: int) -> RunDir:
         """Folder of one try of `micro_size: auto`: a run of its own, which writes trial.json."""

@@ -1,45 +1,139 @@
-"""Checkpoints: written whole, marked COMPLETE last, found newest first."""
+"""Checkpoints: written whole or not at all, read back against their manifest, found newest first.
+
+The files are written into step_N.partial, flushed to the disk, listed in a manifest with size and CRC-32, and renamed;
+COMPLETE comes last. A resume reads every file again: a damaged checkpoint is set aside, and the one before it taken.
+The sum finds accidents (a cut file, a flipped bit), not people: docs/trust.md.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
+import os
 import shutil
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from ortlaunch.errors import CheckpointError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.units import human
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import Stepper
+
+_COMPLETE, _MANIFEST = "COMPLETE", "manifest.json"
+_BLOCK = 1 << 22
+File = dict[str, int]  # bytes, crc32
 
 
 def save(
     run: RunDir, recipe: Recipe, group: DistributedContext, stepper: Stepper, step: int, state: dict[str, Any]
 ) -> Path:
-    """Write the checkpoint after `step` steps (collective); older ones beyond `checkpoint.keep` go."""
-    folder = run.checkpoint(step)
+    """Write the checkpoint after `step` steps (collective); older ones beyond `checkpoint.keep` go.
+
+    Raises:
+        CheckpointError: it could not be written; what was there before is as it was.
+    """
+    folder, partial = run.checkpoint(step), run.partial(step)
     if group.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # one that was left half written
-        folder.mkdir(parents=True)
+        _require_room(run)
+        shutil.rmtree(partial, ignore_errors=True)  # one that was left half written
+        partial.mkdir(parents=True)
     group.barrier()
-    stepper.save(folder, dict(state))
+    with _told(run, partial):
+        stepper.save(partial, dict(state))
     group.barrier()
+    with _told(run, partial):
+        files = _flushed(partial, group)
+    files = {name: file for found in group.gather(json.dumps(files)) for name, file in json.loads(found).items()}
     if group.rank == 0:
-        _complete(folder, step, group, state["samples"])
+        with _told(run, partial):
+            _complete(run, step, {"step": step, "samples": state["samples"], "ranks": group.size, "files": files})
         _prune(run, recipe.checkpoint.keep)
     return folder
 
 
-def _complete(folder: Path, step: int, group: DistributedContext, samples: int) -> None:
-    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    write_json(folder / "manifest.json", {"step": step, "samples": samples, "ranks": group.size, "files": files})
-    write_text(folder / "COMPLETE", "")
+@contextlib.contextmanager
+def _told(run: RunDir, partial: Path) -> Iterator[None]:
+    """A full disk and its like in words."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # either, by who writes
+        there = newest(run)
+        kept = f"; {there[1]} is whole" if there else ""
+        raise CheckpointError(f"{partial} could not be written: {type(error).__name__}: {error}{kept}") from error
+
+
+def _require_room(run: RunDir) -> None:
+    """The disk has room for a checkpoint like the last one.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    there = newest(run)
+    if there is None:
+        return
+    needed = sum(file["bytes"] for file in read_json(there[1] / _MANIFEST)["files"].values())
+    free = shutil.disk_usage(run.path).free
+    if free < needed:
+        raise CheckpointError(
+            f"{run.checkpoints}: {human(free)} are free, and a checkpoint takes {human(needed)}; {there[1]} is whole. "
+            "Make room, or set checkpoint.keep lower"
+        )
+
+
+def _flushed(folder: Path, group: DistributedContext) -> dict[str, File]:
+    """Size and sum of this rank's share of the files; they are on the disk, not in its cache alone."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = {}
+    for path in files[group.rank :: group.size]:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            found[str(path.relative_to(folder))] = {"bytes": os.fstat(file.fileno()).st_size, "crc32": _sum(file)}
+    return found
+
+
+def _sum(file: IO[bytes]) -> int:
+    total = 0
+    while block := file.read(_BLOCK):
+        total = zlib.crc32(block, total)
+    return total
+
+
+def _sum_of(path: Path) -> int:
+    with open(path, "rb") as file:
+        return _sum(file)
+
+
+def _complete(run: RunDir, step: int, manifest: dict[str, Any]) -> None:
+    """Give the folder its name and its mark, in this order also on the disk."""
+    folder, partial = run.checkpoint(step), run.partial(step)
+    write_json(partial / _MANIFEST, manifest)
+    for inside in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+        _flush_folder(inside)
+    shutil.rmtree(folder, ignore_errors=True)  # one without its mark, of a version that wrote in place
+    os.replace(partial, folder)
+    write_text(folder / _COMPLETE, f"{_sum_of(folder / _MANIFEST)}\n")
+    _flush_folder(folder)
+    _flush_folder(run.checkpoints)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Names, too, are on the disk; not all file systems can be asked for it."""
+    handle = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        os.fsync(handle)
+    os.close(handle)
 
 
 def _prune(run: RunDir, keep: int | None) -> None:
     if keep is not None:
         for _, folder in run.complete_checkpoints()[:-keep]:
-            (folder / "COMPLETE").unlink()  # first, so that nobody takes it while it goes
+            (folder / _COMPLETE).unlink()  # first, so that nobody takes it while it goes
             shutil.rmtree(folder)
 
 
@@ -49,7 +143,66 @@ def newest(run: RunDir) -> tuple[int, Path] | None:
     return found[-1] if found else None
 
 
+def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
+    """Read the newest checkpoint again, and the one before it where that is not as it was written (collective).
+
+    A damaged one is renamed to step_N.broken, so that nobody takes it.
+
+    Raises:
+        CheckpointError: none is whole; to begin anew instead is for the user to say.
+    """
+    aside = []
+    while there := newest(run):
+        wrong = _damage(there[1], group)
+        group.barrier()  # all have seen it under this name
+        if not wrong:
+            break
+        aside.append(f"{there[1]} is damaged: {wrong}")
+        if group.rank == 0:
+            os.replace(there[1], _free_name(there[1]))
+            print(f"{aside[-1]}; set aside as {there[1].name}.broken*", flush=True)
+        group.barrier()
+    if aside and there is None:
+        raise CheckpointError(
+            "\n".join(aside) + f"\nNo whole checkpoint is left in {run.checkpoints}; give a new --run-dir to begin anew"
+        )
+
+
+def _damage(folder: Path, group: DistributedContext) -> str:
+    """What differs from the manifest, or nothing; ranks read a share each."""
+    if wrong := _damage_of_manifest(folder):
+        return wrong
+    files = sorted(read_json(folder / _MANIFEST)["files"].items())
+    mine = [wrong for name, file in files[group.rank :: group.size] if (wrong := _difference(folder / name, file))]
+    found = [text for texts in group.gather(json.dumps(mine)) for text in json.loads(texts)]
+    return "; ".join(found)
+
+
+def _damage_of_manifest(folder: Path) -> str:
+    try:
+        whole = (folder / _COMPLETE).read_text(encoding="utf-8").strip() == str(_sum_of(folder / _MANIFEST))
+    except (OSError, ValueError) as error:
+        return f"{_MANIFEST} or {_COMPLETE} cannot be read: {error}"
+    return "" if whole else f"{_MANIFEST} is not as it was written"
+
+
+def _difference(path: Path, file: File) -> str:
+    try:
+        with open(path, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file["bytes"]:
+                return f"{path.name} has {size:,} bytes of {file['bytes']:,}"
+            return "" if _sum(opened) == file["crc32"] else f"{path.name} is not as it was written"
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+
+
+def _free_name(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}.broken{number or ''}") for number in itertools.count())
+    return next(name for name in names if not name.exists())
+
+
 def samples_seen(folder: Path, step: int, batch: BatchPlan) -> int:
     """How many samples the steps up to this checkpoint took, in whatever batches; old ones tell only their steps."""
-    seen: int = read_json(folder / "manifest.json").get("samples", step * batch.global_samples)
+    seen: int = read_json(folder / _MANIFEST).get("samples", step * batch.global_samples)
     return seen

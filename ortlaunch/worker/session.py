@@ -12,6 +12,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory
+from ortlaunch.worker.checkpoint import set_aside_damaged
 from ortlaunch.worker.data import Batches, Data, load_data
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
@@ -49,6 +50,8 @@ def build_session(
         freed_memory: for engine.json, what becomes of memory that a step frees.
     """
     progress = Progress(group.rank)
+    progress.doing("reading checkpoints")
+    set_aside_damaged(run, group)
     progress.doing("reading data")
     data = load_data(recipe, group)
     progress.doing("building the model")

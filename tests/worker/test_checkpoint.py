@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +16,13 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker import checkpoint
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import DeepSpeedStepper, TorchStepper
 
-GROUP: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), barrier=lambda: None)
+GROUP: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
 
 
 class Writer:
@@ -43,8 +49,11 @@ def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:
     """The manifest has step, ranks and every file with its size; the mark comes last."""
     folder = save(RunDir(tmp_path), 5)
     manifest = json.loads((folder / "manifest.json").read_text())
-    size = len(json.dumps({"step": 5, "samples": 40}))
-    assert manifest == {"step": 5, "samples": 40, "ranks": 1, "files": {"part/weights": 5, "state": size}}
+    state = json.dumps({"step": 5, "samples": 40}).encode()
+    assert manifest == {"step": 5, "samples": 40, "ranks": 1, "files": {
+        "part/weights": {"bytes": 5, "crc32": zlib.crc32(b"12345")},
+        "state": {"bytes": len(state), "crc32": zlib.crc32(state)},
+    }}  # fmt: skip
     assert (folder / "COMPLETE").stat().st_mtime_ns >= (folder / "manifest.json").stat().st_mtime_ns
 
 
@@ -66,7 +75,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert checkpoint.newest(run) is None
     for step in (9, 100_000_000, 20):
         save(run, step)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"step_\d+.partial could not be written: OSError: No space left"):
         save(run, 200_000_000, fails=True)
     (run.checkpoints / "mine").mkdir()
     (run.checkpoints / "mine" / "COMPLETE").touch()
@@ -78,13 +87,76 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
 def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
     """A folder left by a failed save does not stand in the way of the next, nor mix with it."""
     run = RunDir(tmp_path)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match=r"step_\d+.partial could not be written: OSError: No space left"):
         save(run, 5, fails=True)
-    (run.checkpoint(5) / "old").touch()
+    (run.partial(5) / "old").touch()
     folder = save(run, 5)
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
         "COMPLETE", "manifest.json", "part/weights", "state",
     ]  # fmt: skip
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "a flipped bit": ("part/weights", flip, "weights is not as it was written"),
+    "a cut file": ("state", lambda path: os.truncate(path, 9), "state has 9 bytes of "),
+    "a missing file": ("part/weights", Path.unlink, "weights: No such file"),
+    "a folder in its place": ("state", lambda path: (path.unlink(), path.mkdir()), "state: Is a directory"),  # type: ignore[func-returns-value]
+    "a flipped bit in the manifest": ("manifest.json", flip, "manifest.json is not as it was written"),
+    "no manifest": ("manifest.json", Path.unlink, "manifest.json or COMPLETE cannot be read"),
+    "an empty mark": ("COMPLETE", lambda path: os.truncate(path, 0), "manifest.json is not as it was written"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_one_is_set_aside(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is named with what is wrong, kept under another name, and the one before it is taken."""
+    file, damage, wrong = DAMAGE[kind]
+    run = RunDir(tmp_path)
+    for step in (10, 20, 30):
+        save(run, step)
+    checkpoint.set_aside_damaged(run, GROUP)
+    assert capsys.readouterr().out == ""
+    damage(run.checkpoint(30) / file)
+    checkpoint.set_aside_damaged(run, GROUP)
+    assert checkpoint.newest(run) == (20, run.checkpoint(20))
+    said = capsys.readouterr().out
+    assert said.startswith(f"{run.checkpoint(30)} is damaged: {wrong}")
+    assert (run.checkpoints / "step_00000030.broken").is_dir()
+
+
+def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
+    """Where no checkpoint is whole, the run ends with what is wrong in each."""
+    run = RunDir(tmp_path)
+    for step in (10, 20):
+        flip(save(run, step) / "state")
+    with pytest.raises(CheckpointError, match=r"(?s)00020 is damaged.*00010 is damaged.*No whole checkpoint is left"):
+        checkpoint.set_aside_damaged(run, GROUP)
+
+
+def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
+    """A failed save leaves the older ones as they were, and names the newest; its folder is not taken for one."""
+    run = RunDir(tmp_path)
+    save(run, 10)
+    with pytest.raises(CheckpointError, match=f"{run.checkpoint(10)} is whole"):
+        save(run, 20, keep=1, fails=True)
+    assert [step for step, _ in run.complete_checkpoints()] == [10]
+    assert run.partial(20).is_dir()
+
+
+def test_a_disk_without_room_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is begun where a checkpoint like the last one has no room."""
+    run = RunDir(tmp_path)
+    save(run, 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20))
+    with pytest.raises(CheckpointError, match=r"20 B are free, and a checkpoint takes 32 B; .*00010 is whole"):
+        save(run, 20)
+    assert not run.partial(20).exists()
 
 
 # ------------------------------------------------------------------------------------------------- what is inside
