@@ -106,6 +106,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     from ortlaunch.rank import Rank
     from ortlaunch.run import control
     from ortlaunch.run.folder import RunDir
+    from ortlaunch.run.resolve import resolve
     from ortlaunch.worker.__main__ import live
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
@@ -127,7 +128,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     path = Path(__file__).parent / f".contest-{os.getpid()}.yaml"  # beside this module, which it names
     path.write_text(json.dumps(recipe))
     try:
-        resolved = control.resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
+        resolved = resolve(path, (), LaunchOptions("local", 1, None, None, None), os.environ)
     finally:
         path.unlink()
     run = RunDir(folder / "run")

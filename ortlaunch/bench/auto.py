@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch import __version__, machine
-from ortlaunch.bench import Length, measure, new_folder, prepared, times
-from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table
+from ortlaunch.bench.measure import Length, measure, new_folder, prepared
+from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table, times
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule import extensions
-from ortlaunch.run.control import ResolvedRun, differences
 from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.run.prepare import differences
+from ortlaunch.run.resolve import ResolvedRun
 
 SHORT = Length(rounds=3, steps=3)
 # Fields of `engine` that change no measured figure.
@@ -30,7 +31,7 @@ _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")
 
 
-def choose(resolved: ResolvedRun, run: RunDir, check: Callable[[], None]) -> ResolvedRun:
+def choose(resolved: ResolvedRun, run: RunDir, check: Callable[[], object]) -> ResolvedRun:
     """The run with its engine: the run folder's, else the remembered one, else the one that is measured now.
 
     Args:
@@ -49,8 +50,8 @@ def choose(resolved: ResolvedRun, run: RunDir, check: Callable[[], None]) -> Res
     if resolved.world.inside is not None:
         raise PlanError(
             "engine.name: auto has not been measured for this model, shape and machine, and a launcher's rank can "
-            f"start no jobs; run `ortlaunch bench {resolved.path}` once outside of the launcher, with as many ranks, "
-            f"or name the engine{_nearest(resolved)}"
+            f"start no jobs; run `ortlaunch bench {resolved.command.path}` once outside of the launcher, with as many "
+            f"ranks, or name the engine{_nearest(resolved)}"
         )
     check()
     folder = new_folder(None, f"{resolved.plan.name}-auto")
@@ -71,17 +72,17 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
     if found:
         return decided(resolved, found, "cached")
     note = "engine auto: measured when training starts, and remembered; until then planned as for ort"
-    return resolved._replace(world=resolved.world._replace(notes=(*resolved.world.notes, note)))
+    return resolved._replace(notes=(*resolved.notes, note))
 
 
 def decided(resolved: ResolvedRun, choice: dict[str, Any], source: str = "") -> ResolvedRun:
     """The same run with the chosen engine; its notes say which and why."""
     engine, before = choice["chosen"], resolved.file.recipe.engine
-    chosen = resolved.with_overrides(*engine_overrides(engine, before, parity=True))
+    chosen = resolved.with_choice(*engine_overrides(engine, before, parity=True))
     note = f"engine auto: {engine}: {choice['why']}{f' ({source})' if source else ''}"
     if engine == "eager" and before.parity_steps:
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
-    return chosen._replace(choice=choice, world=chosen.world._replace(notes=(*chosen.world.notes, note)))
+    return chosen._replace(choice=choice, notes=(*chosen.notes, note))
 
 
 def remembered(resolved: ResolvedRun) -> dict[str, Any] | None:

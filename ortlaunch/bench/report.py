@@ -92,6 +92,11 @@ def fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return max((row for row in rows if passes(row)), key=lambda row: float(row["samples_per_second"]), default=None)
 
 
+def times(best: dict[str, Any], other: dict[str, Any]) -> str:
+    """`1.90 x eager`."""
+    return f"{best['samples_per_second'] / other['samples_per_second']:.2f} x {other['name']}"
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Figures of what was measured, and a line of reason for what was not."""
     measured = [row for row in rows if row["state"] == MEASURED]

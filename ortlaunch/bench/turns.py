@@ -13,8 +13,8 @@ from typing import Any
 from ortlaunch.bench.variants import Variant
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import explain_end
-from ortlaunch.run import control
 from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.run.prepare import write_run
 
 WARM_UP_STEPS = 3
 _POLL_SECONDS = 0.02
@@ -51,7 +51,7 @@ class Player:
         """Start the job, and wait until it has warmed up; the first start's times are kept."""
         assert self.variant.resolved is not None
         plan = self.variant.resolved.plan
-        request = control.write_run(self.variant.resolved, self.run)
+        request = write_run(self.run, self.variant.resolved.file.recipe, plan)
         self.run.order.unlink(missing_ok=True)
         self.run.results.unlink(missing_ok=True)
         self._number = self._read = 0

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from ortlaunch import doctor
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.engine import Engine
-from ortlaunch.run import control
-from ortlaunch.run.control import ResolvedRun
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.prepare import request_of
+from ortlaunch.run.resolve import ResolvedRun
 
 ENGINES = ("ort", "inductor", "eager")
 _OF_INDUCTOR = ("parity_steps", "parity_tolerance")
@@ -117,7 +117,7 @@ def resolve_variant(variant: Variant, base: ResolvedRun) -> Variant:
     try:
         resolved = base.with_overrides(*variant.overrides(base.file.recipe.engine))
         doctor.require(resolved.file.recipe, resolved.plan)
-        control.dry_run(resolved, RunDir(variant.slug))  # finds mpirun, where that is the launcher
+        request_of(resolved.plan, RunDir(variant.slug))  # finds mpirun, where that is the launcher
     except InputError as error:
         return variant._replace(refused=str(error))
     return variant._replace(resolved=resolved._replace(plan=replace(resolved.plan, task="bench")))

@@ -34,11 +34,12 @@ def bench(
     options: Any = None,
 ) -> None:
     """Measure engines and options side by side: speed, memory, time to first step, equality with plain PyTorch."""
-    from ortlaunch import bench as benches
-    from ortlaunch.run.control import resolve
+    from ortlaunch.bench import command
+    from ortlaunch.bench.measure import Length
+    from ortlaunch.run.resolve import resolve
 
     resolved = resolve(recipe, overrides or (), options, os.environ)
     chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()
-    length = benches.Length(rounds, steps, one_at_a_time)
+    length = Length(rounds, steps, one_at_a_time)
     go_on_unread()
-    raise typer.Exit(benches.bench(resolved, chosen, vary or (), length, out, picture))
+    raise typer.Exit(command.bench(resolved, chosen, vary or (), length, out, picture))

@@ -18,9 +18,10 @@ def plan(
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.planning.describe import describe
     from ortlaunch.planning.memory import why_unknown
-    from ortlaunch.run.control import dry_run, preview, resolve
+    from ortlaunch.run.control import dry_run, preview
     from ortlaunch.run.folder import RunDir
     from ortlaunch.run.micro_size import note
+    from ortlaunch.run.resolve import resolve
 
     resolved = preview(resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ))
     if json:
@@ -31,4 +32,4 @@ def plan(
     if resolved.plan.memory is None:
         notes.append(f"memory: not known here: {why_unknown(resolved.file.recipe)}")
     shown = describe(resolved.plan, resolved.file.recipe)
-    typer.echo("\n".join([*resolved.world.notes, shown, *notes, f"command: {command}"]))
+    typer.echo("\n".join([*resolved.notes, shown, *notes, f"command: {command}"]))

@@ -27,12 +27,14 @@ def train(
 def start(recipe: Path, overrides: Sequence[str], options: Any, run_dir: Optional[Path], dry_run: bool) -> None:
     """Run the ranks, or show what would be run; leaves with the run's exit status."""
     from ortlaunch.run import control
+    from ortlaunch.run.prepare import run_folder
+    from ortlaunch.run.resolve import resolve
 
-    resolved = control.resolve(recipe, overrides, options._replace(planned_only=dry_run), os.environ)
+    resolved = resolve(recipe, overrides, options._replace(planned_only=dry_run), os.environ)
     if dry_run:
         resolved = control.preview(resolved)
-        print(*resolved.world.notes, sep="\n", end="\n" if resolved.world.notes else "", file=sys.stderr)
-        typer.echo(control.dry_run(resolved, control.run_folder(run_dir, resolved, os.environ)))
+        print(*resolved.notes, sep="\n", end="\n" if resolved.notes else "", file=sys.stderr)
+        typer.echo(control.dry_run(resolved, run_folder(run_dir, resolved, os.environ)))
         return
     go_on_unread()
     raise typer.Exit(control.train(resolved, run_dir))

@@ -60,6 +60,11 @@ _Problems = list[tuple[int, str]]  # column and text
 
 def read_hostfile(path: str | os.PathLike[str], default_slots: int | None = None) -> HostList:
     """Read a host file from disk; HostfileError when it cannot be read, is not UTF-8 or names no host."""
+    return parse_hostfile(hostfile_text(path), os.fspath(path), default_slots)
+
+
+def hostfile_text(path: str | os.PathLike[str]) -> str:
+    """What a host file holds; HostfileError when it cannot be read or is not UTF-8."""
     source = os.fspath(path)
     try:
         data = _bytes(source)
@@ -67,7 +72,7 @@ def read_hostfile(path: str | os.PathLike[str], default_slots: int | None = None
         raise HostfileError(
             f"{source}: cannot be read: {error.strerror}; give a file with lines such as {_EXAMPLE}"
         ) from error
-    return parse_hostfile(_decode(data, source), source, default_slots)
+    return _decode(data, source)
 
 
 def _bytes(source: str) -> bytes:

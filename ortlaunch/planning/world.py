@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.plan import LOCAL_NAMES
-from ortlaunch.planning.hosts import Host, read_hostfile, select
+from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.rank import Rank, detect
 from ortlaunch.recipe import Recipe
 
@@ -33,6 +33,7 @@ class LaunchOptions(NamedTuple):
     exclude: str | None = None
     planned_only: bool = False  # to be looked at, not run: what this host lacks, others may have
     task: str = "train"  # what the ranks are to do: the verb that was typed
+    hosts_text: str | None = None  # what the host file holds, once it was read: a pipe gives it once
 
 
 class World(NamedTuple):
@@ -108,7 +109,8 @@ def _hosts(
 
 def _from_file(options: LaunchOptions, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     assert options.hostfile is not None
-    listed = read_hostfile(options.hostfile, default_slots=per_node)
+    text = hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
+    listed = parse_hostfile(text, options.hostfile, per_node)
     hosts = tuple(map(_by_name, select(listed.hosts, options.include, options.exclude)))
     if options.processes_per_node:
         hosts = tuple(_first_slots(host, options.processes_per_node) for host in hosts)

@@ -22,15 +22,22 @@ __all__ = ["Recipe", "RecipeFile", "load", "parse_resolved", "to_yaml"]
 
 
 class RecipeFile:
-    """A valid recipe together with where each of its keys was written."""
+    """A valid recipe together with where each of its keys was written, and what was read for it."""
 
-    def __init__(self, recipe: Recipe, tree: Tree) -> None:
-        self.recipe, self._tree = recipe, tree
+    def __init__(self, recipe: Recipe, tree: Tree, read: Tree, overrides: tuple[str, ...]) -> None:
+        self.recipe, self.overrides, self._tree, self._read = recipe, overrides, tree, read
 
-    def with_micro_size(self, size: int) -> RecipeFile:
-        """The same file with a number in place of `batch.micro_size: auto`."""
-        batch = self.recipe.batch.model_copy(update={"micro_size": size})
-        return RecipeFile(self.recipe.model_copy(update={"batch": batch}), self._tree)
+    def with_overrides(self, *overrides: str) -> RecipeFile:
+        """The same with further `key.path=value`; no file is read again.
+
+        Raises:
+            RecipeError: with every problem, as `load`.
+        """
+        return _checked(self._read, (*self.overrides, *overrides), [])
+
+    def with_no_overrides(self) -> RecipeFile:
+        """What the files alone say; raises as `with_overrides`."""
+        return _checked(self._read, (), [])
 
     def explain(self, problem: Problem) -> str:
         """A rule's problem as a line with its place."""
@@ -46,14 +53,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RecipeFile:
     """
     problems: list[Line] = []
     try:
-        tree = override(read(Path(path), problems), overrides, problems)
+        tree = read(Path(path), problems)
     except SourceError as error:
         raise RecipeError([str(line) for line in (*problems, error.line)]) from None
-    recipe, tree, wrong = check(tree)
+    return _checked(tree, tuple(overrides), problems)
+
+
+def _checked(read: Tree, overrides: tuple[str, ...], problems: list[Line]) -> RecipeFile:
+    """The recipe of what was read, with overrides; `problems` are those of reading."""
+    recipe, tree, wrong = check(override(read, overrides, problems))
     problems += wrong
     if problems or recipe is None:
-        raise RecipeError([str(line) for line in in_reading_order(problems, str(path))])
-    return RecipeFile(recipe, tree)
+        raise RecipeError([str(line) for line in in_reading_order(problems, read.place.source)])
+    return RecipeFile(recipe, tree, read, overrides)
 
 
 def to_yaml(recipe: Recipe) -> str:

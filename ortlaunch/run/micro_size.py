@@ -16,8 +16,9 @@ from ortlaunch.launch import backend
 from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.plan import Plan
 from ortlaunch.planning.make_plan import replan
-from ortlaunch.recipe import Recipe, to_yaml
-from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.run.prepare import write_run
 from ortlaunch.units import human
 
 MARGIN = 0.9  # of the room; the rest is for what two steps do not show
@@ -49,6 +50,11 @@ class Stopped(LaunchError):
 def is_asked(recipe: Recipe) -> bool:
     """Whether a size has to be found."""
     return recipe.batch.micro_size == "auto"
+
+
+def override(size: int) -> str:
+    """What puts a found size into the recipe."""
+    return f"batch.micro_size={size}"
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -156,13 +162,7 @@ def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
     data = recipe.data.model_copy(update={"evaluation": None})
     small = recipe.model_copy(update={"batch": batch, "data": data})
     tried = replace(replan(small, plan), task="try")
-    for old in (*trial.errors.glob("*"), trial.trial):
-        old.unlink(missing_ok=True)
-    write_text(trial.recipe, to_yaml(small))
-    write_text(trial.plan, tried.to_json())
-    if tried.deepspeed is not None:
-        write_json(trial.deepspeed, tried.deepspeed)
-    write_text(trial.request, f"{backend(plan.launcher).request(tried, trial)}\n")
+    write_run(trial, small, tried)
     return tried
 
 

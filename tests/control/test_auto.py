@@ -14,8 +14,9 @@ from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule import extensions
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.run import control
-from ortlaunch.run.control import ResolvedRun
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run.prepare import write_run
+from ortlaunch.run.resolve import ResolvedRun
 from tests.control.benches import player, resolved, rows
 from tests.makers import OWN_MODULE
 
@@ -75,8 +76,8 @@ def test_a_remembered_choice_is_taken() -> None:
     remembered_choice(base)
     found = auto.choose(base, RunDir("run"), never)
     assert found.file.recipe.engine == Engine(name="inductor")
-    assert found.world.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
-    control.write_run(found, RunDir("run"))
+    assert found.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
+    write_run(RunDir("run"), found.file.recipe, found.plan, found.choice)
     assert read_json(RunDir("run").choice)["chosen"] == "inductor"
     assert auto.preview(base).file.recipe.engine.name == "inductor"
 
@@ -97,7 +98,7 @@ def test_a_run_keeps_its_engine() -> None:
     base, run = resolved(), RunDir("run")
     remembered_choice(base, "inductor")
     write_json(run.choice, {"asked": "auto", "chosen": "eager", "why": "then", "key": auto.digest(base)})
-    assert auto.choose(base, run, never).world.notes[-1] == "engine auto: eager: then (as this run began)"
+    assert auto.choose(base, run, never).notes[-1] == "engine auto: eager: then (as this run began)"
     write_json(run.choice, {"asked": "auto", "chosen": "eager", "why": "then", "key": "of another model"})
     assert auto.choose(base, run, never).file.recipe.engine.name == "inductor"
     write_text(run.checkpoint(5) / "COMPLETE", "")
@@ -108,7 +109,8 @@ def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
     """The run folder's choice belongs to engine auto alone."""
     run = RunDir("run")
     write_json(run.choice, {"chosen": "ort"})
-    control.write_run(resolved(engine={"name": "eager"}), run)
+    made = resolved(engine={"name": "eager"})
+    write_run(run, made.file.recipe, made.plan, made.choice)
     assert not run.choice.exists()
 
 
@@ -138,7 +140,7 @@ def test_plan_and_dry_run_measure_nothing() -> None:
     base = resolved()
     shown = control.preview(base)
     assert shown.plan == base.plan
-    assert shown.world.notes[-1].startswith("engine auto: measured when training starts")
+    assert shown.notes[-1].startswith("engine auto: measured when training starts")
 
 
 def test_a_bench_refreshes_what_auto_remembers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import bench, machine
-from ortlaunch.bench import Length, picture, report
+from ortlaunch import machine
+from ortlaunch.bench import command, measure, picture, report
+from ortlaunch.bench.measure import Length
 from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant, split_values, variants
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.recipe.engine import Engine
@@ -86,7 +87,7 @@ def test_a_refused_variant_says_why() -> None:
     assert (refused.resolved, "precision: got bf16 with engine ort" in refused.refused) == (None, True)
     assert resolve_variant(Variant("eager", ()), base).resolved is not None
     with pytest.raises(InputError) as caught:
-        bench.prepared(base, ["ort"], ["seed=1,2"])
+        measure.prepared(base, ["ort"], ["seed=1,2"])
     assert str(caught.value).count("ort seed=") == 2
 
 
@@ -151,7 +152,7 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MissingDependency, match=r'pip install "ortlaunch\[bench\]", or leave the picture out: --no-picture'
     ):
-        bench.bench(resolved(), ["eager"], (), Length(), None, picture=True)
+        command.bench(resolved(), ["eager"], (), Length(), None, picture=True)
     assert not Path("bench").exists()
 
 
@@ -166,12 +167,12 @@ def test_variants_that_do_not_fit_run_one_at_a_time(monkeypatch: pytest.MonkeyPa
     """Said, with both figures; where they fit, all stay resident."""
     said: list[str] = []
     made = [player("eager", [[1.0]]), player("ort", [[1.0]])]
-    assert bench._that_fits(Length(), made, said.append) == Length()
+    assert measure._that_fits(Length(), made, said.append) == Length()
     for each in made:
         each.variant = resolve_variant(each.variant, resolved(**BERT_ON_WORDS))
-    assert bench._that_fits(Length(), made, said.append) == Length()
+    assert measure._that_fits(Length(), made, said.append) == Length()
     monkeypatch.setattr(machine, "memory_limits", lambda: [machine.MemoryLimit("a group", 1 << 30, 1 << 20)])
-    assert bench._that_fits(Length(), made, said.append).one_at_a_time
+    assert measure._that_fits(Length(), made, said.append).one_at_a_time
     assert "1.0 MiB are free: one at a time" in said[0]
 
 
@@ -184,9 +185,9 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             busy.kill()
     said: list[str] = []
     monkeypatch.setattr(machine, "others_at_work", list)
-    bench._say_busy(said.append, (0.0, 0.0, 0.0))
+    measure._say_busy(said.append, (0.0, 0.0, 0.0))
     assert said == []
-    bench._say_busy(said.append, (1000.0, 0.0, 0.0))
+    measure._say_busy(said.append, (1000.0, 0.0, 0.0))
     assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
 
 
@@ -194,7 +195,7 @@ def test_a_job_that_works_while_it_waits_is_told() -> None:
     """Half a core in the others' time spoils their figures."""
     made, said = player("ort", [[1.0]]), []
     made.turns[0]["waited"] = {"seconds": 10.0, "processor_seconds": 5.0}
-    bench._say_spinning([made], said.append)
+    measure._say_spinning([made], said.append)
     assert said[0].startswith("WARNING: ort used 5.0 s of processor time in 10.0 s of waiting")
 
 

@@ -20,9 +20,9 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.reference import markdown
 from ortlaunch.recipe.schema import json_schema
 from ortlaunch.run import control
-from ortlaunch.run.control import ResolvedRun
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.job_file import JobFile
+from ortlaunch.run.resolve import ResolvedRun
 from tests.makers import BERT, CUSTOM, OWN_MODULE, WORDS
 
 ROOT = Path(__file__).parents[2]

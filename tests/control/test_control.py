@@ -16,9 +16,11 @@ from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeEr
 from ortlaunch.ortmodule import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
+from ortlaunch.recipe import to_yaml
 from ortlaunch.run import control
-from ortlaunch.run.control import ResolvedRun, differences, resolve, run_folder
 from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.prepare import check_folder, claimed, differences, earlier, run_folder
+from ortlaunch.run.resolve import ResolvedRun, resolve
 from tests.makers import CUSTOM, OWN_MODULE, host
 from tests.makers import plan as made_plan
 from tests.makers import recipe as made_recipe
@@ -99,13 +101,13 @@ def test_folder_of_a_new_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
     run = run_folder(None, resolved(), {})
     assert str(run) == "runs/made-20260102-030405"
-    assert [str(control._claimed(run)) for _ in range(3)] == [f"{run}", f"{run}-2", f"{run}-3"]
+    assert [str(claimed(run)) for _ in range(3)] == [f"{run}", f"{run}-2", f"{run}-3"]
 
 
 def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
     """The folder of an earlier run, with a checkpoint after some steps."""
     run = RunDir(folder)
-    write_text(run.recipe, control.recipe.to_yaml(resolved(**sections).file.recipe))
+    write_text(run.recipe, to_yaml(resolved(**sections).file.recipe))
     if steps:
         write_text(run.checkpoint(steps) / "COMPLETE", "")
     return run
@@ -171,20 +173,18 @@ def test_checkpoints_of_another_training() -> None:
         ),
     ],
 )
-def test_a_folder_is_continued(
-    steps: int | None, sections: dict[str, Any], lines: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_continued(steps: int | None, sections: dict[str, Any], lines: list[str]) -> None:
     """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
-    control._check_folder(older("mine", steps), resolved(**sections))
-    assert capsys.readouterr().out.splitlines() == lines
+    run, made = older("mine", steps), resolved(**sections)
+    assert check_folder(run, earlier(run, made), made) == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
     """`ortlaunch parity` does not overwrite the recipe and records that belong to checkpoints; else it may continue."""
     comparison = resolved(LaunchOptions(task="parity"), engine={"name": "inductor", "parity_steps": 1})
     with pytest.raises(PlanError, match=r"^--run-dir mine: holds the checkpoints of a training, whose records"):
-        control._check_folder(older("mine", steps=2), comparison)
-    control._check_folder(older("other"), comparison)
+        check_folder(older("mine", steps=2), comparison.file.recipe, comparison)
+    check_folder(older("other"), comparison.file.recipe, comparison)
 
 
 def test_preparing_forgets_old_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from ortlaunch.bench import prepared
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.control import resolve
+from ortlaunch.run.resolve import resolve
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 PLAIN = {"plain": {"rows": [{"losses": [4.0, 2.0]}]}}

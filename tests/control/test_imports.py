@@ -157,7 +157,7 @@ def loaded_by(code: str, folder: Path, *arguments: str) -> set[str]:
         "ortlaunch.plan",
         "ortlaunch.launch.mpi, ortlaunch.launch.local, ortlaunch.launch.torchrun",
         "ortlaunch.ortmodule.extensions",
-        "ortlaunch.bench, ortlaunch.bench.auto",
+        "ortlaunch.bench.command, ortlaunch.bench.auto",
     ],
 )
 def test_importing_the_control_side_is_light(modules: str, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.control import ResolvedRun, resolve
 from ortlaunch.run.inputs import broken_factories, missing_files
+from ortlaunch.run.resolve import ResolvedRun, resolve
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
 
 HOSTS = "a slots=1\nb slots=1\n"
@@ -104,7 +104,7 @@ def test_a_run_here_needs_them_here(sections: dict[str, Any], planned_only: bool
         with pytest.raises(RecipeError, match=r"^recipe.yaml:\d+:\d+: (data.train.path|model.factory): got (no|mine)"):
             resolved(asked, **sections)
     else:
-        assert resolved(asked, **sections).world.notes[0].endswith(f"no file here (seen from {Path.cwd()})")
+        assert resolved(asked, **sections).notes[0].endswith(f"no file here (seen from {Path.cwd()})")
 
 
 @pytest.mark.parametrize("sections", [NO_FILE, NO_FUNCTION])
@@ -113,6 +113,5 @@ def test_other_hosts_may_have_them(sections: dict[str, Any]) -> None:
     Path("hosts").write_text(HOSTS)
     asked = LaunchOptions(hostfile="hosts")
     assert any(
-        ": got " in note
-        for note in resolved(asked, batch={"micro_size": 2, "accumulation_steps": 1}, **sections).world.notes
+        ": got " in note for note in resolved(asked, batch={"micro_size": 2, "accumulation_steps": 1}, **sections).notes
     )

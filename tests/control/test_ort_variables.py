@@ -18,7 +18,7 @@ from ortlaunch.errors import PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.ort_variables import FIELDS, HARMLESS, LEFT_OUT, contradictions, seen
-from ortlaunch.run.control import resolve
+from ortlaunch.run.resolve import resolve
 from tests.makers import CUSTOM, OWN_MODULE
 
 # variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
@@ -128,7 +128,7 @@ def resolved(folder: Path, environ: dict[str, str], **engine: Any) -> tuple[str,
     """The notes of a run with this engine in this environment."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump({**CUSTOM, "engine": {"name": "ort", **engine}}))
-    return resolve(path, (), LaunchOptions(), environ).world.notes
+    return resolve(path, (), LaunchOptions(), environ).notes
 
 
 def test_a_contradiction_ends_the_command_before_anything_starts(tmp_path: Path) -> None:

@@ -94,13 +94,13 @@ def test_a_plan_says_what_it_brings(names: tuple[str, ...], word: str, said: str
     """Of this host's processor, without torch."""
     units(*names)
     assert machine.matmul_effect(word, "cpu").startswith(said)
-    notes = resolved(engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}).world.notes
+    notes = resolved(engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}).notes
     assert any(note.startswith(f"matmul_precision {word}: {said}") for note in notes)
 
 
 def test_a_plan_at_highest_says_nothing(units: Any) -> None:
     """That is the default."""
-    assert not any("matmul" in note for note in resolved(engine={"name": "eager"}).world.notes)
+    assert not any("matmul" in note for note in resolved(engine={"name": "eager"}).notes)
 
 
 def test_it_is_every_engines_and_float32s() -> None:

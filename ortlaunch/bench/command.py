@@ -1,0 +1,57 @@
+"""`ortlaunch bench`: measure the variants, show them, write the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.bench import auto
+from ortlaunch.bench.measure import Length, measure, new_folder, prepared
+from ortlaunch.bench.picture import draw, require_matplotlib
+from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, table, times
+from ortlaunch.bench.variants import ENGINES
+from ortlaunch.run.folder import write_json
+from ortlaunch.run.resolve import ResolvedRun
+
+
+def bench(
+    resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str], length: Length, out: Path | None, picture: bool
+) -> int:
+    """Measure, show and write the comparison; the exit status: 1 where a variant failed or differs, 2 where none ran.
+
+    Raises:
+        InputError: nothing can be measured; nothing was started.
+    """
+    if picture:
+        require_matplotlib()
+    found = prepared(resolved, engines or ENGINES, vary)
+    folder = new_folder(out, resolved.plan.name)
+    report = measure(resolved, found, length, folder, lambda text: print(text, flush=True))
+    rows = report["variants"]
+    write_json(folder / "bench.json", report)
+    written = [folder / "bench.json"]
+    measured = [row for row in rows if row["state"] == MEASURED]
+    if picture and measured:
+        draw(measured, title(resolved, report), folder / "bench.png")
+        written.append(folder / "bench.png")
+    print("\n".join(["", table(rows), *_verdict(rows), f"written: {', '.join(map(str, written))}"]), flush=True)
+    if not engines and not vary:
+        auto.remember(resolved, report, folder)
+    return int(any(row["state"] == FAILED or (row["state"] == MEASURED and not passes(row)) for row in rows))
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
+    best = fastest(rows)
+    if best is None:
+        return ["fastest: none passed parity"]
+    others = [row for row in rows if row["state"] == MEASURED and row is not best]
+    return [f"fastest: {best['name']}{''.join(f', {times(best, row)}' for row in others)}"]
+
+
+def title(resolved: ResolvedRun, report: dict[str, Any]) -> str:
+    """What was measured on what."""
+    hardware, ranks = report["hardware"], resolved.plan.world_size
+    gpus = hardware["gpus"] if report["device"] == "cuda" else []
+    where = gpus[0] if gpus else f"{hardware['processor']}, {hardware['cores']} cores"
+    return f"{report['name']} on {where}, {ranks} {'rank' if ranks == 1 else 'ranks'}"

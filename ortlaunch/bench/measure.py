@@ -1,0 +1,219 @@
+"""Variants of one recipe measured side by side, in turns, on the machine that trains them.
+
+Every variant is a job of its own, started as `train` starts it. They take turns, A B C A B C ..., so that a busy moment
+of the machine hits all of them; between its turns a job sleeps. The control side never imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from ortlaunch import machine
+from ortlaunch.bench.report import results, short_reason
+from ortlaunch.bench.turns import Failed, Player
+from ortlaunch.bench.variants import Variant, resolve_variant, variants
+from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
+from ortlaunch.run import provenance
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.units import human
+
+_LEAST_BUSY_LOAD = 0.5  # runnable processes a core, beside this one
+_SPUN = 0.2  # share of its waiting time that a job may spend on a processor
+Say = Callable[[str], None]
+
+
+class Length(NamedTuple):
+    """How much is measured: `rounds` turns of each variant, of `steps` optimizer steps."""
+
+    rounds: int = 5
+    steps: int = 4
+    one_at_a_time: bool = False
+
+
+class Stopped(OrtlaunchError):
+    """The user stopped the bench with a signal."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_status = 128 + number
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+def prepared(resolved: ResolvedRun, engines: Sequence[str], vary: Sequence[str]) -> list[Variant]:
+    """Every variant, resolved or refused.
+
+    Raises:
+        InputError: all of them are refused.
+    """
+    if resolved.world.inside is not None:
+        raise PlanError(
+            "a bench starts its jobs itself, and this process is a rank of a launcher already; start it outside, with "
+            "--launcher, --nproc-per-node or --hostfile as the training has them"
+        )
+    if resolved.file.recipe.batch.micro_size == "auto":
+        raise PlanError("batch.micro_size is auto, and variants are compared on one batch; add batch.micro_size=NUMBER")
+    found = [resolve_variant(variant, resolved) for variant in variants(engines, vary)]
+    if all(variant.resolved is None for variant in found):
+        raise InputError("\n".join(f"{variant.name}: {variant.refused}" for variant in found))
+    return found
+
+
+def new_folder(out: Path | None, name: str) -> Path:
+    """`out`, which must be new or empty, else bench/<name>-<time>."""
+    folder = out or Path("bench") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for path in (folder, *(Path(f"{folder}-{number}") for number in range(2, 1000) if out is None)):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    if folder.is_dir() and not any(folder.iterdir()):
+        return folder
+    raise PlanError(f"{folder}: is there already; give --out a new folder")
+
+
+def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, folder: Path, say: Say) -> dict[str, Any]:
+    """Run the bench: bench.json as plain values.
+
+    Raises:
+        Stopped: by SIGINT, SIGTERM or SIGHUP; no job is left.
+    """
+    begun, load = time.time(), os.getloadavg()
+    _say_busy(say, load)
+    players = [Player(v, RunDir(folder / v.slug)) for v in found if v.resolved is not None]
+    length = _that_fits(length, players, say)
+    for variant in found:
+        if variant.resolved is None:
+            say(f"{variant.name}: refused: {short_reason(variant.refused)}")
+    with _stoppable():
+        try:
+            play(players, length, say)
+        finally:
+            for player in players:
+                player.cancel()
+    _say_spinning(players, say)
+    plan = resolved.plan
+    return {
+        "format": 1,
+        "name": plan.name,
+        "recipe": str(resolved.command.path),
+        "overrides": list(resolved.file.overrides),
+        "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(begun)),
+        "seconds": round(time.time() - begun, 1),
+        **length._asdict(),
+        "launcher": plan.launcher,
+        "device": plan.device,
+        "nodes": [list(node) for node in plan.nodes],
+        "hardware": machine.hardware(),
+        "load": {"before": load, "after": os.getloadavg()},
+        "environment": provenance.environment(),
+        "variants": results(found, players),
+    }
+
+
+def play(players: Sequence[Player], length: Length, say: Say) -> None:
+    """Warm all up, then `rounds` times a turn of each, then parity; one that fails leaves the game."""
+    for player in players if not length.one_at_a_time else ():
+        _try(player, say, partial(_start, player, say))
+    for number in range(1, length.rounds + 1):
+        for player in players:
+            _try(player, say, partial(_take_turn, player, length, number == length.rounds, say))
+        shown = (f"{p.variant.name} {sum(p.turns[-1]['seconds']) / length.steps:.4g}" for p in players if p.measured)
+        say(f"round {number}/{length.rounds}, s/step: {', '.join(shown)}")
+    for player in players if not length.one_at_a_time else ():
+        _try(player, say, partial(_finish, player))
+
+
+def _start(player: Player, say: Say) -> None:
+    player.start()
+    say(f"{player.variant.name}: first step {player.ready['first_step']['since_launch']:.1f} s after its launch")
+
+
+def _take_turn(player: Player, length: Length, last: bool, say: Say) -> None:
+    if not player.alive:
+        _start(player, say)
+    player.turn(length.steps)
+    if length.one_at_a_time and last:
+        _finish(player)
+    elif length.one_at_a_time:
+        player.leave()
+
+
+def _finish(player: Player) -> None:
+    player.compare()
+    player.leave()
+
+
+def _try(player: Player, say: Say, action: Callable[[], None]) -> None:
+    """One that fails stays out from then on, and the others go on."""
+    if player.failed:
+        return
+    try:
+        action()
+    except (Failed, LaunchError) as error:
+        player.failed = str(error)
+        say(f"{player.variant.name}: failed: {short_reason(str(error))}")
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Signals that end this process become Stopped, so that the jobs are ended first; later ones wait for that."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    previous = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _that_fits(length: Length, players: Sequence[Player], say: Say) -> Length:
+    """All variants stay in memory between their turns; where this host's cannot hold them, one at a time."""
+    plans = [player.variant.resolved.plan for player in players if player.variant.resolved]
+    if length.one_at_a_time or any(p.memory is None or p.device != "cpu" for p in plans):
+        return length
+    needed, free = 0, machine.tightest_free().free
+    for plan in plans:
+        assert plan.memory is not None
+        needed += dict(plan.memory.by_stage)[plan.memory.chosen].total * plan.nodes[0].slots
+    if needed <= free:
+        return length
+    say(
+        f"{len(plans)} variants would take {human(needed)} at once, and {human(free)} are free: one at a time, each "
+        "started again for every turn (--one-at-a-time)"
+    )
+    return length._replace(one_at_a_time=True)
+
+
+def _say_busy(say: Say, load: Sequence[float]) -> None:
+    others = machine.others_at_work()
+    cores = machine.hardware()["cores"] or 1
+    if others or load[0] > _LEAST_BUSY_LOAD * cores:
+        say(
+            f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), which makes the figures noisy; "
+            f"at work: {', '.join(others[:4]) or 'nothing at this moment'}"
+        )
+
+
+def _say_spinning(players: Sequence[Player], say: Say) -> None:
+    """A job that works while it waits takes time from the others."""
+    for player in players:
+        waits = [turn["waited"] for turn in player.turns]
+        waited, worked = (sum(wait[key] for wait in waits) for key in ("seconds", "processor_seconds"))
+        if waited > 1 and worked > _SPUN * waited:
+            say(
+                f"WARNING: {player.variant.name} used {worked:.1f} s of processor time in {waited:.1f} s of waiting, "
+                "which slowed the others; is OMP_WAIT_POLICY=active, or a thread of your model's at work?"
+            )

@@ -1,0 +1,148 @@
+"""The run folder: which one, what may be in it, and the one piece that writes what ranks read. Starts nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ortlaunch import recipe
+from ortlaunch.errors import LaunchError, PlanError
+from ortlaunch.launch import Request, backend, store_file
+from ortlaunch.plan import Plan
+from ortlaunch.rank import Rank
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.ort_variables import seen
+from ortlaunch.run import provenance
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.run.resolve import ResolvedRun
+
+
+def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
+    """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
+    name, rank = resolved.plan.name, resolved.world.inside
+    if chosen is not None:
+        return RunDir(chosen)
+    if rank is None or rank.world_size == 1:
+        return RunDir(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    launch = launch_id(rank, environ)
+    if launch is None:
+        raise PlanError(
+            "the ranks' launcher gives no name that they could agree on; add --run-dir, the same for all ranks"
+        )
+    return RunDir(Path("runs") / f"{name}-{launch}")
+
+
+def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
+    """What all ranks of this launch share and no other launch has, or None where the launcher gives no such thing."""
+    if rank.local_world_size == rank.world_size:
+        parent = os.getppid()
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{parent}-{started}"
+    if environ.get("SLURM_STEP_ID"):
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    for name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID"):
+        if environ.get(name) and environ[name] != "none":
+            return "".join(c if c.isalnum() else "-" for c in environ[name])
+    return None
+
+
+def request_of(plan: Plan, run: RunDir) -> Request:
+    """What starts the ranks; pure."""
+    if plan.launcher == "inside":
+        return Request((*plan.argv, str(run)), plan.env, store_file(plan, run))
+    return backend(plan.launcher).request(plan, run)
+
+
+def claimed(run: RunDir) -> RunDir:
+    """The folder, new and this run's own: runs that start in the same second must not share one."""
+    for path in (run.path, *(Path(f"{run}-{number}") for number in range(2, 1000))):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return RunDir(path)
+    raise LaunchError(f"there are a thousand folders {run}-*")
+
+
+def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, Any] | None = None) -> Request:
+    """Write what the ranks read, and take away what an earlier start left; returns what starts them.
+
+    Args:
+        choice: how engine.name: auto was decided, where it was asked for.
+    """
+    request = request_of(plan, run)
+    write_text(run.recipe, recipe.to_yaml(chosen))
+    write_text(run.plan, plan.to_json())
+    if plan.deepspeed is not None:
+        write_json(run.deepspeed, plan.deepspeed)
+    variables = {**seen(os.environ), **seen(chosen.launch.env)}
+    write_json(run.environment, {**provenance.environment(), "ortmodule_variables": variables})
+    write_text(run.request, f"{request}\n")
+    if choice is not None:
+        write_json(run.choice, choice)
+    for old in (*run.errors.glob("*"), run.trial, *(() if choice is not None else (run.choice,))):
+        old.unlink(missing_ok=True)
+    return request
+
+
+def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
+    """The recipe of an earlier start in this folder.
+
+    Raises:
+        RecipeError: it is no valid one any more.
+    """
+    if not run.recipe.exists():
+        return None
+    if run.recipe.samefile(resolved.command.path):  # which was read already
+        return resolved.file.with_no_overrides().recipe
+    return recipe.load(run.recipe).recipe
+
+
+def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> list[str]:
+    """A folder with something else in it is refused; one of an earlier run of this recipe is continued.
+
+    Args:
+        before: the recipe of the earlier start.
+
+    Returns:
+        What is continued, with every change, for a person.
+    """
+    if run.path.exists() and not run.path.is_dir():
+        raise PlanError(f"--run-dir {run}: is a file; give a folder")
+    if (
+        run.path.exists()
+        and before is None
+        and any(path not in (run.ready, run.trials, run.lock) for path in run.path.iterdir())
+    ):
+        raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
+    if before is None:
+        return []
+    current = resolved.file.recipe
+    changed = list(differences(before.model_dump(mode="json"), current.model_dump(mode="json")))
+    if resolved.plan.task == "parity" and run.complete_checkpoints():
+        raise PlanError(
+            f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
+        )
+    other = [
+        line
+        for line in changed
+        if line.split(".")[0].split(":")[0] in ("model", "data", "seed", "batch", "optimizer")
+        and not line.startswith("model.gradient_checkpointing:")  # the same numbers in less memory
+    ]
+    if other and run.complete_checkpoints():
+        raise PlanError(
+            f"--run-dir {run}: holds checkpoints of another training; these differ:\n  " + "\n  ".join(other) + "\n"
+            "Give a new --run-dir, or the recipe that it was trained with"
+        )
+    return [f"continuing {run}", *(f"  changed: {line}" for line in changed)]
+
+
+def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """`key.path: old -> new` for every leaf that differs."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys((*before, *after)):
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+    elif before != after:
+        yield f"{path}: {before!r} -> {after!r}"

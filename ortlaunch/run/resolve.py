@@ -1,0 +1,127 @@
+"""Recipe, hosts and this machine decided into one value: what a command runs. Each file is read once, here.
+
+What a choice finds later (`engine: auto`, `micro_size: auto`) goes into the loaded recipe. Starts and writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ortlaunch import machine, recipe, start
+from ortlaunch.errors import PlanError, RecipeError
+from ortlaunch.plan import Plan
+from ortlaunch.planning.capacity import crowded
+from ortlaunch.planning.hosts import hostfile_text
+from ortlaunch.planning.make_plan import make_plan
+from ortlaunch.planning.world import LaunchOptions, World, is_this_host, resolve_world
+from ortlaunch.recipe import Recipe, RecipeFile
+from ortlaunch.recipe.ort_variables import contradictions, seen
+from ortlaunch.recipe.rules import device_rules, task_rules
+from ortlaunch.run import inputs, shipped
+
+
+class Command(NamedTuple):
+    """What was typed, and where: the recipe as named and as found, options, the shell's environment."""
+
+    given: Path
+    path: Path
+    options: LaunchOptions
+    environ: Mapping[str, str]
+
+
+class ResolvedRun(NamedTuple):
+    """A valid recipe with its world and plan, and notes on them for the user."""
+
+    file: RecipeFile
+    world: World
+    plan: Plan
+    notes: tuple[str, ...]
+    command: Command
+    choice: dict[str, Any] | None = None  # how engine.name: auto was decided
+
+    def with_overrides(self, *overrides: str) -> ResolvedRun:
+        """The same command with further overrides; no file is read again."""
+        return _resolved(self.file.with_overrides(*overrides), self.command, None)
+
+    def with_choice(self, *overrides: str) -> ResolvedRun:
+        """The same with what `auto` was found to be; hosts, ranks and device stay."""
+        return _resolved(self.file.with_overrides(*overrides), self.command, self.world)
+
+
+def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]) -> ResolvedRun:
+    """Recipe -> world -> plan; pure but for reading files and looking at this machine.
+
+    Raises:
+        InputError: the recipe, the hosts or both together are wrong.
+    """
+    found = shipped.locate(path)
+    file = recipe.load(found, overrides)
+    if options.hostfile is not None:
+        options = options._replace(hosts_text=hostfile_text(options.hostfile))
+    return _resolved(file, Command(path, found, options, environ), None)
+
+
+def _resolved(file: RecipeFile, command: Command, world: World | None) -> ResolvedRun:
+    given, path, options, environ = command
+    world = world or resolve_world(file.recipe, options, environ)
+    _require_rules(file, world, options)
+    notes = [f"recipe: {path}"] if path != given else []
+    notes += [*world.notes, *_absent(file, world, command), *_engine_notes(file.recipe, world.device, environ)]
+    plan = make_plan(
+        file.recipe,
+        world,
+        task=options.task,
+        modules=str(path.parent),
+        worker=start.command("ortlaunch.worker"),
+        environ=environ,
+    )
+    if world.inside is None:
+        notes += crowded(plan, options.planned_only)
+    return ResolvedRun(file, world, plan, tuple(notes), command)
+
+
+def _require_rules(file: RecipeFile, world: World, options: LaunchOptions) -> None:
+    named = f"those of {options.hostfile}" if options.hostfile else "the run's hosts"
+    rules = (*device_rules(file.recipe, world.device, named), *task_rules(file.recipe, options.task))
+    broken = [file.explain(problem) for problem in rules]
+    if broken:
+        raise RecipeError(broken)
+
+
+def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
+    """Notes on what the recipe reads and is not here: it may lie on the other hosts, or come before the run.
+
+    Raises:
+        RecipeError: all hosts are this one, and functions are missing, or files for a run that would start now.
+    """
+    here = all(is_this_host(host.name) for host in world.hosts)
+    files = [file.explain(problem) for problem in inputs.missing_files(file.recipe)]
+    functions = [file.explain(problem) for problem in inputs.broken_factories(file.recipe, command.path.parent)]
+    if here and (functions or (files and not command.options.planned_only)):
+        raise RecipeError([*files, *functions])
+    return [*files, *functions]
+
+
+def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> Iterator[str]:
+    """The engine's settings that differ from their defaults, and ORTModule's variables in the user's environment.
+
+    Raises:
+        PlanError: a variable contradicts the recipe.
+    """
+    engine = recipe.engine
+    if engine.name == "ort":
+        wrong = [f"{name}={environ[name]} in your environment {why}" for name, why in contradictions(engine, environ)]
+        if wrong:
+            raise PlanError("\n".join(wrong))
+    chosen = engine.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+    if chosen:
+        yield f"engine {engine.name}: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in chosen.items())
+    if engine.matmul_precision != "highest":
+        yield f"matmul_precision {engine.matmul_precision}: {machine.matmul_effect(engine.matmul_precision, device)}"
+    found = seen(environ)
+    if found:
+        effect = "as the recipe says" if engine.name == "ort" else f"nothing with engine {engine.name}"
+        yield "in your environment: " + ", ".join(f"{name}={value}" for name, value in found.items()) + f" ({effect})"
