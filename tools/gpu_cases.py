@@ -31,7 +31,6 @@ class Case(NamedTuple):
     command: tuple[str, ...]
     judge: Callable[[Ended], Verdict]
     recipe: tuple[str, ...] = ()  # recipe and overrides: must fit into the card's memory
-    optional: str = ""  # a setting that the recipe may not know yet: then skipped, with what ortlaunch says
 
     @property
     def key(self) -> str:
@@ -49,7 +48,8 @@ class Form(NamedTuple):
     bert: tuple[str, ...]  # recipe and overrides
     llama: tuple[str, ...]
     few_layers: str  # the Llama shape where its head is what counts
-    matmul: str
+    matmul: str  # values of engine.matmul_precision
+    chunks: str  # and of engine.chunked_loss; `auto` leaves small logits whole
     steps: int  # measured in a bench
 
     @property
@@ -68,7 +68,7 @@ def form(device: str, ranks: int) -> Form:
         return Form(
             device, ranks, ("llama2-7b/tiny",), (1, 2, 3), {"eager": both, "inductor": both, "ort": ("fp32", "bf16")},
             bert=("bert-large/tiny", "precision=fp32"), llama=("llama2-7b/tiny", "precision=fp32"),
-            few_layers="model.config.num_hidden_layers=1", matmul="highest,medium", steps=2,
+            few_layers="model.config.num_hidden_layers=1", matmul="highest,medium", chunks="off,256", steps=2,
         )  # fmt: skip
     both = ("fp16", "bf16")
     bert, llama = 64 * ranks, 2 * ranks
@@ -77,7 +77,7 @@ def form(device: str, ranks: int) -> Form:
         bert=("bert-large/phase1", "data.train=python-docs", f"batch.global_size={bert}", "batch.micro_size=64"),
         llama=("llama2-7b/pretrain", "data.train=python-docs", "data.tokenizer={train: bpe, vocab_size: 32000}",
                "data.sequence_length=2048", f"batch.global_size={llama}", "batch.micro_size=2", "train.max_steps=100"),
-        few_layers="model.config.num_hidden_layers=4", matmul="highest,high", steps=8,
+        few_layers="model.config.num_hidden_layers=4", matmul="highest,high", chunks="off,auto", steps=8,
     )  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def _ortlaunch(verb: str, form: Form, *words: str) -> tuple[str, ...]:
 
 
 def _tests(part: str, form: Form) -> Iterator[Case]:
-    pytest = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider")
+    # Files without one would be imported, too, and may need what is not on that machine.
+    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    pytest = (sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-p", "no:cacheprovider")
     if form.device == "cuda":
         yield Case(part, "marked gpu", (*pytest, f"--junitxml={FOLDER}/tests.xml"), verdicts.tests)
     else:
@@ -141,14 +143,14 @@ def _curve(part: str, recipe: str, form: Form, engine: str, stage: int | None, p
 
 def _bench(
     case: tuple[str, str], form: Form, recipe: tuple[str, ...], check: verdicts.Check, *, engines: str = "",
-    vary: str = "", optional: str = "",
+    vary: str = "",
 ) -> Case:  # fmt: skip
     """One `ortlaunch bench`: variants one after the other, each alone on the card."""
     recipe = _recipe(recipe[0]), *recipe[1:]
     length = ("--rounds=1", f"--steps={form.steps}", "--one-at-a-time", "--no-picture", f"--out={FOLDER}/bench")
     varied = (f"--vary={vary}",) if vary else ()
     command = _ortlaunch("bench", form, *recipe, f"--engines={engines or ','.join(_ENGINES)}", *varied, *length)
-    return Case(*case, command, partial(verdicts.bench, check), recipe, optional)
+    return Case(*case, command, partial(verdicts.bench, check), recipe)
 
 
 def _deepspeed(part: str, form: Form) -> Iterator[Case]:
@@ -160,13 +162,15 @@ def _deepspeed(part: str, form: Form) -> Iterator[Case]:
             yield _curve(part, recipe, form, "eager", 2, precision, f"zero.fused_gradient_norm={fused}")
     settings = (*form.bert, "engine={name: eager}", "optimizer.name=fused_adam", "zero={stage: 2}")
     varied = "zero.fused_gradient_norm=true,false"
-    yield _bench((part, "BERT-large, ZeRO 2"), form, settings, verdicts.modifier_as_asked, engines="eager", vary=varied)
+    yield _bench(
+        (part, f"{form.bert[0]}, ZeRO 2"), form, settings, verdicts.modifier_as_asked, engines="eager", vary=varied
+    )
 
 
 def _bert(part: str, form: Form) -> Iterator[Case]:
     for precision in ("fp16", "bf16") if form.device == "cuda" else ("fp32",):
         settings = (*form.bert, "engine={name: eager}", f"precision={precision}")
-        yield _bench((part, precision), form, settings, verdicts.nothing_more)
+        yield _bench((part, f"{form.bert[0]}, {precision}"), form, settings, verdicts.nothing_more)
 
 
 def _llama(part: str, form: Form) -> Iterator[Case]:
@@ -175,26 +179,27 @@ def _llama(part: str, form: Form) -> Iterator[Case]:
     for engine in _ENGINES:
         precision = "fp32" if form.device == "cpu" else "fp16" if engine == "ort" else "bf16"
         settings = (*form.llama, *what, "zero={stage: 2}", f"engine={{name: {engine}}}", f"precision={precision}")
-        yield _bench((part, f"{engine}, {precision}"), form, settings, verdicts.nothing_more, engines=engine)
+        yield _bench(
+            (part, f"{form.llama[0]}, {engine}, {precision}"), form, settings, verdicts.nothing_more, engines=engine
+        )
 
 
 def _precision(part: str, form: Form) -> Iterator[Case]:
     settings = (*form.bert, "engine={name: eager}", "precision=fp32")
     vary = f"engine.matmul_precision={form.matmul}"
-    yield _bench((part, "BERT-large, fp32"), form, settings, verdicts.precision_in_force, vary=vary)
+    yield _bench((part, f"{form.bert[0]}, fp32"), form, settings, verdicts.precision_in_force, vary=vary)
 
 
 def _chunked_loss(part: str, form: Form) -> Iterator[Case]:
     settings = (*form.llama, form.few_layers, "engine={name: eager}", "zero=null", "precision=fp32")
-    vary = "engine.chunked_loss=off,auto"
-    name = "Llama's head, fp32"
-    yield _bench((part, name), form, settings, verdicts.less_memory, vary=vary, optional="engine.chunked_loss=auto")
+    vary = f"engine.chunked_loss={form.chunks}"
+    yield _bench((part, f"{form.llama[0]}, fp32"), form, settings, verdicts.loss_in_chunks, vary=vary)
 
 
 def _recompute(part: str, form: Form) -> Iterator[Case]:
     settings = (*form.bert, "engine={name: eager}", "precision=fp32")
     vary = "model.gradient_checkpointing=false,true"
-    yield _bench((part, "BERT-large, fp32"), form, settings, verdicts.recomputed, vary=vary)
+    yield _bench((part, f"{form.bert[0]}, fp32"), form, settings, verdicts.recomputed, vary=vary)
 
 
 # --------------------------------------------------------------------------------------- memory beside the plan
@@ -208,7 +213,7 @@ def _memory(part: str, form: Form) -> Iterator[Case]:
         settings = (*form.bert[1:], "engine={name: eager}", f"zero={zero}", f"precision={precision}", optimizer)
         recipe = (_recipe(form.bert[0]), *settings, "train.max_steps=3")
         command = _ortlaunch("train", form, *recipe, f"--run-dir={FOLDER}/run")
-        name = f"BERT-large, {'no DeepSpeed' if stage is None else f'ZeRO {stage}'}, {precision}"
+        name = f"{form.bert[0]}, {'no DeepSpeed' if stage is None else f'ZeRO {stage}'}, {precision}"
         yield Case(part, name, command, verdicts.memory, recipe)
 
 
@@ -231,11 +236,6 @@ PARTS: dict[str, Callable[[str, Form], Iterator[Case]]] = {
 def plan_command(case: Case, form: Form) -> tuple[str, ...]:
     """The command that says what the case's recipe takes of a card."""
     return _ortlaunch("plan", form, *case.recipe, "--json")
-
-
-def validate_command(case: Case) -> tuple[str, ...]:
-    """The command that says whether the recipe knows what the case is about."""
-    return (sys.executable, "-m", "ortlaunch.cli", "validate", *case.recipe, case.optional)
 
 
 def planned_bytes(plan: str) -> int | None:

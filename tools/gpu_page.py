@@ -22,6 +22,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "peak_flops": ("matrix rate, TFLOP/s", lambda rate: f"{rate / 1e12:,.1f}"),
     "gradient_norm": ("gradient norm by", str),
     "recomputed_by": ("recomputed by", str),
+    "chunk_rows": ("rows a chunk", str),
     "planned_model": ("weights, gradients, optimizer: planned", human),
     "model": ("measured", human),
     "ratio": ("ratio", "{:.2f}".format),
@@ -69,13 +70,14 @@ def _summary(by_part: dict[str, dict[str, Any]]) -> list[str]:
 def _part(part: str, cases: dict[str, Any]) -> list[str]:
     rows = [({"case": name, "status": case["status"]}, row) for name, case in cases.items() for row in case["rows"]]
     names = [name for name in _FORMS if any(row.get(name) is not None for _, row in rows)]
-    lines = ["", f"## {part}"]
+    reasons = _reasons(cases)
+    lines = ["", f"## {part}"] if names or reasons else []
     if names:
         lines += ["", f"| case | result | {' | '.join(_FORMS[name][0] for name in names)} |"]
         lines += ["|---" * (2 + len(names)) + "|"]
     for head, row in rows if names else ():
         lines.append(f"| {head['case']} | {head['status']} | {' | '.join(_cell(row, name) for name in names)} |")
-    return [*lines, *_reasons(cases)]
+    return [*lines, *reasons]
 
 
 def _cell(row: Row, name: str) -> str:

@@ -187,6 +187,7 @@ def _row(variant: Row, folder: Path) -> Row:
         "gradient_norm": modifier.get("by") or ("DeepSpeed" if modifier else None),
         "matmul": truth["matmul_precision"]["in_force"],
         "recomputed_by": recomputation,
+        "chunk_rows": (truth.get("chunked_loss") or {}).get("rows"),
     }
 
 
@@ -233,6 +234,15 @@ def less_memory(ended: Ended, rows: list[Row]) -> list[str]:
         if len(pair) == 2 and pair[1]["memory"] >= pair[0]["memory"]:
             complaints.append(f"{pair[1]['variant']} takes no less memory than {pair[0]['variant']}")
     return complaints
+
+
+def loss_in_chunks(ended: Ended, rows: list[Row]) -> list[str]:
+    """The loss is made in chunks unless it is asked not to be, and that saves memory."""
+    complaints = [
+        f"{row['variant']}: chunks of {row['chunk_rows']} rows"
+        for row in rows if bool(row["chunk_rows"]) == row["variant"].endswith("chunked_loss=off")
+    ]  # fmt: skip
+    return [*complaints, *less_memory(ended, rows)]
 
 
 def recomputed(ended: Ended, rows: list[Row]) -> list[str]:

@@ -60,10 +60,9 @@ def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
     for case in (case for case in cases(part, form("cuda", 1)) if "bench" in case.command):
         _, recipe, overrides, options = _words(case.command)
         resolved = resolve(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
-        if not (case.optional and "unknown key" in _refusal(recipe, [*overrides, case.optional])):
-            assert resolved.plan.memory is not None
-            for variant in prepared(resolved, options["engines"].split(","), [v for v in [options.get("vary")] if v]):
-                assert not variant.refused or "engine ort" in variant.refused, (case.name, variant.refused)
+        assert resolved.plan.memory is not None
+        for variant in prepared(resolved, options["engines"].split(","), [v for v in [options.get("vary")] if v]):
+            assert not variant.refused or "engine ort" in variant.refused, (case.name, variant.refused)
 
 
 def _refusal(recipe: Path, overrides: list[str]) -> str:
@@ -141,6 +140,7 @@ def variant(name: str, **changes: Any) -> dict[str, Any]:
     truth = {
         "engine": {"used": engine}, "matmul_precision": {"in_force": varied.rpartition("=")[2] or "highest"},
         "gradient_checkpointing": "torch" if varied.endswith("true") else None,
+        "chunked_loss": {"rows": 256 if varied.endswith("auto") else None},
     }  # fmt: skip
     row = {
         "name": name, "engine": engine, "varied": [varied], "state": "measured", "precision": "fp32",
@@ -162,6 +162,7 @@ def judged(folder: Path, check: str, *variants: dict[str, Any], capability: floa
     return gpu_verdicts.bench(getattr(gpu_verdicts, check), ended(folder, capability=capability))
 
 
+OFF, AUTO = "chunked_loss=off", "chunked_loss=auto"
 DIFFERS = {"parity": {"verdict": "differs", "largest": 0.5, "why": "loss 3 against 2"}}
 NO_ROOM = {"parity": {"verdict": "not compared", "why": "OutOfMemoryError: CUDA out of memory"}}
 REFUSED = {"state": "refused", "reason": "engine ort: is not installed"}
@@ -177,8 +178,9 @@ REFUSED = {"state": "refused", "reason": "engine ort: is not installed"}
         ("nothing_more", [variant("ort", **DIFFERS)], "failed", "ort: parity: loss 3 against 2"),
         ("nothing_more", [variant("eager", **NO_ROOM)], "passed", "eager: not compared: OutOfMemoryError"),
         ("precision_in_force", [variant("eager p=highest"), variant("eager p=high")], "failed", "highest is in force"),
-        ("less_memory", [variant("eager c=off"), variant("eager c=auto", memory=[50])], "passed", ""),
-        ("less_memory", [variant("eager c=off"), variant("eager c=auto")], "failed", "takes no less memory"),
+        ("loss_in_chunks", [variant(f"eager {OFF}"), variant(f"eager {AUTO}", memory=[50])], "passed", ""),
+        ("loss_in_chunks", [variant(f"eager {OFF}"), variant(f"eager {AUTO}")], "failed", "takes no less memory"),
+        ("loss_in_chunks", [variant("eager chunked_loss=64")], "failed", "chunks of None rows"),
         ("recomputed", [variant("eager g=false"), variant("eager g=true", memory=[50])], "passed", ""),
         ("recomputed", [variant("eager g=true", memory=[50])], "passed", ""),
         ("modifier_as_asked", [variant("eager fused_gradient_norm=true")], "passed", ""),
