@@ -48,6 +48,7 @@ class Form(NamedTuple):
     bert: tuple[str, ...]  # recipe and overrides
     llama: tuple[str, ...]
     few_layers: str  # the Llama shape where its head is what counts
+    varied: str  # engines where a key is varied, too
     matmul: str  # values of engine.matmul_precision
     chunks: str  # and of engine.chunked_loss; `auto` leaves small logits whole
     steps: int  # measured in a bench
@@ -68,7 +69,8 @@ def form(device: str, ranks: int) -> Form:
         return Form(
             device, ranks, ("llama2-7b/tiny",), (1, 2, 3), {"eager": both, "inductor": both, "ort": ("fp32", "bf16")},
             bert=("bert-large/tiny", "precision=fp32"), llama=("llama2-7b/tiny", "precision=fp32"),
-            few_layers="model.config.num_hidden_layers=1", matmul="highest,medium", chunks="off,256", steps=2,
+            few_layers="model.config.num_hidden_layers=1", varied="ort,eager", matmul="highest,medium",
+            chunks="off,256", steps=2,
         )  # fmt: skip
     both = ("fp16", "bf16")
     bert, llama = 64 * ranks, 2 * ranks
@@ -77,7 +79,8 @@ def form(device: str, ranks: int) -> Form:
         bert=("bert-large/phase1", "data.train=python-docs", f"batch.global_size={bert}", "batch.micro_size=64"),
         llama=("llama2-7b/pretrain", "data.train=python-docs", "data.tokenizer={train: bpe, vocab_size: 32000}",
                "data.sequence_length=2048", f"batch.global_size={llama}", "batch.micro_size=2", "train.max_steps=100"),
-        few_layers="model.config.num_hidden_layers=4", matmul="highest,high", chunks="off,auto", steps=8,
+        few_layers="model.config.num_hidden_layers=4", varied=",".join(_ENGINES), matmul="highest,high",
+        chunks="off,auto", steps=8,
     )  # fmt: skip
 
 
@@ -147,9 +150,10 @@ def _bench(
 ) -> Case:  # fmt: skip
     """One `ortlaunch bench`: variants one after the other, each alone on the card."""
     recipe = _recipe(recipe[0]), *recipe[1:]
+    engines = engines or (form.varied if vary else ",".join(_ENGINES))
     length = ("--rounds=1", f"--steps={form.steps}", "--one-at-a-time", "--no-picture", f"--out={FOLDER}/bench")
     varied = (f"--vary={vary}",) if vary else ()
-    command = _ortlaunch("bench", form, *recipe, f"--engines={engines or ','.join(_ENGINES)}", *varied, *length)
+    command = _ortlaunch("bench", form, *recipe, f"--engines={engines}", *varied, *length)
     return Case(*case, command, partial(verdicts.bench, check), recipe)
 
 

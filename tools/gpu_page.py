@@ -19,7 +19,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "seconds": ("s/step", "{:.4g}".format),
     "tokens_per_second": ("tokens/s", "{:,.0f}".format),
     "mfu": ("MFU", "{:.1%}".format),
-    "peak_flops": ("matrix rate, TFLOP/s", lambda rate: f"{rate / 1e12:,.1f}"),
+    "peak_flops": ("matrix rate, TFLOP/s", lambda rate: f"{rate / 1e12:.3g}"),
     "gradient_norm": ("gradient norm by", str),
     "recomputed_by": ("recomputed by", str),
     "chunk_rows": ("rows a chunk", str),
@@ -31,6 +31,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "first_step": ("first step after, s", "{:.0f}".format),
     "verdict": ("parity", str),
     "largest": ("largest difference", "{:.0e}".format),
+    "loss_from_highest": ("loss moved by", "{:.0e}".format),
 }
 _COUNTED = ("passed", "failed", "skipped")
 
@@ -68,16 +69,19 @@ def _summary(by_part: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _part(part: str, cases: dict[str, Any]) -> list[str]:
-    rows = [({"case": name, "status": case["status"]}, row) for name, case in cases.items() for row in case["rows"]]
+    rows = [(f"{name} | {case['status']}", row) for name, case in cases.items() for row in case["rows"]]
+    measured = [pair for pair in rows if "variant" in pair[1]]  # of a bench: other columns than a curve's
+    lines = [*_table([pair for pair in rows if pair not in measured]), *_table(measured), *_reasons(cases)]
+    return ["", f"## {part}", *lines] if lines else []
+
+
+def _table(rows: list[tuple[str, Row]]) -> list[str]:
+    """A line a row; columns that no row has are left out."""
     names = [name for name in _FORMS if any(row.get(name) is not None for _, row in rows)]
-    reasons = _reasons(cases)
-    lines = ["", f"## {part}"] if names or reasons else []
-    if names:
-        lines += ["", f"| case | result | {' | '.join(_FORMS[name][0] for name in names)} |"]
-        lines += ["|---" * (2 + len(names)) + "|"]
-    for head, row in rows if names else ():
-        lines.append(f"| {head['case']} | {head['status']} | {' | '.join(_cell(row, name) for name in names)} |")
-    return [*lines, *reasons]
+    if not names:
+        return []
+    head = ["", f"| case | result | {' | '.join(_FORMS[name][0] for name in names)} |", "|---" * (2 + len(names)) + "|"]
+    return [*head, *(f"| {start} | {' | '.join(_cell(row, name) for name in names)} |" for start, row in rows)]
 
 
 def _cell(row: Row, name: str) -> str:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,6 +46,8 @@ _TOLD = ("torch", "transformers", "deepspeed", "peft", "onnxruntime-training", "
 def main() -> int:
     """Run what is asked and has no result yet."""
     options = _options()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
     options.out.mkdir(parents=True, exist_ok=True)
     machine = _machine(options.device)
     results = _read(options.out, machine)
@@ -147,6 +150,11 @@ def _run(command: Any, folder: Path, seconds: float) -> tuple[int, str, str]:
         _end(process)
         raise
     return process.returncode, stdout, stderr
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """So that a case under way is ended first."""
+    raise SystemExit(128 + number)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

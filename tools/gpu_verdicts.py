@@ -167,7 +167,7 @@ def _row(variant: Row, folder: Path) -> Row:
     """The figures of one variant, and what the plan said of its memory."""
     parity, truth = variant["parity"], variant["truth"]
     plan = json.loads((folder.parent / variant["folder"] / "plan.json").read_text())["memory"]
-    modifier, recomputation = truth.get("fp16_optimizer") or {}, truth.get("gradient_checkpointing")
+    modifier = truth["fp16_optimizer"]["by"] or "DeepSpeed" if "ZeRO" in truth["sharding"] else None
     return {
         "variant": variant["name"],
         "varied": variant["varied"],
@@ -184,10 +184,11 @@ def _row(variant: Row, folder: Path) -> Row:
         "largest": parity.get("largest"),
         "why": parity.get("why", ""),
         "used": truth["engine"]["used"],
-        "gradient_norm": modifier.get("by") or ("DeepSpeed" if modifier else None),
+        "gradient_norm": modifier,
         "matmul": truth["matmul_precision"]["in_force"],
-        "recomputed_by": recomputation,
-        "chunk_rows": (truth.get("chunked_loss") or {}).get("rows"),
+        "loss_from_highest": parity.get("loss_from_highest"),
+        "recomputed_by": truth["gradient_checkpointing"],
+        "chunk_rows": truth["chunked_loss"]["rows"],
     }
 
 

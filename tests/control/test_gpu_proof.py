@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +144,7 @@ def variant(name: str, **changes: Any) -> dict[str, Any]:
     truth = {
         "engine": {"used": engine}, "matmul_precision": {"in_force": varied.rpartition("=")[2] or "highest"},
         "gradient_checkpointing": "torch" if varied.endswith("true") else None,
+        "sharding": "DeepSpeed ZeRO 2", "fp16_optimizer": {"by": "ortlaunch" if varied.endswith("true") else None},
         "chunked_loss": {"rows": 256 if varied.endswith("auto") else None},
     }  # fmt: skip
     row = {
@@ -162,7 +167,8 @@ def judged(folder: Path, check: str, *variants: dict[str, Any], capability: floa
     return gpu_verdicts.bench(getattr(gpu_verdicts, check), ended(folder, capability=capability))
 
 
-OFF, AUTO = "chunked_loss=off", "chunked_loss=auto"
+FUSED, OFF, AUTO = "fused_gradient_norm", "chunked_loss=off", "chunked_loss=auto"
+STOCK = {"truth": {**variant("eager")["truth"]}}
 DIFFERS = {"parity": {"verdict": "differs", "largest": 0.5, "why": "loss 3 against 2"}}
 NO_ROOM = {"parity": {"verdict": "not compared", "why": "OutOfMemoryError: CUDA out of memory"}}
 REFUSED = {"state": "refused", "reason": "engine ort: is not installed"}
@@ -183,7 +189,8 @@ REFUSED = {"state": "refused", "reason": "engine ort: is not installed"}
         ("loss_in_chunks", [variant("eager chunked_loss=64")], "failed", "chunks of None rows"),
         ("recomputed", [variant("eager g=false"), variant("eager g=true", memory=[50])], "passed", ""),
         ("recomputed", [variant("eager g=true", memory=[50])], "passed", ""),
-        ("modifier_as_asked", [variant("eager fused_gradient_norm=true")], "passed", ""),
+        ("modifier_as_asked", [variant(f"eager {FUSED}=true"), variant(f"eager {FUSED}=false")], "passed", ""),
+        ("modifier_as_asked", [variant(f"eager {FUSED}=true", **STOCK)], "failed", "the gradient norm is by DeepSpeed"),
     ],
 )
 def test_a_bench_is_judged(check: str, variants: Any, status: str, why: str, tmp_path: Path) -> None:
@@ -231,7 +238,12 @@ def proof(out: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str], *
     monkeypatch.setattr(gpu_proof, "cases", lambda part, form: made)
     monkeypatch.setattr(gpu_proof, "_options", lambda: argparse.Namespace(**options))
     monkeypatch.setattr(gpu_proof, "_machine", lambda device: {**machine, **changes.get("machine", {})})
-    return int(gpu_proof.main())
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return int(gpu_proof.main())
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_a_failure_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +270,23 @@ def test_what_time_is_too_short_for_is_left(tmp_path: Path, monkeypatch: pytest.
     second = json.loads((tmp_path / "results.json").read_text())["cases"]
     assert list(second) == ["part: quick", "part: long"]
     assert first["part: quick"] == second["part: quick"]
+
+
+def test_a_stopped_proof_leaves_no_case_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM in the middle of a case ends that first; the status is the signal's."""
+    ready = tmp_path / "pid"
+    script = f"import os, pathlib, time; pathlib.Path({str(ready)!r}).write_text(str(os.getpid())); time.sleep(60)"
+
+    def terminate() -> None:
+        while not (ready.exists() and ready.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate, daemon=True).start()
+    with pytest.raises(SystemExit) as end:
+        proof(tmp_path / "out", monkeypatch, {"long": script})
+    assert end.value.code == 128 + signal.SIGTERM
+    assert not Path("/proc", ready.read_text()).exists()
 
 
 def test_results_of_another_machine_are_not_mixed(
