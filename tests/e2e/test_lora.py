@@ -85,7 +85,13 @@ def saved_names(folder: Path) -> set[str]:
 
 
 @needs_ort
-@pytest.mark.parametrize(("engine", "stage"), [("ort", 2), pytest.param("eager", 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [
+        pytest.param("ort", 2, marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param("eager", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: int) -> None:
     """Two ranks: eager's curve, checkpoints of adapters only, and a run that goes on from them as if never stopped."""
     sharded = merged(LORA, {"engine": {"name": engine}, "zero": {"stage": stage}, "checkpoint": {"every_steps": 3}})

@@ -10,11 +10,13 @@ from tests.e2e.parity import STEPS, Case, cases, largest_difference, reference, 
 
 QUICK = {
     Case("bert-large/tiny", "ort", "one process", None),
-    Case("llama2-7b/tiny", "eager", "torchrun", 3),
     Case("llama2-7b/tiny", "ort", "mpirun", 2),
-    Case("llama2-7b/tiny", "inductor", "one process", None),
 }
-CASES = [pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow) for case in cases()]
+IN_CI = {Case("llama2-7b/tiny", "eager", "torchrun", 3), Case("llama2-7b/tiny", "inductor", "one process", None)}
+_SLOW = {
+    case: [pytest.mark.slow, *([pytest.mark.ci] if case in IN_CI else [])] for case in cases() if case not in QUICK
+}
+CASES = [pytest.param(case, id=str(case), marks=_SLOW.get(case, ())) for case in cases()]
 _references: dict[str, list[float]] = {}
 
 

@@ -190,6 +190,8 @@ def sharded(train: Train) -> Run:
     return ended_well(train("sharded", SHARDED, *TWO_RANKS))
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home: Path) -> None:
     """The same with ZeRO 1 on two ranks, each with its own part of the optimizer's state."""
     assert {f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")} <= sharded.files()

@@ -10,7 +10,11 @@ from tests.e2e.runs import TOY, TWO_RANKS, Run, Train, ended_well, merged
 from tests.ort import needs_ort
 
 SPARE = ["model.spare.weight", "model.spare.bias"]
-ENGINES = ["eager", pytest.param("inductor", marks=pytest.mark.slow), pytest.param("ort", marks=needs_ort)]
+ENGINES = [
+    pytest.param("eager", marks=[pytest.mark.slow, pytest.mark.ci]),
+    pytest.param("inductor", marks=pytest.mark.slow),
+    pytest.param("ort", marks=needs_ort),
+]
 
 
 def recipe(engine: str = "eager", micro: int = 4, **arguments: Any) -> dict[str, Any]:
@@ -52,6 +56,8 @@ def test_parameters_that_some_batches_use(train: Train, micro: int) -> None:
     assert set(SPARE) <= {*two.truth()["unused_parameters"]}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_averaging_by_hand_is_that_of_distributed_data_parallel(train: Train) -> None:
     """With the unused parameters frozen, torch averages: the same losses, and evaluations with each rank's buffers."""
     more = {"data": {"evaluation": TOY["data"]["train"]}, "train": {"evaluate_every_steps": 5}}

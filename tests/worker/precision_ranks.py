@@ -1,6 +1,6 @@
 """One rank of two: the three engines under ZeRO 1, each run at highest, medium and highest again in one process.
 
-Started by torchrun from test_matmul_precision.py; arguments: a folder with the run folders, the file to write.
+Started by torchrun from test_matmul_precision_ranks.py; arguments: a folder with the run folders, the file to write.
 """
 
 from __future__ import annotations

@@ -1,157 +1,92 @@
-"""engine.matmul_precision: in force for a while, told as it is, and never for rotary positions."""
+"""Two real ranks: engine.matmul_precision is in force in every rank of every engine, and off in the next run."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ortlaunch import machine, recipe
+from ortlaunch.run.folder import RunDir, write_text
+from tests.makers import host, plan
+from tests.makers import recipe as made
+from tests.ort import needs_ort
+from tests.worker.precision_ranks import ENGINES, WORDS
+
+pytest.importorskip("deepspeed")
+pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+ROOT = Path(__file__).parents[2]
+MODULE = '''
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from ortlaunch import machine
-from ortlaunch.recipe.rules import broken, device_rules
-from ortlaunch.worker.comparison import compare
-from ortlaunch.worker.matmul_precision import describe, keep_positions_exact, mantissa_bits, matmul_precision
-from ortlaunch.worker.tasks.bench import loss_from_highest
-from tests.control.benches import resolved
-from tests.makers import recipe
-
-pytestmark = pytest.mark.usefixtures("workbench")
-CPU = torch.device("cpu")
 
 
-class Seen(nn.Module):
-    """Notes torch's setting in every pass."""
+class Net(torch.nn.Module):
+    """Weights as wide as take torch's products inside ONNX Runtime's graph."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.weight, self.words = nn.Parameter(torch.ones(3)), set[str]()
+        self.first, self.last = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.words.add(torch.get_float32_matmul_precision())
-        return (self.weight * x).sum()
-
-
-class Rotary(nn.Module):
-    """Angles as transformers' models up to 5.22 compute them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", 1e4 ** (-torch.arange(0, 1, 1 / 16)))
-
-    def forward(self, places: torch.Tensor) -> torch.Tensor:
-        return (self.inv_freq[None, :, None].expand(len(places), -1, 1) @ places[:, None, :]).transpose(1, 2)
+    def forward(self, x):
+        return (self.last(torch.relu(self.first(x))) - x).square().mean()
 
 
-class Counted(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+def model():
+    return Net()
 
 
-@pytest.fixture
-def units(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets the units that this processor names."""
-    return lambda *names: monkeypatch.setattr(machine, "matrix_units", lambda: list(names))
+def data():
+    return [{"x": row} for row in torch.randn(64, 256, generator=torch.Generator().manual_seed(0))]
+'''
 
 
-def test_it_holds_for_a_while() -> None:
-    """Afterwards torch's setting is what it was, also after an error."""
-    for error in ((), (ValueError,)):
-        with pytest.raises(error) if error else matmul_precision("highest"), matmul_precision("medium"):
-            assert torch.get_float32_matmul_precision() == "medium"
-            if error:
-                raise error[0]
-        assert torch.get_float32_matmul_precision() == "highest"
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """What both ranks saw in each run: engines in turn, at highest, medium and highest again."""
+    folder = tmp_path_factory.mktemp("precision")
+    (folder / "mine.py").write_text(MODULE)
+    for name in ENGINES:
+        for i, word in enumerate(WORDS):
+            asked = made(
+                batch={"micro_size": 16, "accumulation_steps": 1}, zero={"stage": 1}, launch={"device": "cpu"},
+                engine={"name": name, "matmul_precision": word},
+            )  # fmt: skip
+            run = RunDir(folder / f"{name}-{i}")
+            write_text(run.recipe, recipe.to_yaml(asked))
+            planned = plan(asked, [host("localhost", 2)], launcher="torchrun")
+            write_text(run.plan, planned.to_json().replace('"modules": "here"', f'"modules": "{folder}"'))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.Popen(
+        [*launcher, "-m", "tests.worker.precision_ranks", str(folder), str(folder / "found.json")],
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, said = process.communicate(timeout=280)
+    finally:
+        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-4000:]
+    read: list[list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
+    return read
 
 
-def test_the_bits_of_a_product_are_measured() -> None:
-    """float32's at highest; at medium bfloat16's exactly where oneDNN has the unit for it."""
-    assert mantissa_bits(CPU) == 23
-    with matmul_precision("medium"):
-        found = describe("medium", CPU)
-    assert found["in_force"] == "medium"
-    assert found["mantissa_bits"] == (7 if "amx_bf16" in machine.matrix_units() else 23)
-    assert (found["gains_nothing"] is None) == ("amx_bf16" in machine.matrix_units())
-
-
-@pytest.mark.parametrize(("names", "word", "said"), [
-    (("amx_bf16", "avx512_bf16"), "medium", "products of float32 matrices in bfloat16, by amx_bf16"),
-    (("avx512_bf16",), "medium", "gains nothing: this processor has avx512_bf16, and float32 products can use amx"),
-    ((), "medium", "gains nothing: this processor has no bf16 unit"),
-    (("amx_bf16",), "high", "gains nothing: torch has no TensorFloat32 products on a CPU"),
-])  # fmt: skip
-def test_a_plan_says_what_it_brings(names: tuple[str, ...], word: str, said: str, units: Any) -> None:
-    """Of this host's processor, without torch."""
-    units(*names)
-    assert machine.matmul_effect(word, "cpu").startswith(said)
-    notes = resolved(engine={"name": "eager", "matmul_precision": word}, launch={"device": "cpu"}).notes
-    assert any(note.startswith(f"matmul_precision {word}: {said}") for note in notes)
-
-
-def test_a_plan_at_highest_says_nothing(units: Any) -> None:
-    """That is the default."""
-    assert not any("matmul" in note for note in resolved(engine={"name": "eager"}).notes)
-
-
-def test_it_is_every_engines_and_float32s() -> None:
-    """No engine refuses it; 16 bits have no float32 products."""
-    for name in ("eager", "inductor", "ort", "auto"):
-        made = recipe(engine={"name": name, "matmul_precision": "medium"})
-        assert not [*broken(made), *device_rules(made, "cpu")]
-    said = [text for _, text in broken(recipe(engine={"name": "eager", "matmul_precision": "high"}, precision="bf16"))]
-    assert said == ["does nothing with bf16: it is about products of float32 numbers; leave it out"]
-
-
-def test_parity_is_compared_at_highest() -> None:
-    """What is compared is the engine, not the unit that multiplies."""
-    reference, module = Seen(), Seen()
-    module.weight = reference.weight
-    with matmul_precision("medium"):
-        compare(reference, module, {"x": torch.ones(3)})
-        assert torch.get_float32_matmul_precision() == "medium"
-    assert reference.words == module.words == {"highest"}
-
-
-@pytest.mark.parametrize(("word", "found"), [("highest", {}), ("medium", {"loss_from_highest": 0.5})])
-def test_a_bench_measures_what_it_does_to_the_loss(word: str, found: dict[str, float]) -> None:
-    """On the engine's own module, in evaluation; the worst rank's counts, and training goes on."""
-
-    class Moved(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert not self.training
-            return x.sum() * (1.0 if torch.get_float32_matmul_precision() == "highest" else 1.25)
-
-    module = Moved()
-    engine = SimpleNamespace(
-        eval_module=module, plain=None, own_precision=False, take=dict, uncounted=lambda compiled: nullcontext()
-    )
-    group = SimpleNamespace(rank=0, gather=lambda text: [text, "0.5"])
-    made = recipe(engine={"name": "eager", "matmul_precision": word})
-    batches = SimpleNamespace(micro_batch=lambda step, accumulation, rank: {"x": torch.ones(2)})
-    session: Any = SimpleNamespace(engine=engine, group=group, recipe=made, batches=batches)
-    with matmul_precision(word):
-        assert loss_from_highest(session) == found
-    assert module.training
-
-
-def test_rotary_positions_are_multiplied_by_elements() -> None:
-    """A product over one element would round position 257 to 256 in bfloat16; the angles stay the same, bit for bit."""
-    model, places = nn.Sequential(Rotary()), torch.arange(600.0).repeat(2, 1)
-    with Counted() as plainly:
-        before = model(places)
-    keep_positions_exact(model)
-    with Counted() as exactly:
-        after = model(places)
-    assert "aten.bmm.default" in plainly.names
-    assert "aten.bmm.default" not in exactly.names
-    assert torch.equal(before, after)
+@pytest.mark.parametrize("name", ENGINES)
+def test_medium_is_in_force_in_every_rank_and_off_again(name: str, found: list[list[dict[str, Any]]]) -> None:
+    """The engine's own products change exactly where torch's do, and the third run is the first, bit for bit."""
+    place = ENGINES.index(name) * len(WORDS)
+    for rank in range(2):
+        first, medium, again = (run[rank] for run in found[place : place + len(WORDS)])
+        assert [run["engine"] for run in (first, medium, again)] == [name] * 3
+        assert [run["inside"] for run in (first, medium, again)] == list(WORDS)
+        assert [run["after"] for run in (first, medium, again)] == ["highest"] * 3
+        assert (medium["gradients"] != first["gradients"]) == (medium["product"] != first["product"])
+        assert (again["gradients"], again["product"]) == (first["gradients"], first["product"])
+        assert medium["told"]["in_force"] == "medium"
+        assert medium["told"]["mantissa_bits"] == (7 if "amx_bf16" in machine.matrix_units() else 23)

@@ -1,22 +1,78 @@
-"""What a rank counts as live memory; tests/worker/test_memory_use.py compares it with the plan."""
+"""The plan's bytes against the live tensors of two real ranks, at every ZeRO stage."""
 
 from __future__ import annotations
 
-import torch
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
-from ortlaunch.worker.memory_use import _count
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "learning_rate": 1e-4},
+    "sgd": {"name": "sgd", "learning_rate": 1e-4, "momentum": 0.9},
+    "lamb": {"name": "lamb", "learning_rate": 1e-4},
+}
+LORA = {"lora": {"r": 64, "target_modules": ["query", "value"]}}
 
 
-class StandIn(torch.Tensor):
-    """Among all objects are some that name themselves tensors and have no memory, on torch 2.6 with DeepSpeed 0.17."""
+def case(precision: str, optimizer: str, stage: int | None, lora: bool = False) -> tuple[str, dict[str, Any]]:
+    """Name and sections of one way to train."""
+    zero = None if stage is None else {"stage": stage}
+    name = f"{precision} {optimizer} {'DDP' if stage is None else f'ZeRO {stage}'}{' LoRA' if lora else ''}"
+    made = {"precision": precision, "optimizer": OPTIMIZERS[optimizer], "zero": zero, "model": LORA if lora else {}}
+    return name, made
 
-    @property
-    def device(self) -> torch.device:
-        """As torch's C++ answers."""
-        raise RuntimeError("tensor does not have a device")
+
+QUICK = dict([case("fp32", "adamw", 1), case("bf16", "adamw", 3)])
+STAGES = (None, 0, 1, 2, 3)
+ALL = dict(
+    [
+        *[case(precision, "adamw", stage) for precision in ("fp32", "bf16") for stage in STAGES],
+        *[case("fp32", "sgd", stage) for stage in STAGES],
+        *[case("fp32", "lamb", stage) for stage in (None, 0)],
+        *[case("fp32", "adamw", stage, lora=True) for stage in STAGES],
+        *[case("bf16", "adamw", stage, lora=True) for stage in (1, 2, 3)],
+    ]
+)
 
 
-def test_what_has_no_device_has_no_memory() -> None:
-    """A stand-in for a tensor is left out, and does not end the run."""
-    ones = torch.ones(4)
-    assert _count([torch.ones(8).as_subclass(StandIn), ones, ones[1:]], {}) == 16
+def measured(cases: dict[str, Any], folder: Path, timeout: float) -> dict[str, Any]:
+    """The memory record of each case."""
+    command = [sys.executable, "-m", "tests.worker.memory_ranks", str(folder), json.dumps(cases)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def hold(found: dict[str, Any]) -> None:
+    """Each kind within 10 % of the plan (the issue asks it of their sum), and no tensor of weight left uncounted."""
+    for name, record in found.items():
+        planned, counted = record["planned"], record["measured"]
+        for kind in ("weights", "gradients", "optimizer", "model"):
+            if planned[kind]:
+                assert counted[kind] / planned[kind] == pytest.approx(1, abs=0.1), (name, kind, planned, counted)
+            else:
+                assert counted[kind] == 0, (name, kind)
+        # What is left are batches, and gradients on their way that DistributedDataParallel or gloo has not let go yet.
+        passing = max(planned["gradients"], planned["buckets"])
+        assert counted["other"] <= 1.1 * passing + 0.1 * planned["model"], name
+        assert counted["peak"] > 0.9 * planned["model"], name
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_plan_is_what_two_ranks_hold(tmp_path: Path) -> None:
+    """ZeRO 1, which keeps whole gradients up to the reduction, and ZeRO 3, which keeps small tensors whole."""
+    hold(measured(QUICK, tmp_path, timeout=120))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(960)
+def test_plan_is_what_two_ranks_hold_in_every_way_to_train(tmp_path: Path) -> None:
+    """DDP and ZeRO 0 to 3, fp32 and bf16, three optimizers, all weights and LoRA."""
+    hold(measured(ALL, tmp_path, timeout=900))
