@@ -66,6 +66,8 @@ class Memory(NamedTuple):
     checkpoint: int
     chunk: int = 0
     """Rows whose logits exist at once; 0: all."""
+    compared: int = 0
+    """Bytes on each rank of the gradients of a step that is compared, the engine's and plain PyTorch's; 0: none is."""
 
 
 @dataclass(frozen=True)

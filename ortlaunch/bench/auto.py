@@ -80,7 +80,7 @@ def decided(resolved: ResolvedRun, choice: dict[str, Any], source: str = "") -> 
     engine, before = choice["chosen"], resolved.file.recipe.engine
     chosen = resolved.with_choice(*engine_overrides(engine, before, parity=True))
     note = f"engine auto: {engine}: {choice['why']}{f' ({source})' if source else ''}"
-    if engine == "eager" and before.parity_steps:
+    if engine == "eager" and before.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
     return chosen._replace(choice=choice, notes=(*chosen.notes, note))
 

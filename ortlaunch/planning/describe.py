@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ortlaunch.plan import Memory, Plan
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.units import counted, human
 
 
@@ -11,6 +12,9 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     """The plan for a person: world, batch, length, memory by ZeRO stage."""
     lines = [*_world_lines(plan), *_start_lines(plan, recipe), *_batch_lines(plan), _length_line(plan, recipe)]
     choice = plan.world_size > 1 or recipe.zero is not None  # else ZeRO has nothing to shard
+    compared = compared_steps(recipe)
+    if compared.steps and compared.why:
+        lines.append(f"parity: step 1 is also run in plain PyTorch, once ({compared.why})")
     return "\n".join([*lines, *(_memory_lines(plan.memory, choice) if plan.memory else [])])
 
 
@@ -75,6 +79,10 @@ def _memory_lines(memory: Memory, choice: bool) -> list[str]:
             f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11, 11))
         )
         lines.append(f"  {mark}{stage if choice else '':8}{cells}")
+    if memory.compared:
+        lines.append(
+            f"    steps that are compared hold {human(memory.compared)} of gradients more (engine.parity_steps)"
+        )
     if memory.chunk:
         lines.append(f"    head and loss of {memory.chunk} rows at a time (engine.chunked_loss)")
     return [

@@ -15,6 +15,7 @@ from ortlaunch.plan import Bytes, Memory
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.families import FAMILIES, complete
 from ortlaunch.recipe.models import Lora, TokenizerTraining
+from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.pretrained import config_of
 
 _STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
@@ -114,7 +115,8 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     chunk = chunked(recipe, micro_samples * (recipe.data.sequence_length or 0), config["vocab_size"])
-    return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable), chunk)
+    compared = 2 * _width(recipe) * trainable if compared_steps(recipe, config["model_type"]).steps else 0
+    return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable), chunk, compared)
 
 
 def why_unknown(recipe: Recipe) -> str:

@@ -5,7 +5,7 @@ The docstring under each field is the manual, as in models.py. Imports pydantic 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import Field
 
@@ -53,11 +53,13 @@ class Engine(Section):
     False: the run ends before step 1 and names the lines."""
     opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
     """ort: ONNX opset of the export; null: ORTModule's own (17)."""
-    parity_steps: Annotated[int, Field(ge=0)] = 0
+    parity_steps: Union[Literal["auto"], Annotated[int, Field(ge=0)]] = "auto"
     """ort and inductor: before each of the first N steps, one micro batch a rank also runs in plain PyTorch, on the
     same weights, dropout off in both; loss and every gradient are compared (parity.jsonl, engine.json). Training
     itself stays bit for bit what it is without. Costs two passes a step, memory for two sets of gradients, and for a
-    model with dropout a second export. Not with ZeRO 3."""
+    model with dropout a second export. Not with ZeRO 3. `auto`: on ort 1 where the model is your own (`factory`) or of
+    a family that ortlaunch's tests do not train (other than BERT and Llama), else 0; a model that cannot be compared
+    is trained, and the run says so."""
     parity_tolerance: Optional[Annotated[float, Field(gt=0)]] = None
     """The run stops, naming the parameters, where the loss or a gradient differs by more than this: norm of the
     difference / norm of PyTorch's gradient. null: 1e-3 in fp32, 0.05 in fp16, 0.2 in bf16."""

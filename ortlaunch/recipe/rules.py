@@ -11,6 +11,7 @@ from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
 from ortlaunch.recipe.model_rules import function, model_rules
 from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
+from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.place import SECRET, Problem
 
 _FORMAT_FIELDS = {
@@ -284,10 +285,10 @@ def _parity(recipe: Recipe) -> Iterator[Problem]:
         for key in asked:
             message = "does nothing with engine eager: it compares another engine with plain PyTorch; leave it out"
             yield (f"engine.{key}", "engine.name"), message
-    elif not engine.parity_steps:
-        for key in asked:
+    elif engine.name != "auto" and not compared_steps(recipe).steps:
+        for key in set(asked) - {"parity_steps"}:
             yield (f"engine.{key}", "engine.parity_steps"), "does nothing without engine.parity_steps; give that too"
-    elif recipe.zero and recipe.zero.stage == 3:
+    elif engine.parity_steps != "auto" and recipe.zero and recipe.zero.stage == 3:
         yield (
             ("engine.parity_steps", "zero.stage"),
             f"got {engine.parity_steps} with ZeRO 3, where no rank has whole weights to compare with; use stage 2 for "

@@ -116,7 +116,7 @@ def compare(
         if not torch.equal(_random_state(device), before):
             raise EngineError(
                 "the model draws random numbers in its forward besides the dropout that can be switched off: no two "
-                "passes are the same; leave engine.parity_steps out"
+                "passes are the same"
             )
         ours = passed(module)
     loss_difference = abs(ours[0] - theirs[0]) / max(abs(theirs[0]), LEAST_LOSS)

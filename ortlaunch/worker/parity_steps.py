@@ -6,9 +6,11 @@ Owns parity.jsonl and what engine.json says under `parity`. The comparison itsel
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
+from ortlaunch.recipe.parity import Compared, compared_steps
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.worker.comparison import LIMITS, Comparison, Difference, compare, dropouts
 from ortlaunch.worker.distributed import DistributedContext
@@ -21,25 +23,25 @@ _ADVICE = (
     "Nothing is trained further. Where this is an error of the engine: engine.name=inductor or eager; where it is "
     "rounding: a larger engine.parity_tolerance"
 )
+_OFF = "; engine.parity_steps=0 trains without a comparison"
 
 
 class ParitySteps:
-    """The steps of a run that are compared, from 0 to `engine.parity_steps`; `with_table`: also printed at the end."""
+    """The steps of a run that are compared, from 0 on; `with_table`: also printed at the end."""
 
     def __init__(self, session: Session, first_step: int, with_table: bool = False) -> None:
         recipe, run, group, engine = session.recipe, session.run, session.group, session.engine
         self.recipe, self.run, self.group, self.engine, self.batches = recipe, run, group, engine, session.batches
         self.with_table = with_table
-        self.end = min(recipe.engine.parity_steps, recipe.train.steps)
+        steps, self.why = chosen(session)
+        self.end = min(steps, recipe.train.steps)
         self.tolerance = recipe.engine.parity_tolerance or LIMITS[recipe.precision].tolerance
         self.dropouts = len(dropouts(engine.plain))
         self.lowered = recipe.engine.matmul_precision != "highest"
         self.module: Any = None
         self.records = _records_until(run, first_step)
         if is_plain(engine):  # an allowed fallback
-            self.end = 0
-            engine.report["parity"] = {"verdict": "not compared", "why": "plain PyTorch itself runs"}
-            _say(group, "parity: not compared: plain PyTorch itself runs")
+            self._leave_out("plain PyTorch itself runs")
         elif self.records:
             engine.report["parity"] = self._summary()
 
@@ -52,7 +54,18 @@ class ParitySteps:
         """
         if step >= self.end:
             return
-        record = self._worst_of_ranks(self._compared(step))
+        began = time.perf_counter()
+        records = [json.loads(text) for text in self.group.gather(json.dumps(self.compared(step)))]
+        failed = next((record for record in records if "error" in record), None)
+        if failed and self.why and failed.get("random"):
+            self._leave_out(failed["error"])
+            return
+        if failed:
+            raise EngineError(
+                f"engine.parity_steps: rank {failed['rank']} could not compare with plain PyTorch: {failed['error']}"
+                f"{'; leave engine.parity_steps out' if failed.get('random') else ''}"
+            )
+        record = {**_worst(records), "seconds": round(time.perf_counter() - began, 3)}
         self.records.append(record)
         self.engine.report["parity"] = self._summary()
         if self.group.rank == 0:
@@ -60,12 +73,18 @@ class ParitySteps:
             write_json(self.run.engine, self.engine.truth())
         if not record["passed"]:
             raise ParityError(self._told(record))
-        _say(self.group, _line(record))
+        _say(self.group, self._automatic(record) if self.why else _line(record))
         if step + 1 == self.end:
             self.module = None  # a graph of its own with its memory
-            _say(self.group, self._verdict())
+            if not self.why:
+                _say(self.group, self._verdict())
 
-    def _compared(self, step: int) -> Record:
+    def _leave_out(self, why: str) -> None:
+        self.end = 0
+        self.engine.report["parity"] = {"verdict": "not compared", "why": why}
+        _say(self.group, f"parity: not compared: {why}")
+
+    def compared(self, step: int) -> Record:
         """This rank's record of the step, or why there is none."""
         try:
             batch = self.engine.take(self.batches.micro_batch(step, 0, self.group.rank))
@@ -78,7 +97,8 @@ class ParitySteps:
                     autocast=self.recipe.zero is None,
                 )
         except Exception as error:  # whatever a pass raises; the other ranks are waiting
-            return {"rank": self.group.rank, "error": str(error) or type(error).__name__}
+            told, random = str(error) or type(error).__name__, isinstance(error, EngineError)
+            return {"rank": self.group.rank, "error": told, "random": random}
         return self._record(step + 1, found)
 
     def _module(self) -> Any:
@@ -101,15 +121,6 @@ class ParitySteps:
             "passed": found.largest <= self.tolerance,
         }
 
-    def _worst_of_ranks(self, mine: Record) -> Record:
-        records = [json.loads(text) for text in self.group.gather(json.dumps(mine))]
-        failed = next((record for record in records if "error" in record), None)
-        if failed:
-            raise EngineError(
-                f"engine.parity_steps: rank {failed['rank']} could not compare with plain PyTorch: {failed['error']}"
-            )
-        return _worst(records)
-
     def _summary(self) -> Record:
         """What engine.json says; the worst step's parameters."""
         worst = _worst(self.records)
@@ -121,6 +132,8 @@ class ParitySteps:
             "tolerance": self.tolerance,
             "dropouts_switched_off": self.dropouts,
             "matmul_precision": "highest",
+            "seconds": round(sum(record.get("seconds", 0.0) for record in self.records), 3),
+            "why": self.why or None,
             "verdict": "passed" if all(record["passed"] for record in self.records) else "failed",
         }
 
@@ -130,7 +143,14 @@ class ParitySteps:
             f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} in step {record['step']}, on the "
             f"same weights and batch (rank {record['rank']})\n"
             f"loss: {record['loss']:.6g} on {used}, {record['reference_loss']:.6g} in PyTorch\n"
-            f"{table(record, used)}\n{_ADVICE}"
+            f"{table(record, used)}\n{_ADVICE}{_OFF if self.why else ''}"
+        )
+
+    def _automatic(self, record: Record) -> str:
+        """One line for a comparison that nobody asked for."""
+        return (
+            f"parity: step 1 was also run in plain PyTorch ({self.why}): loss within {record['loss_difference']:.2g}, "
+            f"gradients within {record['gradient_difference']:.2g}; took {record['seconds']:.1f} s, once"
         )
 
     def _verdict(self) -> str:
@@ -147,8 +167,19 @@ def is_plain(engine: Engine) -> bool:
 
 
 def parity_steps(session: Session, first_step: int) -> ParitySteps | None:
-    """The comparison that the recipe asks for, or None."""
-    return ParitySteps(session, first_step) if session.recipe.engine.parity_steps else None
+    """The comparison of a training's first steps, or None; why `auto` leaves it out is in engine.json."""
+    steps, why = chosen(session)
+    if steps:
+        return ParitySteps(session, first_step)
+    if why:
+        session.engine.report["parity"] = {"verdict": "not compared", "why": why}
+    return None
+
+
+def chosen(session: Session) -> Compared:
+    """How many steps are compared; the built model's own config says what it is."""
+    config = getattr(getattr(session.engine.plain, "model", None), "config", None)
+    return compared_steps(session.recipe, getattr(config, "model_type", None))
 
 
 def table(record: Record, used: str) -> str:

@@ -73,6 +73,10 @@ TOY: dict[str, Any] = {
 PASSED = re.compile(r"^parity: passed: (\d) steps within 0.001; see .*parity.jsonl$", re.MULTILINE)
 
 
+ONE_LINE = re.compile(r"^parity: step 1 was also run in plain PyTorch \((.*)\): loss within \S+, gradients within \S+; "
+                      r"took \d+\.\d s, once$", re.MULTILINE)  # fmt: skip
+
+
 class Run(NamedTuple):
     folder: Path
     status: int
@@ -127,9 +131,13 @@ def counted(truth: dict[str, Any]) -> dict[str, Any]:
 @needs_ort
 def test_training_is_what_it_is_without(start: Start) -> None:
     """Losses, gradient norms and passes of a run with dropout and batch statistics, bit for bit; two steps compared."""
-    without = ended_well(start("train", "without", {}))
+    without = ended_well(start("train", "without", {"engine": {"parity_steps": 0}}))
     compared = ended_well(start("train", "compared", {"engine": {"parity_steps": 2}}))
-    assert compared.curve() == without.curve()
+    by_itself = ended_well(start("train", "by-itself", {}))
+    assert compared.curve() == without.curve() == by_itself.curve()
+    assert ONE_LINE.findall(by_itself.out) == ["the model is your own"]
+    assert [line["step"] for line in by_itself.lines("parity.jsonl")] == [1]
+    assert counted(by_itself.truth()) == counted(without.truth())
     assert [line["step"] for line in compared.lines("parity.jsonl")] == [1, 2]
     assert compared.out.count("parity, step ") == 2
     assert PASSED.findall(compared.out) == ["2"]
@@ -167,14 +175,15 @@ def test_two_ranks_compare_each_its_own_batch(start: Start, zero: int | None) ->
     "arguments", [pytest.param((), id="one rank", marks=pytest.mark.slow), pytest.param(TWO_RANKS, id="two ranks")]
 )
 def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]) -> None:
-    """Before step 1, with status 1, the layer before the operator named, both values, and what to try."""
-    wrong = {"model": {"arguments": {"wrong": True, "dropout": 0.0}}, "engine": {"parity_steps": 1}}
+    """Before step 1, by itself, with status 1, the layer before the operator named, both values, and what to try."""
+    wrong = {"model": {"arguments": {"wrong": True, "dropout": 0.0}}}
     run = start("train", f"wrong-{len(arguments)}", wrong, *arguments)
     assert run.status == 1
     assert "differ by more than 0.001 in step 1" in run.err
     assert re.search(r"^loss: \S+ on ort, \S+ in PyTorch$", run.err, re.MULTILINE)
     assert re.search(r"^  (first|norm|second)\.(weight|bias) +\S+  \(norm \S+ on ort, \S+ in PyTorch\)$", run.err, re.M)
     assert "engine.name=inductor or eager" in run.err
+    assert "engine.parity_steps=0 trains without a comparison" in run.err
     assert arguments or "Traceback" not in run.err  # torchrun adds its own
     parity = run.truth()["parity"]
     assert parity["verdict"] == "failed"
@@ -203,6 +212,8 @@ def test_what_cannot_be_compared_is_said(start: Start) -> None:
     noisy = start("parity", "noisy", {"model": {"arguments": {"noise": 0.1}}})
     assert noisy.status == 1
     assert "rank 0 could not compare with plain PyTorch: the model draws random numbers" in noisy.err
+    by_itself = ended_well(start("train", "noisy-train", {"model": {"arguments": {"noise": 0.1}}}))
+    assert "parity: not compared: the model draws random numbers" in by_itself.out
     fallback = {"model": {"factory": "parity_toys:unexportable"}}
     engine = {"engine": {"allow_fallback": True, "parity_steps": 2}}
     run = ended_well(start("train", "fallback", merged(fallback, engine)))

@@ -9,6 +9,7 @@ import json
 
 from ortlaunch.run.folder import write_json
 from ortlaunch.worker.memory_limits import RankLimits
+from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
 
@@ -21,8 +22,10 @@ def run(session: Session) -> None:
     group.barrier()
     limits = RankLimits(group.device, group.local.local_world_size)
     group.barrier()  # nobody takes more before all have looked
-    state = TrainState()
+    state, parity = TrainState(), parity_steps(session, first_step=0)
     while state.step - state.skipped < 2 and state.step < _MOST_STEPS:
+        if parity is not None and state.step < parity.end:
+            parity.compared(state.step)  # for the memory that it takes; the training judges
         train_step(session, state)
         state.step += 1
     share, limit = limits.tightest()

@@ -1,0 +1,43 @@
+"""How many first steps of a training are compared with plain PyTorch: `engine.parity_steps`, and what `auto` means."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ortlaunch.recipe.families import FAMILIES
+from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.pretrained import config_of
+
+
+class Compared(NamedTuple):
+    """Number of steps, and why, where `auto` decided on engine ort."""
+
+    steps: int
+    why: str = ""
+
+
+def compared_steps(recipe: Recipe, model_type: str | None = None) -> Compared:
+    """What is compared of a training; model_type: the built model's, where it is known.
+
+    `auto` compares the first step of what ortlaunch's own tests do not train on ONNX Runtime.
+    """
+    asked = recipe.engine.parity_steps
+    if asked != "auto":
+        return Compared(asked)
+    if recipe.engine.name != "ort":
+        return Compared(0)
+    if recipe.zero and recipe.zero.stage == 3:
+        return Compared(0, "with ZeRO 3 no rank has whole weights to compare with")
+    if recipe.model.factory:
+        return Compared(1, "the model is your own")
+    family = model_type or _family(recipe)
+    if family in FAMILIES:
+        return Compared(0, f"ortlaunch's tests train {family} on ONNX Runtime")
+    return Compared(1, f"ortlaunch's tests train no {family or 'model of this kind'} on ONNX Runtime")
+
+
+def _family(recipe: Recipe) -> str | None:
+    """The model's type by its config, as far as that lies here."""
+    known = config_of(recipe.model.pretrained) if recipe.model.pretrained else None
+    found = {**(known or {}), **(recipe.model.config or {})}.get("model_type")
+    return str(found) if found else None

@@ -1,0 +1,59 @@
+"""`engine.parity_steps: auto`: which trainings are compared with plain PyTorch, and that a plan says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ortlaunch.planning.describe import describe
+from ortlaunch.recipe.parity import Compared, compared_steps
+from tests.makers import bert, plan, recipe
+
+ORT = {"engine": {"name": "ort"}}
+WORDS = {"train": "python-docs", "tokenizer": "here", "sequence_length": 128}
+
+
+def causal(model_type: str) -> dict[str, Any]:
+    return {"model": {"task": "causal-lm", "config": {"model_type": model_type}}, "data": WORDS, **ORT}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (ORT, Compared(1, "the model is your own")),
+        (causal("gpt2"), Compared(1, "ortlaunch's tests train no gpt2 on ONNX Runtime")),
+        (causal("llama"), Compared(0, "ortlaunch's tests train llama on ONNX Runtime")),
+        ({"engine": {"name": "eager"}}, Compared(0)),
+        ({"engine": {"name": "inductor"}}, Compared(0)),
+        ({"engine": {"parity_steps": 0}}, Compared(0)),
+        ({"engine": {"parity_steps": 2}}, Compared(2)),
+        (
+            {**ORT, "zero": {"stage": 3}},
+            Compared(0, "with ZeRO 3 no rank has whole weights to compare with"),
+        ),
+    ],
+    ids=str,
+)
+def test_auto_compares_what_no_test_trains(sections: dict[str, Any], expected: Compared) -> None:
+    """One step of your own model or of another family, on engine ort alone; a number is what it says."""
+    assert compared_steps(recipe(**sections)) == expected
+
+
+def test_the_built_models_type_counts() -> None:
+    """What a pretrained model is, is known when it is there."""
+    made = recipe(model={"task": "causal-lm", "pretrained": "somewhere/else"}, data=WORDS, **ORT)
+    assert compared_steps(made, "llama").steps == 0
+    assert compared_steps(made, "gpt2").steps == 1
+
+
+def test_a_plan_says_what_is_compared() -> None:
+    """A line for what `auto` adds, and the bytes of two more sets of gradients where they are known."""
+    made = recipe(**ORT)
+    assert "parity: step 1 is also run in plain PyTorch, once (the model is your own)" in describe(plan(made), made)
+    asked = bert(engine={"parity_steps": 2})
+    memory = plan(asked).memory
+    assert memory is not None
+    assert memory.compared == 2 * 4 * memory.trainable
+    assert "steps that are compared hold" in describe(plan(asked), asked)
+    assert "compared" not in describe(plan(bert(**ORT)), bert(**ORT))
