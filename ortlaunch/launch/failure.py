@@ -47,12 +47,12 @@ def explain_end(
 
 
 def explain_silence(run: RunDir, command: str) -> End:
-    """The end of a run whose command went without a word, and took the ranks with it."""
+    """The end of a run whose command disappeared, and took the ranks with it."""
     first = _first([read_json(path) for path in sorted(run.errors.glob("rank_*.json"))])
     if first is not None and not first["secondary"]:
         return End(first["exit_status"], _text(first))
-    gone = f"the command ({command}) disappeared without a word, as a process killed by SIGKILL does"
-    return End(137, f"ortlaunch: {gone}{_OFTEN_MEMORY}; its ranks ended with it\nlogs: {run.logs}")
+    gone = f"the command ({command}) disappeared without an error record (usually SIGKILL, often out of memory)"
+    return End(137, f"ortlaunch: {gone}, and its ranks ended with it\nlogs: {run.logs}")
 
 
 def _without_cause(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import BACKENDS, JobState, backend
+from ortlaunch.launch.orphans import send
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run import lock
 from ortlaunch.run.folder import RunDir
@@ -25,15 +26,16 @@ def cancel(run: RunDir) -> str:
         LaunchError: something of it cannot be ended.
     """
     status = look(run)
-    if status.state.is_end and not status.alive:
-        return f"nothing to cancel, for it has ended\n{status}"
-    _refuse(run, status)
+    if not status.state.is_end or status.alive:
+        _refuse(run, status)
     try:
         if not status.state.is_end:
             backend(status.job.backend).cancel(status.job)
-        killed = _end_rest(run)
+        killed = _end_rest(run, status.job.process)
     except PermissionError:
         raise InputError(f"{run}: is a run of user {_owner(run)}; only that user or root may cancel it") from None
+    if status.state.is_end:
+        return f"nothing to cancel, for it has ended{_killed(killed)}\n{look(run)}"
     _record(run, status.job, killed)
     return f"{_done(run, status.job)}{_killed(killed)}\n{look(run)}"
 
@@ -45,25 +47,30 @@ def _refuse(run: RunDir, status: Status) -> None:
         raise InputError(f"{run}: its ranks were started by a launcher of your own; end that (scancel, kill)")
 
 
-def _end_rest(run: RunDir) -> int:
+def _end_rest(run: RunDir, command: Process) -> int:
     """Wait for the ranks, which end with their command; kill those that do not. Returns how many that were."""
-    if _gone(run, GRACE_SECONDS + _MORE_SECONDS):
+    if _gone(run, command, GRACE_SECONDS + _MORE_SECONDS):
         return 0
-    left = lock.alive_at(run)
+    left = _left(run, command)
     for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    if not _gone(run, _MORE_SECONDS):
-        raise LaunchError(f"{run}: SIGKILL did not end process {', '.join(map(str, lock.alive_at(run)))}")
+        send(pid, signal.SIGKILL)
+    if not _gone(run, command, _MORE_SECONDS):
+        raise LaunchError(f"{run}: SIGKILL did not end process {', '.join(map(str, _left(run, command)))}")
     return len(left)
 
 
-def _gone(run: RunDir, seconds: float) -> bool:
+def _gone(run: RunDir, command: Process, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while lock.alive_at(run):
+    while _left(run, command):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
     return True
+
+
+def _left(run: RunDir, command: Process) -> list[int]:
+    """Processes of that command's run; another command may have begun one there meanwhile."""
+    return lock.alive_at(run) if lock.command_at(run) == command else []
 
 
 def _record(run: RunDir, job: JobRecord, killed: int) -> None:

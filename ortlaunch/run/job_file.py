@@ -66,7 +66,9 @@ def _status_of(error: BaseException) -> int:
 
 
 def _verdict_of(error: BaseException) -> str:
+    if isinstance(error, OrtlaunchError):
+        return f"ortlaunch: {error}"
     status = _status_of(error)
     if status in _STOPPED:
         return f"ortlaunch: stopped by {signal.Signals(status - 128).name} before its ranks were started"
-    return f"ortlaunch: {error}" if isinstance(error, OrtlaunchError) else f"ortlaunch: {type(error).__name__}: {error}"
+    return f"ortlaunch: {type(error).__name__}: {error}"

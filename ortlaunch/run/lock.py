@@ -121,10 +121,10 @@ def command_at(run: RunDir) -> Process | None:
 
 
 def alive_at(run: RunDir) -> list[int]:
-    """Living processes of the run on this host, command and ranks: those that have the lock open (Linux)."""
+    """Living processes of the run on this host, command and ranks: those that hold a part of the lock (Linux)."""
     lock, found = os.path.realpath(run.lock), set()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # another user's, or it has gone meanwhile
-            if os.readlink(link) == lock:
+            if os.readlink(link) == lock and "FLOCK" in (link.parents[1] / "fdinfo" / link.name).read_text():
                 found.add(int(link.parts[2]))
     return sorted(found - {os.getpid()})

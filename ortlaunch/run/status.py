@@ -66,8 +66,8 @@ class Status:
         if self.ranks is not None and self.hosts is not None:
             begun = f"; {self.ranks_begun} have begun" if self.ranks_begun < self.ranks else ""
             yield f"{counted(self.ranks, 'rank')} on {counted(self.hosts, 'host')}{begun}"
-        if self.state is not JobState.PENDING:
-            yield self._progress()
+        pending = self.state is JobState.PENDING
+        yield "its command measures or prepares; its ranks have not been started" if pending else self._progress()
         if self.alive:
             yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
         yield self.job.verdict or ""

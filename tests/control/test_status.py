@@ -204,6 +204,23 @@ def test_cancel(how: str, status: int, said: str, run: RunDir) -> None:
         assert cancel(run).startswith(f"nothing to cancel, for it has ended\n{run}: cancelled")
 
 
+def test_who_waits_for_the_folder_is_none_of_its_run(run: RunDir) -> None:
+    """The next command has the lock open, too; ending what is left of the run before leaves it alone."""
+    with command(run, "deaf rank") as process:
+        process.kill()
+        process.wait()
+        with open(run.lock) as file:
+            waits = subprocess.Popen(["sleep", "60"], pass_fds=[file.fileno()])
+        try:
+            assert len(look(run).alive) == 1
+            said = cancel(run)
+            assert said.startswith("nothing to cancel, for it has ended; 1 of its processes had to be killed\n"), said
+            assert (look(run).state, look(run).alive, waits.poll()) == (JobState.FAILED, (), None)
+        finally:
+            waits.kill()
+            waits.wait()
+
+
 def test_another_host(run: RunDir) -> None:
     """What was recorded last, with where to ask; it is neither waited for nor ended from here."""
     record = JobRecord.of_this_process("torchrun", JobState.RUNNING)
