@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.bench import prepared
+from ortlaunch.bench.measure import prepared
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run.resolve import resolve
