@@ -23,9 +23,15 @@ class Process(NamedTuple):
     began: str  # "" where the system does not say
 
     @classmethod
+    def of(cls, pid: int) -> Process:
+        """The one that has this id here now."""
+        began = _began(pid)
+        return cls(pid, socket.gethostname(), process_space(), "it has ended" if began is None else began)
+
+    @classmethod
     def this(cls) -> Process:
         """The one that runs this."""
-        return cls(os.getpid(), socket.gethostname(), process_space(), _began(os.getpid()) or "")
+        return cls.of(os.getpid())
 
     @property
     def is_here(self) -> bool:

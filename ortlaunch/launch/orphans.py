@@ -68,6 +68,15 @@ class Orphans:
             _be_the_reaper(False)
 
 
+def descendants_of(parent: int) -> list[int]:
+    """Living processes that this one started, and those that they did."""
+    living = {pid: one.parent for pid, one in _processes() if not one.ended}
+    found = [parent]
+    for above in found:
+        found += [pid for pid, its_parent in living.items() if its_parent == above]
+    return found[1:]
+
+
 def _processes() -> Iterator[tuple[int, Process]]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has gone meanwhile

@@ -13,13 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ortlaunch import machine
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
-from ortlaunch.launch.orphans import Orphans, send
+from ortlaunch.launch.orphans import Orphans, descendants_of, send
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
@@ -118,14 +118,34 @@ def cancel(job: Job | JobRecord) -> None:
 
 
 def _end_command(command: Process) -> None:
-    """Ask a command to end its ranks and itself; it outlives their grace, and dies of a second one."""
-    deadline = time.monotonic() + GRACE_SECONDS + 2 * _MORE_SECONDS
+    """Ask a command to end its ranks and itself, which takes their grace; else kill it, and what it started.
+
+    Raises:
+        LaunchError: SIGKILL does not end one of them.
+    """
     command.send(signal.SIGTERM)
     command.send(signal.SIGCONT)  # what is stopped could not end
-    while command.lives():
+    if _gone([command], GRACE_SECONDS + 2 * _MORE_SECONDS):
+        return
+    family = [command, *(Process.of(pid) for pid in descendants_of(command.pid))]
+    command.send(signal.SIGKILL)
+    if _gone(family, GRACE_SECONDS + _MORE_SECONDS):  # launcher and ranks die with it
+        return
+    for one in family:
+        one.send(signal.SIGKILL)
+    if not _gone(family, _MORE_SECONDS):
+        left = ", ".join(str(one.pid) for one in family if one.lives())
+        raise LaunchError(f"SIGKILL did not end process {left}")
+
+
+def _gone(family: Sequence[Process], seconds: float) -> bool:
+    """Whether all of them have ended within so long."""
+    deadline = time.monotonic() + seconds
+    while any(one.lives() for one in family):
         if time.monotonic() > deadline:
-            command.send(signal.SIGKILL)
+            return False
         time.sleep(0.05)
+    return True
 
 
 @contextlib.contextmanager

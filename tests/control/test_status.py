@@ -44,6 +44,10 @@ if how != "measures":
     stack.enter_context(JobFile(run, "torchrun")).starts()
 if how == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:  # a launcher in a session of its own, as deaf
+        os.setsid()
+        pathlib.Path(sys.argv[1], "launcher").write_text(str(os.getpid()))
+        time.sleep(60)
 if how == "deaf rank":
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if os.fork() == 0:
@@ -95,6 +99,7 @@ def test_a_process_is_more_than_its_id() -> None:
     there = me._replace(pid=child.pid, began="")
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert there.lives()  # all that can be seen where the system does not say more
+    assert not Process.of(child.pid).lives()
     child.wait()
     assert not there.lives()
 
@@ -200,6 +205,8 @@ def test_cancel(how: str, status: int, said: str, run: RunDir) -> None:
         assert answer.startswith(f"{said}{run}: cancelled"), answer
         found = look(run)
         assert (found.state, found.job.exit_status, found.alive) == (JobState.CANCELLED, status, ())
+        launcher = run.path / "launcher"
+        assert not (launcher.exists() and Process.of(int(launcher.read_text())).lives())
         assert process.wait() == (143 if how == "plain" else -signal.SIGKILL if how == "deaf" else -signal.SIGTERM)
         assert cancel(run).startswith(f"nothing to cancel, for it has ended\n{run}: cancelled")
 
