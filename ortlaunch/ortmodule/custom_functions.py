@@ -36,9 +36,8 @@ def _with_booleans(default_export: Callable[..., Any]) -> Callable[..., Any]:
     from torch.onnx import TensorProtoDataType as Kind
 
     @functools.wraps(default_export)
-    def export(
-        g: Any, name: str, function: Any, cconv: str, size: int, kinds: Any, ranks: Any, /, *args: Any, **other: Any
-    ) -> Any:
+    def export(g: Any, /, *given: Any, **other: Any) -> Any:
+        name, function, cconv, size, kinds, ranks, *args = given
         takes = frozenset(i for i, arg in enumerate(args) if cconv[i] == "d" and arg.type().scalarType() == "Bool")
         gives = frozenset(i for i, kind in enumerate(kinds) if kind == Kind.BOOL)
         if not takes and not gives:

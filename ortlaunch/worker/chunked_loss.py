@@ -58,7 +58,9 @@ def _head_loss(
             loss += _into_probabilities(chunk, y)
             if wanted[0]:
                 chunk.scatter_(1, y, chunk.gather(1, y) - 1)  # the gradient of the loss's sum
-                _add(gradients, chunk, x, weight, index, share, number == 0)
+                narrow = chunk.to(x.dtype)
+                gradients[0].index_copy_(0, index, torch.mm(narrow, weight).mul_(share))
+                _add(gradients[1:], chunk, narrow, x, share, number == 0)
         return loss / len(counted), *gradients, factor.fill_(mean / share)
 
 
@@ -86,16 +88,12 @@ def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     return (largest - of_label - logits.gather(1, place).log()).sum()
 
 
-def _add(
-    gradients: list[Tensor], of_logits: Tensor, x: Tensor, weight: Tensor, index: Tensor, share: float, first: bool
-) -> None:
-    """What a chunk adds to the gradients of hidden, weight and bias."""
-    of_hidden, of_weight, of_bias = gradients
+def _add(gradients: list[Tensor], of_logits: Tensor, narrow: Tensor, x: Tensor, share: float, first: bool) -> None:
+    """What a chunk adds to the gradients of weight and bias; `narrow` is `of_logits` as precise as x."""
+    of_weight, of_bias = gradients
     if of_bias.numel():
         part = of_logits.sum(0).mul_(share)
         of_bias.copy_(part) if first else of_bias.add_(part)
-    narrow = of_logits.to(x.dtype)
-    of_hidden.index_copy_(0, index, torch.mm(narrow, weight).mul_(share))
     if not of_weight.numel():
         return
     if x.dtype == of_weight.dtype:

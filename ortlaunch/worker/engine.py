@@ -126,7 +126,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
         model.compile(dynamic=False)
     chosen = build_optimizer(recipe.optimizer, module, used, group.device)
     stepper = _stepper(recipe, plan, module, chosen, group)
-    report = _report(recipe, plan, used, fallback, chosen, group, model)
+    report = _report(recipe, used, fallback, chosen, group, model)
     report["chunked_loss"] = chunked
     report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
     another = functools.partial(_wrapped, _at_highest(recipe), model, group) if used == "ort" else lambda: module
@@ -216,7 +216,7 @@ def _brief(reason: str) -> str:
 
 
 def _report(
-    recipe: Recipe, plan: Plan, used: str, fallback: str, chosen: Chosen, group: DistributedContext, model: LossModule
+    recipe: Recipe, used: str, fallback: str, chosen: Chosen, group: DistributedContext, model: LossModule
 ) -> dict[str, Any]:
     asked = recipe.optimizer.name
     return {

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -42,11 +42,53 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning", "units"}, set()),
     "planning.memory": ({"recipe", "plan"}, set()),
     "doctor": ({"errors", "recipe", "plan", "ortmodule.extensions", "start"}, set()),
-    "run": ({"__init__", *SHARED, *CONTROL} - {"cli"}, set()),
+    "run": (
+        {
+            "__init__",
+            "errors",
+            "units",
+            "machine",
+            "rank",
+            "process",
+            "user_modules",
+            "recipe",
+            "plan",
+            "planning",
+            "launch",
+            "run",
+        },
+        set(),
+    ),
+    "run.resolve": ({"errors", "machine", "start", "recipe", "plan", "planning", "run"}, set()),
+    "run.prepare": ({"errors", "rank", "recipe", "plan", "launch", "run"}, set()),
+    "run.provenance": ({"__init__", "machine", "run.folder"}, set()),
+    "run.control": (
+        {"errors", "units", "output", "recipe", "plan", "planning", "launch", "bench", "doctor", "run"},
+        set(),
+    ),
     "run.folder": (set(), set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "launch": ({"errors", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
-    "bench": ({"__init__", *SHARED, *CONTROL} - {"cli"}, {"matplotlib"}),
+    "bench": (
+        {
+            "__init__",
+            "errors",
+            "units",
+            "machine",
+            "cache",
+            "ortmodule.extensions",
+            "recipe",
+            "plan",
+            "launch",
+            "doctor",
+            "run.folder",
+            "run.resolve",
+            "run.prepare",
+            "run.provenance",
+            "bench",
+        },
+        {"matplotlib"},
+    ),
     "cli": ({"__init__", *SHARED, *CONTROL}, {"typer"}),
     "ortmodule": ({"errors", "cache", "machine", "ortmodule"}, ANY),
     # What importing any part of the package runs, and the parts that the control side asks.
@@ -96,16 +138,132 @@ def in_standard_library(name: str) -> bool:
     return origin.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in origin
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_a_module_imports_only_what_the_table_allows(module: Path) -> None:
-    """Each import, also one inside a function, is in the module's line of the table or in the standard library."""
-    ours, theirs = ALLOWED[group(".".join(("ortlaunch", *module.with_suffix("").parts)))]
-    names = set(imported(ast.parse((ROOT / module).read_text(encoding="utf-8")), module.parts[:-1]))
+def forbidden(module: Path, source: str) -> set[str]:
+    """What a module's source imports beside what its line of the table allows and, of others, the standard library."""
+    ours, theirs = ALLOWED[group(dotted(module))]
+    names = set(imported(ast.parse(source), module.parts[:-1]))
     inside = {name for name in names if name.split(".")[0] == "ortlaunch"}
     outside = {name.split(".")[0] for name in names - inside}
-    assert {name for name in inside if not {group(name), group(name).split(".")[0]} & ours} == set()
-    if theirs is not ANY:
-        assert {name for name in outside - theirs if not in_standard_library(name)} == set()
+    found = {name for name in inside if not {group(name), group(name).split(".")[0]} & ours}
+    return found if theirs is ANY else found | {name for name in outside - theirs if not in_standard_library(name)}
+
+
+def circle(sources: Mapping[Path, str]) -> list[str]:
+    """Modules that import each other round and round, or []; imports for type checkers alone run never."""
+    graph = {}
+    for module, source in sources.items():
+        here = dotted(module).removesuffix(".__init__")
+        graph[here] = set(imported(_RunOnly().visit(ast.parse(source)), module.parts[:-1])) - {here}
+    done = set[str]()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        for name in sorted(graph.get(module, set()) - done):
+            if found := walk(name, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := walk(module, []))), [])
+
+
+class _RunOnly(ast.NodeTransformer):
+    """Takes `if TYPE_CHECKING:` away."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test).endswith("TYPE_CHECKING") else self.generic_visit(node)
+
+
+def dotted(module: Path) -> str:
+    """`launch/mpi.py` -> `ortlaunch.launch.mpi`."""
+    return ".".join(("ortlaunch", *module.with_suffix("").parts))
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, str]:
+    """Every module's text."""
+    return {module: (ROOT / module).read_text(encoding="utf-8") for module in MODULES}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_module_imports_only_what_the_table_allows(module: Path, sources: dict[Path, str]) -> None:
+    """Each import, also one inside a function, is in the module's line of the table or in the standard library."""
+    assert forbidden(module, sources[module]) == set()
+
+
+def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> None:
+    """Neither at the top nor inside functions."""
+    assert circle(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("errors.py", "from ortlaunch import rank"),
+        ("rank.py", "import ortlaunch.plan"),
+        ("machine.py", "from ortlaunch.errors import PlanError"),
+        ("plan.py", "from ortlaunch.recipe import Recipe"),
+        ("plan.py", "import pydantic"),
+        ("recipe/rules.py", "from ortlaunch.plan import Plan"),
+        ("recipe/rules.py", "import torch"),
+        ("planning/world.py", "from ortlaunch.run.resolve import resolve"),
+        ("planning/world.py", "from ortlaunch.launch import Request"),
+        ("launch/mpi.py", "from ..recipe import Recipe"),
+        ("launch/mpi.py", "import ortlaunch.worker.engine"),
+        ("launch/processes.py", "def f():\n    from ortlaunch.planning import world"),
+        ("launch/processes.py", "from ortlaunch.run.prepare import write_run"),
+        ("run/folder.py", "from ortlaunch.errors import PlanError"),
+        ("run/lock.py", "from ortlaunch.run.control import train"),
+        ("run/resolve.py", "from ortlaunch.bench import auto"),
+        ("run/resolve.py", "from ortlaunch import doctor"),
+        ("run/prepare.py", "from ortlaunch.planning.world import World"),
+        ("run/control.py", "from ortlaunch.cli import main"),
+        ("run/control.py", "from ortlaunch.worker.tasks import TASKS"),
+        ("bench/turns.py", "from ortlaunch.run import control"),
+        ("bench/auto.py", "from ortlaunch.run.micro_size import find"),
+        ("doctor.py", "from ortlaunch.run.resolve import resolve"),
+        ("cli/train.py", "from ortlaunch.worker import engine"),
+        ("cli/train.py", "def f():\n    import torch"),
+        ("ortmodule/module.py", "from ortlaunch.recipe import Recipe"),
+        ("ortmodule/module.py", "from ..worker import engine"),
+        ("worker/engine.py", "from ortlaunch.launch import Request"),
+        ("worker/engine.py", "from ortlaunch.cli import main"),
+        ("worker/engine.py", "from ortlaunch.planning.world import World"),
+        ("worker/session.py", "from ortlaunch.run import control"),
+    ],
+)
+def test_a_planted_import_is_found(module: str, source: str) -> None:
+    """Each arrow that must not be, as somebody might write it."""
+    assert len(forbidden(Path(module), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "planted", "found"),
+    [
+        ("run/resolve.py", "from ortlaunch.run import prepare", {"run.prepare", "run.resolve"}),
+        ("bench/turns.py", "def f():\n    from ortlaunch.run import control", {"bench.turns", "run.control"}),
+        ("plan.py", "from .launch import failure", {"launch.failure", "plan"}),
+        ("errors.py", "if typing.TYPE_CHECKING:\n    from ortlaunch import rank", set()),
+    ],
+)
+def test_a_planted_circle_is_found(module: str, planted: str, found: set[str], sources: dict[Path, str]) -> None:
+    """Of two modules, or by way of others; one for type checkers alone is none."""
+    around = circle({**sources, Path(module): f"{sources[Path(module)]}\n{planted}"})
+    assert {f"ortlaunch.{name}" for name in found} <= set(around)
+    assert bool(around) == bool(found)
+
+
+def test_lists_of_parameters_are_short(sources: dict[Path, str]) -> None:
+    """Six at most, but for the verbs, whose parameters are the command line's."""
+    long = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)) if module.parts[0] != "cli" else ():
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if len([name for name in names if name not in ("self", "cls")]) > 6:
+                    long[f"{module}:{node.name}"] = names
+    assert long == {}
 
 
 @pytest.mark.parametrize(
