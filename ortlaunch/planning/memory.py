@@ -2,8 +2,7 @@
 pretrained model's config.json where that lies here.
 
 Weights, gradients and optimizer state are exact counts, held against the live tensors of two ranks in
-tests/worker/test_memory_use_ranks.py; activations are an estimate after Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (2022), section 4.1. Only BERT and Llama configs are counted here; other
+tests/worker/test_memory_use_ranks.py; activations are an estimate. Only BERT and Llama configs are counted here; other
 models give None and are counted by the worker.
 """
 
@@ -12,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from ortlaunch.plan import Bytes, Memory
+from ortlaunch.planning.activations import layer_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.families import FAMILIES, complete
 from ortlaunch.recipe.models import Lora, TokenizerTraining
@@ -108,8 +108,10 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
             return None
         tensors, trained = [*tensors, *adapters], adapters
     parameters, trainable = sum(tensors), sum(trained)
-    activations = _activations(recipe, config, micro_samples)
+    # Autocast leaves norms, softmax and what they give in float32.
+    activations = _activations(recipe, config, micro_samples, 4, device)
     stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
+    activations = _activations(recipe, config, micro_samples, _width(recipe), device)
     for stage in range(4):
         exact = _zero(recipe, tensors, trainable, activations, stage, ranks)
         stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
@@ -208,16 +210,14 @@ def _lora_tensors(lora: Lora, c: dict[str, Any]) -> list[int] | None:
     return layer * int(c["num_hidden_layers"])
 
 
-def _activations(recipe: Recipe, c: dict[str, Any], micro: int) -> int:
-    s, h, layers = recipe.data.sequence_length or 0, c["hidden_size"], c["num_hidden_layers"]
-    width = 2 if recipe.precision == "fp32" else 1  # the paper counts 16-bit activations
-    # Engine ort writes sdpa out in its graph.
-    fused = recipe.model.attention == "sdpa" and (recipe.engine.name != "ort" or recipe.engine.aten_sdpa)
-    scores = 0.0 if fused else 5.0 * c["num_attention_heads"] * s / h
-    a_layer = s * micro * h * (34 + scores) * width
-    recomputed = recipe.model.gradient_checkpointing or recipe.engine.memory_optimization
-    kept = layers * 2 * s * micro * h * width + a_layer if recomputed else layers * a_layer
-    return int(kept + _logits(recipe, c, micro * s))
+def _activations(recipe: Recipe, c: dict[str, Any], micro: int, width: int, device: str) -> int:
+    length, layers = recipe.data.sequence_length or 0, int(c["num_hidden_layers"])
+    tokens = micro * length
+    a_layer, logits = tokens * layer_bytes(recipe, c, length, width, device), _logits(recipe, c, tokens)
+    if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
+        # Each layer's input, and the loss or one layer computed again: not at the same time.
+        return layers * tokens * int(c["hidden_size"]) * width + max(a_layer, logits)
+    return layers * a_layer + logits
 
 
 def _logits(recipe: Recipe, c: dict[str, Any], tokens: int) -> int:

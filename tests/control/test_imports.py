@@ -40,7 +40,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "user_modules": ({"errors", "recipe"}, set()),
     "plan": ({"errors", "rank"}, set()),
     "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning", "units"}, set()),
-    "planning.memory": ({"recipe", "plan"}, set()),
+    "planning.memory": ({"recipe", "plan", "planning.activations"}, set()),
+    "planning.activations": ({"recipe"}, set()),
     "doctor": ({"errors", "recipe", "plan", "ortmodule.extensions", "start"}, set()),
     "run": (
         {

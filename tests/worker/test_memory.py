@@ -273,21 +273,11 @@ def activations(**sections: Any) -> int:
     return dict(known(bert(**sections)).by_stage)["DDP"].activations
 
 
-def test_activations_follow_the_paper() -> None:
-    """34 + 5as/h bytes a token and hidden unit in 16 bit (Korthikanti et al.), twice that in 32, and 16 a logit."""
-    micro, length, hidden, heads, layers, words = 2, 128, 64, 4, 2, 1000
-    tokens = micro * length
-    for precision, width in (("bf16", 1), ("fp32", 2)):
-        kept = layers * tokens * hidden * (34 + 5 * heads * length / hidden) * width
-        assert activations(precision=precision) == int(kept) + tokens * words * 16
-
-
 @pytest.mark.parametrize(
     ("sections", "less"),
     [
-        ({"model": {"task": "masked-lm", "config": BERT, "attention": "sdpa"}}, "no scores are kept"),
+        ({"model": {"task": "masked-lm", "config": {**BERT, "attention_probs_dropout_prob": 0}}}, "no scores are kept"),
         ({"engine": {"name": "ort", "memory_optimization": 1}}, "layers are computed again"),
-        ({"precision": "bf16"}, "half the width"),
         ({"model": {"task": "sequence-classification", "config": BERT}}, "no logits a word"),
     ],
 )
@@ -328,10 +318,3 @@ def test_plan_of_llama_for_eight_gpus() -> None:
     found = [sum(parts[:3]) for _, parts in memory.by_stage]
     norms = 65 * 4096  # small enough for ZeRO 3 to keep whole, in 2 bytes
     assert found == [16 * n, 16 * n, 4 * n + 12 * n // 8, 2 * n + 14 * n // 8, 2 * n + 2 * norms]
-
-
-def test_engine_ort_writes_sdpa_out() -> None:
-    """There its scores are kept as those of eager attention, unless torch's own kernel is asked for."""
-    sdpa = {"model": {"task": "masked-lm", "config": BERT, "attention": "sdpa"}}
-    assert activations(**sdpa, engine={"name": "ort"}) == activations()
-    assert activations(**sdpa, engine={"name": "ort", "aten_sdpa": True}) == activations(**sdpa)

@@ -1,0 +1,43 @@
+"""What a layer of BERT or Llama keeps for its backward pass, in bytes a token.
+
+Counted in what transformers 5 and torch 2.13 save (tests/worker/test_activations.py compares), in the manner of
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ortlaunch.recipe import Recipe
+
+_SCALE, _MASK = 4, 1  # bytes that a dropout keeps a number: torch on a CPU the factor, others a truth
+
+
+def layer_bytes(recipe: Recipe, c: dict[str, Any], length: int, width: int, device: str) -> int:
+    """Bytes a token that one layer keeps; `width` is that of its numbers, 4 or 2."""
+    h, i, heads = int(c["hidden_size"]), int(c["intermediate_size"]), int(c["num_attention_heads"])
+    attention = 4 * heads * int(c.get("head_dim") or h // heads)  # queries, keys, values and what they give
+    # Llama: norms with what goes in and comes out; gate, its SiLU, up, their product. BERT: two norms; GELU in and out.
+    numbers = attention + (6 * h + 4 * i if c["model_type"] == "llama" else 4 * h + 2 * i)
+    dropped = 2 * h if c.get("hidden_dropout_prob") else 0
+    return width * numbers + _mask(recipe, width, device) * dropped + heads * length * _score(recipe, c, width, device)
+
+
+def _mask(recipe: Recipe, width: int, device: str) -> int:
+    return width if device == "cpu" and recipe.engine.name != "ort" else _MASK
+
+
+def _score(recipe: Recipe, c: dict[str, Any], width: int, device: str) -> int:
+    """Bytes a score of attention: its softmax and, with dropout, mask and what is left; none in a fused kernel."""
+    dropped = bool(c.get("attention_probs_dropout_prob") or c.get("attention_dropout"))
+    if not _fused(recipe):
+        return width + (width + _mask(recipe, width, device) if dropped else 0)
+    # torch's fused kernels for CPUs know no dropout: with it scores are written out, in float32.
+    return 3 * _SCALE if dropped and device == "cpu" else 0
+
+
+def _fused(recipe: Recipe) -> bool:
+    """Whether torch's scaled_dot_product_attention computes it; engine ort writes it out in its graph."""
+    engine, asked = recipe.engine, recipe.model.attention
+    written_out = asked == "eager" or (asked == "auto" and (engine.efficient_attention or engine.flash_attention))
+    return not written_out and (engine.name != "ort" or bool(engine.aten_sdpa))

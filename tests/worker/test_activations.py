@@ -1,0 +1,90 @@
+"""What the plan says that a layer keeps for its backward pass, against what transformers and torch save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.planning.memory import estimate
+from ortlaunch.recipe import Recipe
+from tests.makers import bert
+from tests.worker.test_gradient_checkpointing_ranks import saved
+
+TOKENS, LENGTH = 64, 32
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160, "vocab_size": 48}
+DROPOUTS = {"bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"), "llama": ("attention_dropout",)}
+
+
+def made(family: str, layers: int, attention: str, dropout: float, **sections: Any) -> Recipe:
+    """The recipe of so many layers."""
+    config = {"model_type": family, **SIZES, "num_hidden_layers": layers, **dict.fromkeys(DROPOUTS[family], dropout)}
+    task = "masked-lm" if family == "bert" else "causal-lm"
+    data = {"train": "python-docs", "tokenizer": "here", "sequence_length": LENGTH}
+    return bert(model={"task": task, "config": config, "attention": attention}, data=data, **sections)
+
+
+def planned(recipe: Recipe, stage: str = "DDP", device: str = "cpu") -> int:
+    """Bytes of activations on a rank."""
+    memory = estimate(recipe, TOKENS // LENGTH, 1, device)
+    assert memory is not None
+    return dict(memory.by_stage)[stage].activations
+
+
+def kept(recipe: Recipe, precision: str) -> int:
+    """Bytes that the backward pass of transformers' model keeps, weights apart."""
+    import transformers
+
+    config = dict(recipe.model.config or {})
+    kind, attention = config.pop("model_type"), recipe.model.attention
+    auto = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
+    full = transformers.AutoConfig.for_model(kind, **config, use_cache=False)
+    model = auto.from_config(full, attn_implementation=None if attention == "auto" else attention).train()
+    model = model.bfloat16() if precision == "DeepSpeed" else model
+    ids = torch.randint(0, 48, (TOKENS // LENGTH, LENGTH))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        return saved(lambda: model(**batch).loss, {p.untyped_storage().data_ptr() for p in model.parameters()})[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast", "DeepSpeed"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_layer_keeps_what_is_planned(family: str, attention: str, dropout: float, precision: str) -> None:
+    """One layer more, in fp32 within 1 %; in bf16, where transformers casts here and there, within a quarter."""
+    fewer, more = (made(family, layers, attention, dropout) for layers in (2, 3))
+    measured = kept(more, precision) - kept(fewer, precision)
+    if precision != "fp32":
+        fewer, more = (recipe.model_copy(update={"precision": "bf16"}) for recipe in (fewer, more))
+    stage = "ZeRO 1" if precision == "DeepSpeed" else "DDP"
+    assert planned(more, stage) - planned(fewer, stage) == pytest.approx(
+        measured, rel=0.01 if precision == "fp32" else 0.25
+    )
+
+
+def a_layer(attention: str, dropout: float, device: str = "cpu", **engine: Any) -> int:
+    """Planned bytes of one layer of BERT."""
+    fewer, more = (made("bert", layers, attention, dropout, engine=engine) for layers in (2, 3))
+    return planned(more, device=device) - planned(fewer, device=device)
+
+
+def test_where_scores_are_kept() -> None:
+    """Engine ort writes sdpa out unless torch's kernel is asked for; torch's on CUDA has dropout, with small masks."""
+    eager, ort = {"name": "eager"}, {"name": "ort"}
+    assert a_layer("auto", 0.0, **ort) == a_layer("eager", 0.0, **eager) > a_layer("sdpa", 0.0, **eager)
+    assert a_layer("auto", 0.0, **ort, aten_sdpa=True) == a_layer("sdpa", 0.0, **eager)
+    assert a_layer("auto", 0.0, **ort, efficient_attention=True) == a_layer("eager", 0.0, **ort)
+    masks = TOKENS * 2 * SIZES["hidden_size"]
+    assert a_layer("auto", 0.1, "cuda", **eager) == a_layer("auto", 0.0, "cuda", **eager) + masks
+    assert a_layer("eager", 0.1, "cuda", **eager) < a_layer("eager", 0.1, **eager)
+
+
+def test_recomputed_layers_keep_their_input() -> None:
+    """And beside those what is most: the loss, or one layer computed again."""
+    recipe = made("llama", 7, "auto", 0.0)
+    again = recipe.model_copy(update={"model": recipe.model.model_copy(update={"gradient_checkpointing": True})})
+    inputs, loss = 7 * TOKENS * 64 * 4, TOKENS * 48 * 16
+    assert planned(again) == inputs + (planned(recipe) - loss) // 7
+    assert planned(recipe) == 7 * TOKENS * 4 * (4 * 160 + 10 * 64) + loss
