@@ -1,6 +1,6 @@
 """Head and loss over a large vocabulary, forward and backward: whole logits, chunks of rows, and the products alone.
 
-    python benchmarks/chunked_loss.py [--turns 7] [--precision highest|high|medium] [--rows 256]
+    python benchmarks/chunked_loss.py [--turns 7] [--precision highest|high|medium] [--rows 160]
 
 1,024 rows x 768 x 32,000 in torch, each in a process of its own for its peak memory, then in turns for its time; and
 the head of a masked-lm of MiniLM's size (32 x 96 tokens, 384, 30,522, 15 % labelled) in eager and inside ONNX Runtime's
@@ -56,9 +56,9 @@ def ways(rows: int) -> dict[str, Callable[[], Any]]:
 def minilm(rows: int) -> dict[str, Callable[[], Any]]:
     """Forward and backward of MiniLM's head behind hidden states, by engine and form."""
     import torch
+    from ortlaunch.ortmodule.wrap import wrap
 
     from ortlaunch.ortmodule.options import prepare
-    from ortlaunch.ortmodule.wrap import wrap
     from ortlaunch.recipe.engine import Engine
 
     prepare(Engine())
@@ -133,7 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--precision", choices=["highest", "high", "medium"], default="highest")
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=160)
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak_of:

@@ -19,8 +19,8 @@ from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.pretrained import config_of
 
 _STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
-# Logits of a chunk: one pass over no more than these is as fast; and rows that keep products fast.
-_CHUNK, _LEAST_ROWS = 2**23, 32
+# Logits of a chunk, and the least rows of one: with each the head's gradient is read and written. Measured on a CPU.
+_CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
 # DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
 _PERSISTENT, _BUCKET = 100_000, 500_000_000
 
@@ -30,17 +30,19 @@ def padded_vocabulary(size: int) -> int:
     return (size + 7) // 8 * 8
 
 
-def chunk_rows(asked: int | str, rows: int, vocabulary: int) -> int:
+def chunk_rows(asked: int | str, rows: int, vocabulary: int, device: str) -> int:
     """Rows of a chunk of the loss for `engine.chunked_loss`; 0: logits of rows x vocabulary are made whole."""
-    if asked == "auto":
-        return 0 if rows * vocabulary <= _CHUNK else max(_LEAST_ROWS, _CHUNK // vocabulary // _LEAST_ROWS * _LEAST_ROWS)
-    return 0 if asked == "off" else int(asked)
+    if asked != "auto":
+        return 0 if asked == "off" else int(asked)
+    logits, least = _CHUNKS[device]
+    chunk = max(least, logits // vocabulary // 32 * 32)
+    return chunk if chunk < rows else 0
 
 
-def chunked(recipe: Recipe, tokens: int, vocabulary: int) -> int:
+def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
     """Rows of a chunk where the recipe lets the loss be made in chunks, else 0; the model may still refuse."""
     whole = recipe.model.task in ("custom", "sequence-classification") or (recipe.zero and recipe.zero.stage == 3)
-    return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary)
+    return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary, device)
 
 
 def full_config(recipe: Recipe) -> dict[str, Any] | None:
@@ -116,7 +118,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         exact = _zero(recipe, tensors, trainable, activations, stage, ranks)
         stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
-    chunk = chunked(recipe, micro_samples * (recipe.data.sequence_length or 0), config["vocab_size"])
+    chunk = chunked(recipe, micro_samples * (recipe.data.sequence_length or 0), int(config["vocab_size"]), device)
     compared = 2 * _width(recipe) * trainable if compared_steps(recipe, config["model_type"]).steps else 0
     return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable), chunk, compared)
 
@@ -213,19 +215,19 @@ def _lora_tensors(lora: Lora, c: dict[str, Any]) -> list[int] | None:
 def _activations(recipe: Recipe, c: dict[str, Any], micro: int, width: int, device: str) -> int:
     length, layers = recipe.data.sequence_length or 0, int(c["num_hidden_layers"])
     tokens = micro * length
-    a_layer, logits = tokens * layer_bytes(recipe, c, length, width, device), _logits(recipe, c, tokens)
+    a_layer, logits = tokens * layer_bytes(recipe, c, length, width, device), _logits(recipe, c, tokens, device)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
         # Each layer's input, and the loss or one layer computed again: not at the same time.
         return layers * tokens * int(c["hidden_size"]) * width + max(a_layer, logits)
     return layers * a_layer + logits
 
 
-def _logits(recipe: Recipe, c: dict[str, Any], tokens: int) -> int:
+def _logits(recipe: Recipe, c: dict[str, Any], tokens: int, device: str) -> int:
     """Bytes of head and loss beside the weights, in float32."""
     if recipe.model.task == "sequence-classification":
         return 0
     vocabulary = int(c["vocab_size"])
-    chunk = chunked(recipe, tokens, vocabulary)
+    chunk = chunked(recipe, tokens, vocabulary, device)
     # Whole logits, their log-softmax and the gradients of both: seen on CPU with BERT and Llama, fp32 and bf16.
     if not chunk:
         return 16 * tokens * vocabulary

@@ -115,10 +115,10 @@ class Engine(Section):
     chunked_loss: RowsOrWord = "auto"
     """Every engine, causal-lm, masked-lm and pretraining: head and loss of so many rows (tokens) at a time: logits,
     loss and gradients at once, so that the logits of all rows (rows x vocabulary) and their gradient never exist; rows
-    without a label are left out. The same numbers but for rounding, with less memory. `auto`: on where the logits of
-    a micro batch are more than 8 million numbers. `off`: whole logits, as the model makes them. Not with ZeRO 3, nor
-    where a model's loss is not the mean cross entropy of a plain linear head (caps on logits, adapters on the head):
-    engine.json says so. Parity is always compared with whole logits."""
+    without a label are left out. The same numbers but for rounding, with less memory. `auto`: on where a micro batch
+    has more logits than a chunk, which is 5 million of them on a CPU, 33 million on CUDA. `off`: whole logits, as the
+    model makes them. Not with ZeRO 3, nor where a model's loss is not the mean cross entropy of a plain linear head
+    (caps on logits, adapters on the head): engine.json says so. Parity is always compared with whole logits."""
     torch_matmul: Optional[bool] = None
     """ort, CPU: products by a matrix are torch's (MKL or OpenBLAS), called from inside the graph of a model with a
     weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; not measured on others. Not with memory

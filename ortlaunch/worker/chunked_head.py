@@ -81,7 +81,7 @@ def chunk_head(recipe: Recipe, module: Any, sample: Batch) -> dict[str, Any]:
         return found
     head = module.model.get_output_embeddings()
     labels, vocabulary = sample["labels"].numel(), len(head.weight)
-    rows = chunk_rows(asked, labels, vocabulary)
+    rows = chunk_rows(asked, labels, vocabulary, next(module.parameters()).device.type)
     if not rows:
         return {**found, "why": f"logits of {labels:,} x {vocabulary:,} are small"}
     name = next(name for name, each in module.model.named_modules() if each is head)

@@ -80,12 +80,12 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Ten
 def _into_probabilities(logits: Tensor, labels: Tensor) -> Tensor:
     """Softmax in place; returns the sum of the losses.
 
-    The largest logit's probability has no logarithm of 0, as a label's may have.
+    The largest probability has no logarithm of 0, as a label's may have. (`max`, which also says where, takes longer
+    than all the rest.)
     """
-    largest, place = logits.max(1, keepdim=True)
-    of_label = logits.gather(1, labels)
+    largest, of_label = logits.amax(1, keepdim=True), logits.gather(1, labels)
     torch.softmax(logits, 1, out=logits)
-    return (largest - of_label - logits.gather(1, place).log()).sum()
+    return (largest - of_label - logits.amax(1, keepdim=True).log()).sum()
 
 
 def _add(gradients: list[Tensor], of_logits: Tensor, narrow: Tensor, x: Tensor, share: float, first: bool) -> None:
@@ -115,8 +115,16 @@ def _backward(ctx: Any, gradient: Tensor, *others: Any) -> tuple[Any, ...]:
         raise RuntimeError("the gradients of a chunked loss are there once: its graph cannot be run backward again")
     (of_hidden, *of_head), ctx.gradients = ctx.gradients, None
     factor = gradient * ctx.factor
-    found = [of_hidden.mul_(factor), *(each.mul_(factor).to(ctx.dtype) for each in of_head)]
+    if not _is_one(factor):
+        for each in (of_hidden, *of_head):
+            each.mul_(factor)
+    found = [of_hidden, *(each.to(ctx.dtype) for each in of_head)]
     return *(each if each.numel() else None for each in found), *(None,) * 5
+
+
+def _is_one(factor: Tensor) -> bool:
+    """As it is without loss scale and accumulation; only where it costs nothing to ask, which torch.compile cannot."""
+    return type(factor) is Tensor and factor.device.type == "cpu" and float(factor) == 1.0
 
 
 def _define() -> None:

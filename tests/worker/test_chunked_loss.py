@@ -249,9 +249,10 @@ def test_the_model_gets_its_head_back() -> None:
 
 
 def test_auto_is_for_large_vocabularies() -> None:
-    """Off where one chunk would hold all logits, else chunks of 32 MiB in float32; a number and off are as they say."""
-    assert [chunk_rows("auto", 1024, words) for words in (1000, 8192, 32_000, 128_256, 300_000)] == [0, 0, 256, 64, 32]
-    assert [chunk_rows(asked, 1024, 32_000) for asked in ("off", 100)] == [0, 100]
+    """Off where one chunk would hold all logits, else chunks of 20 MiB in float32; a number and off are as they say."""
+    assert [chunk_rows("auto", 1024, words, "cpu") for words in (1000, 8192, 32_000, 300_000)] == [0, 640, 160, 128]
+    assert [chunk_rows("auto", rows, 32_000, "cuda") for rows in (1024, 4096)] == [0, 1024]
+    assert [chunk_rows(asked, 1024, 32_000, "cpu") for asked in ("off", 100)] == [0, 100]
     module = built("causal-lm", "llama")
     assert chunk(module, "causal-lm", "auto")["why"] == "logits of 48 x 300 are small"
     assert module.chunked is None
@@ -285,5 +286,5 @@ def test_the_memory_plan_knows_chunks() -> None:
     assert chunked is not None
     assert plain is not None
     saved = plain.by_stage[0][1].activations - chunked.by_stage[0][1].activations
-    assert saved == 16 * 1024 * 32_000 - 4 * 256 * 32_000 - 4 * 32_000 * 64
-    assert (chunked.chunk, plain.chunk) == (256, 0)
+    assert saved == 16 * 1024 * 32_000 - 4 * 160 * 32_000 - 4 * 32_000 * 64
+    assert (chunked.chunk, plain.chunk) == (160, 0)
