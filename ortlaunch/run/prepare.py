@@ -114,7 +114,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
     if (
         run.path.exists()
         and before is None
-        and any(path not in (run.ready, run.trials, run.lock) for path in run.path.iterdir())
+        and any(path not in (run.ready, run.trials, run.lock, run.job) for path in run.path.iterdir())
     ):
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if before is None:

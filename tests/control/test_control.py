@@ -19,6 +19,8 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run import control
 from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.job_file import JobFile
+from ortlaunch.run.lock import RunLock
 from ortlaunch.run.prepare import check_folder, claimed, differences, earlier, run_folder
 from ortlaunch.run.resolve import ResolvedRun, resolve
 from tests.makers import CUSTOM, OWN_MODULE, host
@@ -126,6 +128,17 @@ def test_a_folder_of_something_else() -> None:
     with pytest.raises(PlanError, match=r"^--run-dir mine: is not empty and not a run folder; give a new one$"):
         control.train(resolved(), Path("mine"))
     assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
+
+
+def test_a_folder_of_a_run_that_never_began() -> None:
+    """What a command left that was ended while it prepared does not keep the next one out."""
+    run = RunDir("mine")
+    with RunLock() as lock:
+        lock.take(run)
+        with JobFile(run, "local") as file:
+            file.end(143, "ortlaunch: stopped by SIGTERM", stopped=True)
+    assert sorted(path.name for path in run.path.iterdir()) == ["job.json", "lock"]
+    assert check_folder(run, None, resolved()) == []
 
 
 def test_an_edited_recipe_in_a_run_folder() -> None:
