@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ortlaunch.plan import Plan
@@ -10,6 +11,16 @@ from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
+from ortlaunch.run.engine_report import (
+    ChunkedLoss,
+    EngineChoice,
+    EngineReport,
+    FusedNorm,
+    Graph,
+    MatmulPrecision,
+    OnnxRuntime,
+    OptimizerChoice,
+)
 
 BERT = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 128, "vocab_size": 1000}  # fmt: skip
@@ -51,3 +62,27 @@ def plan(
     """The plan of a recipe on hosts, on the CPU, two threads a rank, in a shell without variables."""
     world = World(tuple(hosts), launcher, "cpu", None, (), threads=2)
     return make_plan(made, world, modules="here", worker=worker, environ=environ or {})
+
+
+def engine_report(used: str = "eager", **changes: Any) -> EngineReport:
+    """The record of a run of one rank on the CPU, with these fields."""
+    record = EngineReport(
+        engine=EngineChoice(used, used, None), device="cpu", precision="fp32",
+        matmul_precision=MatmulPrecision("highest", "highest", 23, "float32", None), ranks=1, threads_per_rank=2,
+        parameters=2, trained_parameters=1, sharding="none", optimizer=OptimizerChoice("adamw", "AdamW", None),
+        chunked_loss=ChunkedLoss("auto", None, "off"), attention=None, pretrained=None, gradient_checkpointing=None,
+        onnxruntime=onnxruntime() if used == "ort" else None, versions={}, fp16_optimizer=FusedNorm(False, None, ""),
+        freed_memory=None,
+    )  # fmt: skip
+    return replace(record, **changes)
+
+
+def onnxruntime(**changes: Any) -> OnnxRuntime:
+    """ONNX Runtime's part after four passes, with these fields."""
+    graph = Graph(105, {"Gemm": 9}, {"embedding": 3, "mm": 1}, {"F": 2}, {}, 122, {"Sum": 7})
+    record = OnnxRuntime(
+        repairs=[], repairs_not_applied={}, settings={}, variables={}, forward_passes=4, backward_passes=4,
+        evaluation_passes=0, fallbacks=0, fallback_reasons=[], graphs_built=1, nodes_run=908, training_graph=graph,
+        evaluation_graph=None, exports=1, re_exports=0, export_seconds=0.1, label_density=None, notes=[],
+    )  # fmt: skip
+    return replace(record, **changes)

@@ -7,9 +7,14 @@ import typer
 
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="The same as a page to read: docs/recipe.md.")] = False,
+    run_folder: Annotated[
+        bool, typer.Option("--run-folder", help="What a run writes, field by field: docs/run-folder.md.")
+    ] = False,
 ) -> None:
     """Print the recipe's JSON schema, for editors: every field with its manual."""
-    if markdown:
+    if run_folder:
+        from ortlaunch.run.reference import markdown as text
+    elif markdown:
         from ortlaunch.recipe.reference import markdown as text
     else:
         from ortlaunch.recipe.schema import json_schema as text

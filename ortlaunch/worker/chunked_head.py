@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ortlaunch.planning.memory import chunk_rows
 from ortlaunch.recipe import Recipe
+from ortlaunch.run.engine_report import ChunkedLoss
 from ortlaunch.worker.chunked_loss import IGNORED, chunked_loss
 from ortlaunch.worker.matmul_precision import matmul_precision
 
@@ -70,25 +71,25 @@ def _before_head(output: Any) -> Tensor:
     return found
 
 
-def chunk_head(recipe: Recipe, module: Any, sample: Batch) -> dict[str, Any]:
+def chunk_head(recipe: Recipe, module: Any, sample: Batch) -> ChunkedLoss:
     """Chunk the loss of a LossModule on its device, in float32, where the recipe and the model let it.
 
     sample: a micro batch. Returns what engine.json says: rows a chunk, or null and why.
     """
     asked = recipe.engine.chunked_loss
-    found: dict[str, Any] = {"asked": asked, "rows": None, "why": _why_not(recipe, module.model, sample)}
-    if found["why"]:
-        return found
+    why = _why_not(recipe, module.model, sample)
+    if why:
+        return ChunkedLoss(asked, None, why)
     head = module.model.get_output_embeddings()
     labels, vocabulary = sample["labels"].numel(), len(head.weight)
     rows = chunk_rows(asked, labels, vocabulary, next(module.parameters()).device.type)
     if not rows:
-        return {**found, "why": f"logits of {labels:,} x {vocabulary:,} are small"}
+        return ChunkedLoss(asked, None, f"logits of {labels:,} x {vocabulary:,} are small")
     name = next(name for name, each in module.model.named_modules() if each is head)
     chunked = ChunkedHead(name, rows, shifts(module.model))
     why = _tried(module, chunked, sample)
     module.chunk(None if why else chunked)
-    return {**found, "rows": None if why else rows, "why": why}
+    return ChunkedLoss(asked, None if why else rows, why)
 
 
 def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:

@@ -12,7 +12,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,17 @@ from ortlaunch.machine import share_of_cores
 from ortlaunch.ortmodule import extensions
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
+from ortlaunch.run.engine_report import (
+    EngineChoice,
+    EngineReport,
+    ExportCopy,
+    FusedNorm,
+    Graph,
+    Inductor,
+    OnnxRuntime,
+    OptimizerChoice,
+)
+from ortlaunch.worker import ort_settings
 from ortlaunch.worker.chunked_head import chunk_head
 from ortlaunch.worker.comparison import dropouts
 from ortlaunch.worker.distributed import DistributedContext
@@ -31,7 +42,7 @@ from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
-from ortlaunch.worker.ort_settings import in_recipes_words, report, settings_of
+from ortlaunch.worker.ort_settings import in_recipes_words, settings_of
 from ortlaunch.worker.pretrained import loading_notes
 from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 
@@ -53,11 +64,11 @@ _ADVICE = (
 
 @dataclass
 class Engine:
-    """A stepper, and what engine.json says of it; `plain` and `another` module of this engine share the weights."""
+    """A stepper, and the record of what runs; `plain` and `another` module of this engine share the weights."""
 
     stepper: Stepper
     eval_module: Any
-    report: dict[str, Any]
+    record: EngineReport
     device: torch.device
     input_dtype: torch.dtype | None
     loss_weight: LossWeight
@@ -67,6 +78,8 @@ class Engine:
     notes: tuple[str, ...] = field(default=())
     plain: Any = None
     another: Callable[[], Any] = field(default=lambda: None)
+    onnxruntime: Callable[[], OnnxRuntime | None] = field(default=lambda: None)
+    """What ONNX Runtime has done so far, for the report."""
     own_precision: bool = False
     """The module's products are as exact as when it was built, whatever torch's setting is: ORT's on CUDA."""
 
@@ -82,19 +95,18 @@ class Engine:
     def uncounted(self, compiled: bool) -> Iterator[None]:
         """While open, passes do not count as the run's; nor, where `compiled` is true, does what is compiled."""
         witness = self.witness.uncounted() if self.witness is not None else contextlib.nullcontext()
-        used = self.report["engine"]["used"]
-        with witness, _compiling_uncounted() if compiled and used == "inductor" else contextlib.nullcontext():
+        inductor = self.record.engine.used == "inductor"
+        with witness, _compiling_uncounted() if compiled and inductor else contextlib.nullcontext():
             yield
 
-    def truth(self) -> dict[str, Any]:
-        """engine.json, with what ONNX Runtime has executed, or torch.compile has compiled, so far."""
-        report = {**self.report, "unused_parameters": list(self.stepper.unused)}
-        if self.report["engine"]["used"] == "inductor":
-            return {**report, "inductor": _compiled()}
-        if self.witness is None:
-            return report
-        counts = self.witness.counts()
-        return {**report, "onnxruntime": {**self.report["onnxruntime"], **counts, **_exports()}}
+    def report(self) -> EngineReport:
+        """The record, with what ONNX Runtime has executed, or torch.compile has compiled, so far."""
+        return replace(
+            self.record,
+            unused_parameters=list(self.stepper.unused),
+            inductor=_compiled() if self.record.engine.used == "inductor" else None,
+            onnxruntime=self.onnxruntime(),
+        )
 
 
 def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: DistributedContext, sample: Batch) -> Engine:
@@ -126,15 +138,35 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
         model.compile(dynamic=False)
     chosen = build_optimizer(recipe.optimizer, module, used, group.device)
     stepper = _stepper(recipe, plan, module, chosen, group)
-    report = _report(recipe, used, fallback, chosen, group, model)
-    report["chunked_loss"] = chunked
-    report["fp16_optimizer"] = _fp16_optimizer(recipe, used, stepper, group)
+    fused_norm = _fp16_optimizer(recipe, used, stepper, group)
+    record = EngineReport(
+        engine=EngineChoice(recipe.engine.name, used, in_recipes_words(_brief(fallback)) or None),
+        device=group.device.type,
+        precision=recipe.precision,
+        matmul_precision=describe(recipe.engine.matmul_precision, group.device),
+        ranks=group.size,
+        threads_per_rank=torch.get_num_threads(),
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        sharding=_sharding(recipe, group),
+        optimizer=OptimizerChoice(recipe.optimizer.name, chosen.used, chosen.why or None),
+        chunked_loss=chunked,
+        attention=_attention(model),
+        pretrained=dict(model.loaded) if model.loaded else None,
+        gradient_checkpointing=_recomputed(recipe, used),
+        onnxruntime=None,
+        versions={**extensions.versions(_PACKAGES), "torch": torch.__version__},  # torch's own: with its build
+        fp16_optimizer=fused_norm,
+        freed_memory=None,  # the session's
+    )
     another = functools.partial(_wrapped, _at_highest(recipe), model, group) if used == "ort" else lambda: module
     own_precision = used == "ort" and group.device.type == "cuda" and not exact
     notes = (*loading_notes(model.loaded), *chosen.notes, *(_ort_notes() if witness else ()))
+    by_ort = functools.partial(_onnxruntime, recipe, witness) if witness else lambda: None
     return Engine(
-        stepper, module, report, group.device, dtype, weight, flops, witness, None, notes, model, another, own_precision
-    )
+        stepper, module, record, group.device, dtype, weight, flops, witness, None, notes, model, another, by_ort,
+        own_precision,
+    )  # fmt: skip
 
 
 def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
@@ -215,42 +247,17 @@ def _brief(reason: str) -> str:
     return " ".join([*lines[:1], *raised[-1:]])[:600]
 
 
-def _report(
-    recipe: Recipe, used: str, fallback: str, chosen: Chosen, group: DistributedContext, model: LossModule
-) -> dict[str, Any]:
-    asked = recipe.optimizer.name
-    return {
-        "engine": {
-            "asked": recipe.engine.name,
-            "used": used,
-            "fallback_reason": in_recipes_words(_brief(fallback)) or None,
-        },
-        "device": group.device.type,
-        "precision": recipe.precision,
-        "matmul_precision": describe(recipe.engine.matmul_precision, group.device),
-        "ranks": group.size,
-        "threads_per_rank": torch.get_num_threads(),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "sharding": f"DeepSpeed ZeRO {recipe.zero.stage}"
-        if recipe.zero
-        else "DistributedDataParallel"
-        if group.size > 1
-        else "none",
-        "optimizer": {"asked": asked, "used": chosen.used, "why": chosen.why or None},
-        "attention": _attention(model),
-        "pretrained": model.loaded,
-        "gradient_checkpointing": _recomputed(recipe, used),
-        "onnxruntime": _onnxruntime(recipe) if recipe.engine.name == "ort" else {},
-        "versions": {**extensions.versions(_PACKAGES), "torch": torch.__version__},  # torch's own: with its build
-    }
+def _sharding(recipe: Recipe, group: DistributedContext) -> str:
+    if recipe.zero:
+        return f"DeepSpeed ZeRO {recipe.zero.stage}"
+    return "DistributedDataParallel" if group.size > 1 else "none"
 
 
-def _compiled() -> dict[str, int]:
+def _compiled() -> Inductor:
     """How much torch.compile took: a break leaves a piece of the model to eager PyTorch."""
     from torch._dynamo.utils import counters
 
-    return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": sum(counters["graph_break"].values())}
+    return Inductor(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 
 
 @contextlib.contextmanager
@@ -275,23 +282,22 @@ def _attention(model: LossModule) -> str | None:
     return getattr(getattr(model.model, "config", None), "_attn_implementation", None)
 
 
-def _onnxruntime(recipe: Recipe) -> dict[str, Any]:
+def _onnxruntime(recipe: Recipe, witness: Any) -> OnnxRuntime:
     from ortlaunch.ortmodule import options, patching
-
-    return {
-        "repairs": list(patching.applied()),
-        "repairs_not_applied": patching.not_applied(),
-        **report(recipe),
-        **options.report(),
-    }
-
-
-def _exports() -> dict[str, Any]:
-    """What was exported so far, and how the model's own ways were mapped to ONNX Runtime's."""
     from ortlaunch.ortmodule.tally import tally
 
-    truth = tally.truth()
-    return {**truth, "notes": [in_recipes_words(note) for note in truth["notes"]]}
+    copied, counts, exported = options.report().get("deepcopy_before_export"), witness.counts(), tally.truth()
+    return OnnxRuntime(
+        repairs=list(patching.applied()),
+        repairs_not_applied=patching.not_applied(),
+        deepcopy_before_export=copied and ExportCopy(**copied),
+        **ort_settings.report(recipe),
+        **{
+            **counts,
+            **{name: counts[name] and Graph(**counts[name]) for name in ("training_graph", "evaluation_graph")},
+        },
+        **{**exported, "notes": [in_recipes_words(note) for note in exported["notes"]]},
+    )
 
 
 def _ort_notes() -> tuple[str, ...]:
@@ -302,15 +308,15 @@ def _ort_notes() -> tuple[str, ...]:
     return (*left_out, *map(in_recipes_words, tally.notes))
 
 
-def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: DistributedContext) -> dict[str, Any]:
+def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: DistributedContext) -> FusedNorm:
     """Whose fused overflow check and gradient norm is in force, and why: ONNX Runtime's where it can, else ours."""
     from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm
 
     if recipe.zero is None or not isinstance(stepper, DeepSpeedStepper):
         why = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
-        return Applied(False, None, why)._asdict()
+        return FusedNorm(False, None, why)
     if not recipe.zero.fused_gradient_norm:
-        return Applied(False, None, "zero.fused_gradient_norm is false")._asdict()
+        return FusedNorm(False, None, "zero.fused_gradient_norm is false")
     theirs = Applied(False, None, f"engine {used} runs without ONNX Runtime")
     if used == "ort":
         from ortlaunch.ortmodule.fp16_optimizer import apply_fp16_optimizer
@@ -319,4 +325,4 @@ def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: Distribu
         theirs = Applied(False, None, why) if why else Applied(True, "onnxruntime", "")
     ours = theirs if theirs.applied else fuse_gradient_norm(stepper.engine.optimizer)
     reasons = (theirs.why, ours.why) if ours is not theirs else (ours.why,)
-    return ours._replace(why="; ".join(why for why in reasons if why))._asdict()
+    return FusedNorm(ours.applied, ours.by, "; ".join(why for why in reasons if why))

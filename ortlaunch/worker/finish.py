@@ -7,6 +7,7 @@ from typing import Any
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.run.records import Summary, as_json
 from ortlaunch.units import duration
 from ortlaunch.worker.checkpoint import samples_seen
 from ortlaunch.worker.export import export
@@ -29,39 +30,39 @@ def finish(session: Session) -> None:
         trained = engine.memory.looks > 0
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
-            write_json(run.memory, used) if trained or not run.memory.exists() else None
+            write_json(run.memory, as_json(used)) if trained or not run.memory.exists() else None
             summary = summarize(run, session.plan, len(session.data.train))
-            write_json(run.summary, summary)
+            write_json(run.summary, as_json(summary))
             loaded_by = _loaded_by(recipe, run, session.model.model)
             lines += [*summary_lines(summary), f"export: {run.export}", f"  {loaded_by}"]
     say_outcome(session, lines)
 
 
-def summarize(run: RunDir, plan: Plan, samples: int) -> dict[str, Any]:
+def summarize(run: RunDir, plan: Plan, samples: int) -> Summary:
     """What the whole training came to, over all its starts: from the checkpoint and metrics.jsonl."""
     (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
     seen = samples_seen(folder, steps, plan.batch)
     last = {name: value for record in kept for name, value in record.items()}  # the newest of each name
-    return {
-        "steps": steps,
-        "samples": seen,
-        "epochs": round(seen / samples, 4),
-        "loss": last.get("loss"),
-        "evaluation_loss": last.get("evaluation_loss"),
-        "training_seconds": last.get("elapsed_seconds"),
-    }
+    return Summary(
+        steps=steps,
+        samples=seen,
+        epochs=round(seen / samples, 4),
+        loss=last.get("loss"),
+        evaluation_loss=last.get("evaluation_loss"),
+        training_seconds=last["elapsed_seconds"],
+    )
 
 
-def summary_lines(summary: dict[str, Any]) -> list[str]:
+def summary_lines(summary: Summary) -> list[str]:
     """The summary for a person."""
     losses = [
-        f"{words} {float(summary[name]):.4f}"
-        for name, words in (("loss", "final loss"), ("evaluation_loss", "evaluation loss"))
-        if summary[name] is not None
+        f"{words} {float(loss):.4f}"
+        for loss, words in ((summary.loss, "final loss"), (summary.evaluation_loss, "evaluation loss"))
+        if loss is not None
     ]
     return [
-        f"trained {summary['steps']:,} steps: {summary['samples']:,} samples, {summary['epochs']:.3g} epochs, "
-        f"in {duration(summary['training_seconds'])}",
+        f"trained {summary.steps:,} steps: {summary.samples:,} samples, {summary.epochs:.3g} epochs, "
+        f"in {duration(summary.training_seconds)}",
         *([", ".join(losses)] if losses else []),
     ]
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ortlaunch import machine
+from ortlaunch.run.engine_report import MatmulPrecision
 
 _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}
 _SIZE = 256  # small products do not go to the fast units
@@ -46,13 +47,13 @@ def mantissa_bits(device: torch.device) -> int:
     return int(kept.all(0)[: len(columns)].sum())
 
 
-def describe(asked: str, device: torch.device) -> dict[str, Any]:
+def describe(asked: str, device: torch.device) -> MatmulPrecision:
     """For engine.json: what was asked, torch's setting, what a product of this rank keeps, and why no less."""
     bits = mantissa_bits(device)
-    found = {"asked": asked, "in_force": torch.get_float32_matmul_precision(), "mantissa_bits": bits}
     gains_nothing = asked != "highest" and bits == 23
     why = machine.without_matrix_unit(asked) if device.type == "cpu" else "this GPU has no TensorFloat32"
-    return {**found, "format": _FORMATS.get(bits, f"{bits} bits"), "gains_nothing": why if gains_nothing else None}
+    in_force, form = torch.get_float32_matmul_precision(), _FORMATS.get(bits, f"{bits} bits")
+    return MatmulPrecision(asked, in_force, bits, form, why if gains_nothing else None)
 
 
 def keep_positions_exact(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ortlaunch.plan import Plan
+from ortlaunch.run.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.units import human
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.memory_limits import STATUS, status
@@ -88,19 +89,19 @@ class MemoryUse:
             return int(torch.cuda.max_memory_allocated(self.device))
         return max(0, _peak_resident() - self.baseline)
 
-    def record(self, plan: Plan, group: DistributedContext) -> dict[str, Any]:
+    def record(self, plan: Plan, group: DistributedContext) -> MemoryReport:
         """Planned and measured side by side, for the rank that has most (collective)."""
         mine = {**self.largest._asdict(), "model": self.largest.model, "peak": self.peak()}
         ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
         worst = {name: max(rank[name] for rank in ranks) for name in mine}
         bytes_ = dict(plan.memory.by_stage)[plan.memory.chosen] if plan.memory else None
-        return {
-            "planned": bytes_ and {**bytes_._asdict(), "model": bytes_.model, "peak": bytes_.total},
-            "measured": worst,
-            "peak_is": _PEAK_IS[self.device.type] + ("" if self.resets else "; the kernel let no one reset the peak"),
-            "baseline": self.baseline,
-            "peak_by_rank": [rank["peak"] for rank in ranks],
-        }
+        return MemoryReport(
+            planned=bytes_ and PlannedMemory(**bytes_._asdict(), model=bytes_.model, peak=bytes_.total),
+            measured=MeasuredMemory(**worst),
+            peak_is=_PEAK_IS[self.device.type] + ("" if self.resets else "; the kernel let no one reset the peak"),
+            baseline=self.baseline,
+            peak_by_rank=[rank["peak"] for rank in ranks],
+        )
 
 
 _PEAK_IS = {
@@ -109,15 +110,15 @@ _PEAK_IS = {
 }
 
 
-def memory_line(record: dict[str, Any]) -> str:
+def memory_line(record: MemoryReport) -> str:
     """The record in one line for a person."""
-    planned, measured = record["planned"], record["measured"]
+    planned, measured = record.planned, record.measured
     parts = "weights+gradients+optimizer"
     if planned is None:
-        return f"memory a rank: {human(measured['peak'])} at peak; {parts} {human(measured['model'])}; not planned"
+        return f"memory a rank: {human(measured.peak)} at peak; {parts} {human(measured.model)}; not planned"
     return (
-        f"memory a rank: planned {human(planned['peak'])}, measured {human(measured['peak'])} at peak; "
-        f"{parts} {human(planned['model'])} planned, {human(measured['model'])} measured"
+        f"memory a rank: planned {human(planned.peak)}, measured {human(measured.peak)} at peak; "
+        f"{parts} {human(planned.model)} planned, {human(measured.model)} measured"
     )
 
 

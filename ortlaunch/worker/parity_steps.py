@@ -11,6 +11,7 @@ from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.recipe.parity import Compared, compared_steps
+from ortlaunch.run.engine_report import Parity
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.worker.comparison import LIMITS, Comparison, Difference, compare, dropouts
 from ortlaunch.worker.distributed import DistributedContext
@@ -43,7 +44,7 @@ class ParitySteps:
         if is_plain(engine):  # an allowed fallback
             self._leave_out("plain PyTorch itself runs")
         elif self.records:
-            engine.report["parity"] = self._summary()
+            engine.record.parity = self._summary()
 
     def check(self, step: int) -> None:
         """Compare the first micro batch of `step` (from 0) if it is one of those to compare (collective).
@@ -67,10 +68,10 @@ class ParitySteps:
             )
         record = {**_worst(records), "seconds": round(time.perf_counter() - began, 3)}
         self.records.append(record)
-        self.engine.report["parity"] = self._summary()
+        self.engine.record.parity = self._summary()
         if self.group.rank == 0:
             write_text(self.run.parity, "".join(json_text(each) + "\n" for each in self.records))
-            write_json(self.run.engine, self.engine.truth())
+            write_json(self.run.engine, self.engine.report().to_json())
         if not record["passed"]:
             raise ParityError(self._told(record))
         _say(self.group, self._automatic(record) if self.why else _line(record))
@@ -81,7 +82,7 @@ class ParitySteps:
 
     def _leave_out(self, why: str) -> None:
         self.end = 0
-        self.engine.report["parity"] = {"verdict": "not compared", "why": why}
+        self.engine.record.parity = Parity("not compared", why)
         _say(self.group, f"parity: not compared: {why}")
 
     def compared(self, step: int) -> Record:
@@ -121,24 +122,24 @@ class ParitySteps:
             "passed": found.largest <= self.tolerance,
         }
 
-    def _summary(self) -> Record:
+    def _summary(self) -> Parity:
         """What engine.json says; the worst step's parameters."""
         worst = _worst(self.records)
-        return {
-            "steps": [record["step"] for record in self.records],
-            "loss_difference": max(record["loss_difference"] for record in self.records),
-            "gradient_difference": max(record["gradient_difference"] for record in self.records),
-            "worst": [[name, value] for name, value, *_ in worst["worst"]],
-            "tolerance": self.tolerance,
-            "dropouts_switched_off": self.dropouts,
-            "matmul_precision": "highest",
-            "seconds": round(sum(record.get("seconds", 0.0) for record in self.records), 3),
-            "why": self.why or None,
-            "verdict": "passed" if all(record["passed"] for record in self.records) else "failed",
-        }
+        return Parity(
+            steps=[record["step"] for record in self.records],
+            loss_difference=max(record["loss_difference"] for record in self.records),
+            gradient_difference=max(record["gradient_difference"] for record in self.records),
+            worst=[[name, value] for name, value, *_ in worst["worst"]],
+            tolerance=self.tolerance,
+            dropouts_switched_off=self.dropouts,
+            matmul_precision="highest",
+            seconds=round(sum(record.get("seconds", 0.0) for record in self.records), 3),
+            why=self.why or None,
+            verdict="passed" if all(record["passed"] for record in self.records) else "failed",
+        )
 
     def _told(self, record: Record) -> str:
-        used = self.engine.report["engine"]["used"]
+        used = self.engine.record.engine.used
         return (
             f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} in step {record['step']}, on the "
             f"same weights and batch (rank {record['rank']})\n"
@@ -155,7 +156,7 @@ class ParitySteps:
 
     def _verdict(self) -> str:
         """The last line of a comparison that passed, under the worst step's table if that is wanted."""
-        worst, used = _worst(self.records), self.engine.report["engine"]["used"]
+        worst, used = _worst(self.records), self.engine.record.engine.used
         shown = f"{table(worst, used)}\n" if self.with_table else ""
         how = ", both compared at matmul_precision highest" if self.lowered else ""
         return f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}{how}; see {self.run.parity}"
@@ -163,7 +164,7 @@ class ParitySteps:
 
 def is_plain(engine: Engine) -> bool:
     """Whether plain PyTorch itself runs, with nothing that could be compared with it."""
-    return engine.report["engine"]["used"] == "eager" and not engine.report["chunked_loss"]["rows"]
+    return engine.record.engine.used == "eager" and not engine.record.chunked_loss.rows
 
 
 def parity_steps(session: Session, first_step: int) -> ParitySteps | None:
@@ -172,7 +173,7 @@ def parity_steps(session: Session, first_step: int) -> ParitySteps | None:
     if steps:
         return ParitySteps(session, first_step)
     if why:
-        session.engine.report["parity"] = {"verdict": "not compared", "why": why}
+        session.engine.record.parity = Parity("not compared", why)
     return None
 
 

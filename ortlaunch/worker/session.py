@@ -6,7 +6,7 @@ A task takes a Session and nothing else. Knows no task and no launcher.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
@@ -62,8 +62,8 @@ def build_session(
     progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
     engine.memory = memory
-    engine.report["freed_memory"] = freed_memory
+    engine.record.freed_memory = freed_memory
     if run.choice.exists():
-        engine.report["engine"].update(read_json(run.choice))
+        engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
     give_back_freed_memory()  # an export's copies of the model
     return Session(recipe, plan, run, group, data, batches, model, engine, built)

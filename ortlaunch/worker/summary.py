@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from typing import Any
 
+from ortlaunch.run.engine_report import ChunkedLoss, EngineReport, Graph, OnnxRuntime
 from ortlaunch.units import counted
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.module_copies import copy_modules
@@ -16,111 +16,106 @@ def announce(session: Session) -> None:
     """Before step 1, by rank 0: what will run, for how long, and what is kept of the user's code."""
     engine, length = session.engine, length_line(session.recipe, session.plan.batch, len(session.data.train))
     if session.group.rank == 0:
-        lines = [*plan_lines(engine.truth()), *engine.notes, length, *copy_modules(session.run)]
+        lines = [*plan_lines(engine.report()), *engine.notes, length, *copy_modules(session.run)]
         print(*lines, sep="\n", flush=True)
 
 
 def say_outcome(session: Session, lines: Sequence[str] = ()) -> None:
     """After the last step, by rank 0: what came up since step 1, what ran, and further lines."""
     if session.group.rank == 0:
-        truth = session.engine.truth()
-        said = [*late_notes(truth, session.engine.notes), *outcome_lines(truth), *lines]
+        report = session.engine.report()
+        said = [*late_notes(report, session.engine.notes), *outcome_lines(report), *lines]
         print(*said, *copy_modules(session.run, again=True), sep="\n", flush=True)
 
 
-def plan_lines(truth: dict[str, Any]) -> list[str]:
+def plan_lines(report: EngineReport) -> list[str]:
     """What will run, with everything that stands in for something else."""
-    engine, optimizer, fp16 = truth["engine"], truth["optimizer"], truth["fp16_optimizer"]
+    engine, optimizer, fp16 = report.engine, report.optimizer, report.fp16_optimizer
     lines = [
-        f"engine {engine['used']} on {truth['device']}, {truth['precision']}, "
-        f"{truth['trained_parameters']:,} trained of {truth['parameters']:,} parameters, "
-        f"{counted(truth['ranks'], 'rank')} x {counted(truth['threads_per_rank'], 'thread')}, "
-        f"sharding: {truth['sharding']}"
+        f"engine {engine.used} on {report.device}, {report.precision}, "
+        f"{report.trained_parameters:,} trained of {report.parameters:,} parameters, "
+        f"{counted(report.ranks, 'rank')} x {counted(report.threads_per_rank, 'thread')}, "
+        f"sharding: {report.sharding}"
     ]
-    if engine["fallback_reason"]:
-        lines.append(
-            f"FALLBACK: engine {engine['asked']} was asked, {engine['used']} runs: {engine['fallback_reason']}"
-        )
-    lines += [*_matmul_precision(truth), *_chunked_loss(truth["chunked_loss"]), *_settings(truth["onnxruntime"])]
-    if optimizer["why"]:
-        lines.append(f"optimizer: {optimizer['asked']} was asked, {optimizer['used']} runs: {optimizer['why']}")
-    if fp16["applied"]:
-        why = f" ({fp16['why']})" if fp16["why"] else ""
-        lines.append(f"FP16_Optimizer: {fp16['by']}'s, overflow check and gradient norm in one pass{why}")
-    elif truth["sharding"].startswith("DeepSpeed"):
-        lines.append(f"FP16_Optimizer: not applied: {fp16['why']}")
+    if engine.fallback_reason:
+        lines.append(f"FALLBACK: engine {engine.asked} was asked, {engine.used} runs: {engine.fallback_reason}")
+    lines += [*_matmul_precision(report), *_chunked_loss(report.chunked_loss), *_settings(report.onnxruntime)]
+    if optimizer.why:
+        lines.append(f"optimizer: {optimizer.asked} was asked, {optimizer.used} runs: {optimizer.why}")
+    if fp16.applied:
+        why = f" ({fp16.why})" if fp16.why else ""
+        lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow check and gradient norm in one pass{why}")
+    elif report.sharding.startswith("DeepSpeed"):
+        lines.append(f"FP16_Optimizer: not applied: {fp16.why}")
     return lines
 
 
-def _matmul_precision(truth: dict[str, Any]) -> list[str]:
+def _matmul_precision(report: EngineReport) -> list[str]:
     """What products of float32 matrices are made in, where that was chosen."""
-    found = truth["matmul_precision"]
-    if found["asked"] == "highest":
+    found = report.matmul_precision
+    if found.asked == "highest":
         return []
-    nothing, graph = found["gains_nothing"], truth["onnxruntime"].get("training_graph")
-    if graph and truth["device"] == "cpu" and not products_called(graph):
+    nothing, graph = found.gains_nothing, report.onnxruntime and report.onnxruntime.training_graph
+    if graph and report.device == "cpu" and not products_called(graph):
         nothing = nothing or "no product of ONNX Runtime's graph is torch's, for no weight is as large as 256 x 256"
-    result = f"gains nothing: {nothing}" if nothing else f"products of float32 matrices in {found['format']}"
-    return [f"matmul_precision {found['asked']}: {result}"]
+    result = f"gains nothing: {nothing}" if nothing else f"products of float32 matrices in {found.format}"
+    return [f"matmul_precision {found.asked}: {result}"]
 
 
-def _chunked_loss(found: dict[str, Any]) -> list[str]:
+def _chunked_loss(found: ChunkedLoss) -> list[str]:
     """Whether head and loss are made in chunks; nothing where nobody asked for them and they are not."""
-    if found["rows"]:
-        return [f"chunked_loss {found['asked']}: head and loss of {found['rows']} labelled rows at a time"]
-    return [] if found["asked"] in ("auto", "off") else [f"chunked_loss {found['asked']}: not applied: {found['why']}"]
+    if found.rows:
+        return [f"chunked_loss {found.asked}: head and loss of {found.rows} labelled rows at a time"]
+    return [] if found.asked in ("auto", "off") else [f"chunked_loss {found.asked}: not applied: {found.why}"]
 
 
-def products_called(graph: dict[str, Any]) -> int:
+def products_called(graph: Graph) -> int:
     """Matrix products that ONNX Runtime's graph calls torch for."""
-    return sum(graph["aten"].get(name, 0) for name in ("linear", "matmul", "tensordot"))
+    return sum(graph.aten.get(name, 0) for name in ("linear", "matmul", "tensordot"))
 
 
-def _settings(ort: dict[str, Any]) -> list[str]:
+def _settings(ort: OnnxRuntime | None) -> list[str]:
     """Settings of engine ort that are not their defaults, and what was decided for the one left open."""
+    if ort is None:
+        return []
     lines = []
-    if ort.get("settings"):
+    if ort.settings:
+        lines.append("settings: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in ort.settings.items()))
+    copy = ort.deepcopy_before_export
+    if copy and not copy.used and "deepcopy_before_export" not in ort.settings:
         lines.append(
-            "settings: " + ", ".join(f"{name}: {json.dumps(value)}" for name, value in ort["settings"].items())
-        )
-    copy = ort.get("deepcopy_before_export")
-    if copy and not copy["used"] and "deepcopy_before_export" not in ort["settings"]:
-        lines.append(
-            f"deepcopy_before_export: off, for twice the parameters ({copy['parameter_bytes']:,} bytes) would not fit "
-            f"into the free memory ({copy['free_bytes']:,} bytes, by {copy['limit']}); the export's own passes may "
+            f"deepcopy_before_export: off, for twice the parameters ({copy.parameter_bytes:,} bytes) would not fit "
+            f"into the free memory ({copy.free_bytes:,} bytes, by {copy.limit}); the export's own passes may "
             "touch buffers"
         )
-    if ort.get("variables"):
-        lines.append("from the environment: " + ", ".join(f"{key}={text}" for key, text in ort["variables"].items()))
+    if ort.variables:
+        lines.append("from the environment: " + ", ".join(f"{key}={text}" for key, text in ort.variables.items()))
     return lines
 
 
-def late_notes(truth: dict[str, Any], told: Collection[str]) -> list[str]:
+def late_notes(report: EngineReport, told: Collection[str]) -> list[str]:
     """What a person should know that came up after step 1, such as another export."""
-    return [note for note in truth["onnxruntime"].get("notes", ()) if note not in told]
+    return [note for note in (report.onnxruntime.notes if report.onnxruntime else ()) if note not in told]
 
 
-def outcome_lines(truth: dict[str, Any]) -> list[str]:
+def outcome_lines(report: EngineReport) -> list[str]:
     """What ran."""
-    engine, ort = truth["engine"], truth["onnxruntime"]
-    if engine["used"] == "inductor":
-        graphs, breaks = truth["inductor"]["graphs"], truth["inductor"]["graph_breaks"]
+    engine, ort = report.engine, report.onnxruntime
+    if report.inductor:
+        graphs, breaks = report.inductor.graphs, report.inductor.graph_breaks
         return [f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"]
     if not ort:
-        return [f"ran on engine {engine['used']}"]
-    passes = f"{ort['forward_passes']} forward and {ort['backward_passes']} backward passes by ONNX Runtime on rank 0"
-    rest = f"{ort['fallbacks']} fallbacks; optimizer {truth['optimizer']['used']}"
-    return [f"ran on engine {engine['used']}: {passes}{_graph(ort)}, {rest}"]
+        return [f"ran on engine {engine.used}"]
+    passes = f"{ort.forward_passes} forward and {ort.backward_passes} backward passes by ONNX Runtime on rank 0"
+    rest = f"{ort.fallbacks} fallbacks; optimizer {report.optimizer.used}"
+    return [f"ran on engine {engine.used}: {passes}{_graph(ort)}, {rest}"]
 
 
-def _graph(ort: dict[str, Any]) -> str:
+def _graph(ort: OnnxRuntime) -> str:
     """What one forward and backward pass is made of; "" where no graph was built."""
-    graph, exports = ort["training_graph"], ort["exports"]
+    graph, exports = ort.training_graph, ort.exports
     if graph is None:
         return ""
-    nodes, out = graph["forward_nodes"] + graph["backward_nodes"], (sum(graph[key].values()) for key in _OUT)
-    calls = ", ".join(f"{count} {name}" for count, name in zip(out, _OUT.values()))
+    nodes = graph.forward_nodes + (graph.backward_nodes or 0)
+    calls = f"{sum(graph.aten.values())} ATen, {sum(graph.python.values())} PythonOp"  # out of it, amid the graph
     return f", {nodes} nodes each ({calls}), {exports} export{'' if exports == 1 else 's'}"
-
-
-_OUT = {"aten": "ATen", "python": "PythonOp"}  # calls out of ONNX Runtime, in the middle of the graph

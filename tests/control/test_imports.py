@@ -21,8 +21,8 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
 ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
-SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.lock", "recipe", "plan", "planning.memory",
-          "ortmodule.extensions", "machine", "units", "file_errors", "user_modules"}  # fmt: skip
+SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock", "recipe",
+          "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors", "user_modules"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
@@ -68,6 +68,9 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         set(),
     ),
     "run.folder": (set(), set()),
+    "run.records": (set(), set()),
+    "run.engine_report": ({"run.records"}, set()),
+    "run.reference": ({"run"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "launch": ({"errors", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
     "bench": (
@@ -371,6 +374,7 @@ def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) ->
         "cache",
         "start",
         "run.folder",
+        "run.engine_report",
         "planning.hosts",
         "ortmodule.extensions",
         "worker.rank_supervisor",

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run.reference import markdown
+from tests.makers import engine_report
 
 PATHS = {
     "recipe": "recipe.yaml",
@@ -128,3 +130,21 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
     inf, nan = float("inf"), float("nan")
     write_json(tmp_path / "x.json", {"a": [inf, 1.0], "b": {"c": (-inf, nan)}})
     assert read_json(tmp_path / "x.json") == {"a": ["inf", 1.0], "b": {"c": ["-inf", "nan"]}}
+
+
+def test_the_page_of_the_run_folder_is_current() -> None:
+    """`ortlaunch schema --run-folder > docs/run-folder.md` after every change of what a run tells."""
+    page = Path(__file__).parents[2] / "docs" / "run-folder.md"
+    assert page.read_text(encoding="utf-8") == markdown()
+
+
+def test_a_field_without_a_value_is_null_empty_or_left_out() -> None:
+    """As the page says: a default is left out, and a reader may ask `onnxruntime` for names on any engine."""
+    written = engine_report("eager").to_json()
+    assert (written["attention"], written["onnxruntime"], written["unused_parameters"]) == (None, {}, [])
+    assert {"inductor", "parity"}.isdisjoint(written)
+    assert written["engine"] == {"asked": "eager", "used": "eager", "fallback_reason": None}
+    lines = markdown().splitlines()
+    for name, kind in (("attention", "text or null"), ("onnxruntime", "[OnnxRuntime](#OnnxRuntime) or {}"),
+                       ("parity", "[Parity](#Parity) or absent"), ("unused_parameters", "list of text")):  # fmt: skip
+        assert any(line.startswith(f"| `{name}` | {kind} |") for line in lines), name

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ortlaunch.run.records import EvaluationLine, MetricsLine
 from ortlaunch.worker.allocator import KEPT
 from tests.e2e.runs import (
     BERT,
@@ -73,6 +74,12 @@ def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     size = (folder / "state.pt").stat().st_size
     assert manifest == {"step": 10, "ranks": 1, "files": {"state.pt": size}}
+
+
+def test_metrics_are_of_their_declared_forms(full: Run) -> None:
+    """Every line is one of a step or one of an evaluation, as docs/run-folder.md says."""
+    for record in full.records():
+        (EvaluationLine if "evaluation_loss" in record else MetricsLine)(**record)
 
 
 def test_metrics_of_every_step(full: Run) -> None:

@@ -86,7 +86,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
         for name, gradient in gradients.items()
         if gradient.norm() > 1e-3 * max(each.norm() for each in gradients.values())  # the rest is rounding
     }
-    truth = engine.truth()
+    truth = engine.report().to_json()
     found = {
         "loss": abs(group.mean(float(loss)) - true_loss) / true_loss,
         "gradients": apart,

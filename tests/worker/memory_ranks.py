@@ -19,6 +19,7 @@ import torch
 
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
+from ortlaunch.run.records import as_json
 from ortlaunch.worker.data import Batches, make_samples  # noqa: F401  (imported before the fork)
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
@@ -64,7 +65,7 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     store.add("done", 1)
     while store.add("done", 0) < RANKS:  # whoever leaves first would break the other's last message
         time.sleep(0.01)
-    (folder / f"{rank}.json").write_text(json.dumps(record))
+    (folder / f"{rank}.json").write_text(json.dumps(as_json(record)))
     os._exit(0)  # freeing a DistributedDataParallel now can wait for ever: see worker/distributed.py
 
 

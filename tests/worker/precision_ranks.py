@@ -17,6 +17,7 @@ import torch
 
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.records import as_json
 from ortlaunch.worker import __main__ as worker
 from ortlaunch.worker import distributed
 
@@ -48,8 +49,8 @@ def main() -> None:
         engine.stepper.micro_step(engine.take(batches.micro_batch(0, 0, group.rank)), last=True)
         engine.stepper.apply(1e-3)
         mine = {
-            "engine": engine.report["engine"]["used"],
-            "told": engine.report["matmul_precision"],
+            "engine": engine.record.engine.used,
+            "told": as_json(engine.record.matmul_precision),
             "inside": torch.get_float32_matmul_precision(),
             "product": plain_product(),
             "gradients": sum_of_gradients(engine, batches.micro_batch(1, 0, group.rank)),

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch.planning.memory import chunk_rows, estimate
 from ortlaunch.recipe.rules import broken
+from ortlaunch.run.engine_report import ChunkedLoss
 from ortlaunch.worker.chunked_head import chunk_head
 from ortlaunch.worker.chunked_loss import _head_loss, chunked_loss
 from ortlaunch.worker.comparison import compare
@@ -156,7 +157,7 @@ def batch(task: str) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels()[:48].view(2, 24) % 300, **pair}
 
 
-def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> dict[str, Any]:
+def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> ChunkedLoss:
     made = bert(model={"task": task, "config": BERT}, engine={"name": "eager", "chunked_loss": rows}, **sections)
     return chunk_head(made, module, batch(task))
 
@@ -178,7 +179,7 @@ def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> dict
 def test_a_familys_loss_in_chunks_is_its_own(task: str, kind: str, fields: dict[str, Any]) -> None:
     """Loss and every gradient within 1e-6 of the model's own: shift, tied weights, scaled logits, a pair's loss."""
     module = built(task, kind, **fields)
-    assert chunk(module, task) == {"asked": 8, "rows": 8, "why": None}
+    assert chunk(module, task) == ChunkedLoss(8, 8, None)
     found = compare(module, module, batch(task))
     assert (found.loss_difference, found.gradient_difference) == pytest.approx((0, 0), abs=1e-6)
     assert found.gradient_difference > 0  # it is another computation
@@ -202,8 +203,8 @@ def test_another_loss_is_left_alone(task: str, kind: str, fields: dict[str, Any]
     module = built(task, kind, **fields)
     before = float(module.eval()(**batch(task))) if task == "causal-lm" else None
     found = chunk(module, task)
-    assert found["rows"] is None
-    assert why in found["why"]
+    assert found.rows is None
+    assert why in (found.why or "")
     assert before is None or float(module(**batch(task))) == before
     assert _chunked_loss(found)[0].startswith("chunked_loss 8: not applied: ")
 
@@ -216,7 +217,7 @@ def test_adapters_on_the_head_are_left_alone() -> None:
         module = built("causal-lm", "llama")
         module.model = peft.get_peft_model(module.model, peft.LoraConfig(r=2, target_modules=targets))
         found = chunk(module, "causal-lm")
-        assert found["rows"] == rows
+        assert found.rows == rows
     assert compare(module, module, batch("causal-lm")).largest < 1e-6
     assert module.model.get_output_embeddings().weight.grad is None
 
@@ -254,7 +255,7 @@ def test_auto_is_for_large_vocabularies() -> None:
     assert [chunk_rows("auto", rows, 32_000, "cuda") for rows in (1024, 4096)] == [0, 1024]
     assert [chunk_rows(asked, 1024, 32_000, "cpu") for asked in ("off", 100)] == [0, 100]
     module = built("causal-lm", "llama")
-    assert chunk(module, "causal-lm", "auto")["why"] == "logits of 48 x 300 are small"
+    assert chunk(module, "causal-lm", "auto").why == "logits of 48 x 300 are small"
     assert module.chunked is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import types
 import weakref
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import DeepSpeedStepper
 from ortlaunch.worker.summary import plan_lines
-from tests.makers import recipe
+from tests.makers import engine_report, recipe
 
 
 @pytest.fixture(autouse=True)
@@ -248,15 +249,9 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
         stepper = object.__new__(DeepSpeedStepper)
         stepper.engine = types.SimpleNamespace(optimizer=optimizer)
     fp16 = engine._fp16_optimizer(made, used, stepper, DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu")))
-    truth: dict[str, Any] = {
-        "engine": {"used": used, "asked": used, "fallback_reason": None}, "device": "cpu", "precision": "fp32",
-        "onnxruntime": {"settings": {}, "variables": {}} if used == "ort" else {},
-        "trained_parameters": 1, "parameters": 1, "ranks": 1, "threads_per_rank": 1, "optimizer": {"why": None},
-        "fp16_optimizer": fp16, "matmul_precision": {"asked": "highest"},
-        "chunked_loss": {"asked": "off", "rows": None},
-        "sharding": f"DeepSpeed ZeRO {made.zero.stage}" if made.zero else "none",
-    }  # fmt: skip
-    return fp16, plan_lines(truth)[1:]
+    sharding = f"DeepSpeed ZeRO {made.zero.stage}" if made.zero else "none"
+    report = engine_report(used, fp16_optimizer=fp16, sharding=sharding)
+    return asdict(fp16), plan_lines(report)[1:]
 
 
 FUSED = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"

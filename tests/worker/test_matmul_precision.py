@@ -79,9 +79,9 @@ def test_the_bits_of_a_product_are_measured() -> None:
     assert mantissa_bits(CPU) == 23
     with matmul_precision("medium"):
         found = describe("medium", CPU)
-    assert found["in_force"] == "medium"
-    assert found["mantissa_bits"] == (7 if "amx_bf16" in machine.matrix_units() else 23)
-    assert (found["gains_nothing"] is None) == ("amx_bf16" in machine.matrix_units())
+    assert found.in_force == "medium"
+    assert found.mantissa_bits == (7 if "amx_bf16" in machine.matrix_units() else 23)
+    assert (found.gains_nothing is None) == ("amx_bf16" in machine.matrix_units())
 
 
 @pytest.mark.parametrize(("names", "word", "said"), [

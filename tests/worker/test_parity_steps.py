@@ -16,7 +16,7 @@ from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.parity_steps import ParitySteps
 from ortlaunch.worker.session import Session
-from tests.makers import plan, recipe
+from tests.makers import engine_report, plan, recipe
 
 NO_DATA: Any = None
 NO_MODEL: Any = None
@@ -37,13 +37,13 @@ class Net(nn.Module):
 def engine(factor: float = 1.0) -> Any:
     """An engine whose loss is `factor` times the right one."""
     net = Net()
-    report = {"engine": {"used": "inductor"}}
+    record = engine_report("inductor")
     return SimpleNamespace(
         plain=net,
         to_compare=lambda: lambda x: net(x) * factor,
-        report=report,
+        record=record,
         take=lambda batch: batch,
-        truth=lambda: report,
+        report=lambda: record,
         uncounted=lambda compiled: contextlib.nullcontext(),
     )
 
@@ -93,11 +93,11 @@ def test_a_resumed_run_goes_on_with_its_record(tmp_path: Path) -> None:
     before.check(1)
     kept = lines(run)[0]
     again = steps(run, first_step=1)
-    assert again.engine.report["parity"]["steps"] == [1]
+    assert again.engine.record.parity.steps == [1]
     again.check(1)
     assert [line["step"] for line in lines(run)] == [1, 2]
     assert lines(run)[0] == kept
-    assert steps(run, first_step=2).engine.report["parity"]["verdict"] == "passed"
+    assert steps(run, first_step=2).engine.record.parity.verdict == "passed"
     new = steps(run)
     new.check(0)
     assert [line["step"] for line in lines(run)] == [1]

@@ -2,85 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ortlaunch.run.engine_report import EngineReport, ExportCopy, FusedNorm, Graph, MatmulPrecision
 from ortlaunch.worker.summary import late_notes, outcome_lines, plan_lines
+from tests.makers import engine_report, onnxruntime
 
 FP16 = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"
 
 
-def truth(**ort: Any) -> dict[str, Any]:
-    """An engine.json with this onnxruntime part."""
-    graph = {"forward_nodes": 105, "backward_nodes": 122, "aten": {"embedding": 3, "mm": 1}, "python": {"F": 2}}
-    counted = {"forward_passes": 4, "backward_passes": 4, "fallbacks": 0, "exports": 1, "training_graph": graph}
-    return {
-        "engine": {"asked": "ort", "used": "ort", "fallback_reason": None},
-        "device": "cpu", "precision": "fp32", "trained_parameters": 1, "parameters": 2, "ranks": 1,
-        "threads_per_rank": 2, "sharding": "none", "fp16_optimizer": {"applied": True, "by": "ortlaunch", "why": ""},
-        "optimizer": {"asked": "adamw", "used": "AdamW", "why": None},
-        "matmul_precision": {"asked": "highest"}, "chunked_loss": {"asked": "auto", "rows": None},
-        "onnxruntime": {"settings": {}, "variables": {}, **counted, **ort},
-    }  # fmt: skip
+def report(**ort: Any) -> EngineReport:
+    """A run on engine ort with this onnxruntime part."""
+    return engine_report("ort", onnxruntime=onnxruntime(**ort), fp16_optimizer=FusedNorm(True, "ortlaunch", ""))
 
 
 def test_what_ran_is_told_in_nodes_and_calls() -> None:
     """Passes, nodes of a forward and backward pass, calls out of ONNX Runtime, exports, fallbacks."""
-    assert outcome_lines(truth()) == [
+    assert outcome_lines(report()) == [
         "ran on engine ort: 4 forward and 4 backward passes by ONNX Runtime on rank 0, 227 nodes each "
         "(4 ATen, 2 PythonOp), 1 export, 0 fallbacks; optimizer AdamW"
     ]
-    assert ", 2 exports, " in outcome_lines(truth(exports=2))[0]
+    assert ", 2 exports, " in outcome_lines(report(exports=2))[0]
 
 
 def test_a_run_without_a_graph_counts_no_nodes() -> None:
     """An engine that fell back before one was built."""
-    assert "nodes" not in outcome_lines(truth(training_graph=None, exports=0))[0]
+    assert "nodes" not in outcome_lines(report(training_graph=None, exports=0))[0]
 
 
 def test_defaults_are_not_told() -> None:
     """A line of the engine, and one of whose FP16_Optimizer runs."""
-    assert plan_lines(truth())[1:] == [FP16]
+    assert plan_lines(report())[1:] == [FP16]
 
 
 @pytest.mark.parametrize(
     ("found", "aten", "said"),
     [
-        ({"gains_nothing": None, "format": "bfloat16"}, {"linear": 2}, "products of float32 matrices in bfloat16"),
-        ({"gains_nothing": "no unit", "format": "float32"}, {"linear": 2}, "gains nothing: no unit"),
-        ({"gains_nothing": None, "format": "bfloat16"}, {"gelu": 2}, "gains nothing: no product of ONNX Runtime's"),
+        (
+            MatmulPrecision("medium", "medium", 7, "bfloat16", None),
+            {"linear": 2},
+            "products of float32 matrices in bfloat16",
+        ),
+        (MatmulPrecision("medium", "medium", 23, "float32", "no unit"), {"linear": 2}, "gains nothing: no unit"),
+        (
+            MatmulPrecision("medium", "medium", 7, "bfloat16", None),
+            {"gelu": 2},
+            "gains nothing: no product of ONNX Runtime's",
+        ),
     ],
 )
-def test_lower_precision_of_products_is_told(found: dict[str, Any], aten: dict[str, int], said: str) -> None:
+def test_lower_precision_of_products_is_told(found: MatmulPrecision, aten: dict[str, int], said: str) -> None:
     """What products are made in, or why nothing is gained: also where ONNX Runtime's graph calls none of torch's."""
-    graph = {**truth()["onnxruntime"]["training_graph"], "aten": aten}
-    lines = plan_lines({**truth(training_graph=graph), "matmul_precision": {"asked": "medium", **found}})
+    graph = Graph(105, {}, aten, {}, {})
+    lines = plan_lines(replace(report(training_graph=graph), matmul_precision=found))
     assert lines[1].startswith(f"matmul_precision medium: {said}")
 
 
 @pytest.mark.parametrize(("sharding", "told"), [("none", False), ("DeepSpeed ZeRO 0", True)])
 def test_an_optimization_that_does_not_apply_is_told_only_where_it_could(sharding: str, told: bool) -> None:
     """FP16_Optimizer is for DeepSpeed's ZeRO: without that its absence is no news."""
-    absent = {"applied": False, "by": None, "why": "stage 0"}
-    lines = plan_lines({**truth(), "sharding": sharding, "fp16_optimizer": absent})
+    absent = FusedNorm(False, None, "stage 0")
+    lines = plan_lines(replace(report(), sharding=sharding, fp16_optimizer=absent))
     assert ("FP16_Optimizer: not applied: stage 0" in lines) is told
 
 
 def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     """A copy that was switched off by the recipe is one of the settings."""
-    copy = {"used": False, "parameter_bytes": 4000, "free_bytes": 5000, "limit": "control group /x"}
-    lines = plan_lines(truth(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"}))
+    copy = ExportCopy(False, 4000, 5000, "control group /x", 6000)
+    lines = plan_lines(report(deepcopy_before_export=copy, variables={"ORTMODULE_LOG_LEVEL": "ERROR"}))
     assert lines[1].startswith("deepcopy_before_export: off, for twice the parameters (4,000 bytes) would not fit ")
     assert "free memory (5,000 bytes, by control group /x); the" in lines[1]
     assert lines[2] == "from the environment: ORTMODULE_LOG_LEVEL=ERROR"
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
-    lines = plan_lines(truth(deepcopy_before_export=copy, settings=chosen))
+    lines = plan_lines(report(deepcopy_before_export=copy, settings=chosen))
     assert lines[1:-1] == ['settings: deepcopy_before_export: false, log_level: "info"']
 
 
 def test_what_came_up_later_is_told_once() -> None:
     """A note that was there before step 1 is not said again; engines without ONNX Runtime have none."""
-    found = {"onnxruntime": {"notes": ["not cached", "exported again"]}}
+    found = report(notes=["not cached", "exported again"])
     assert late_notes(found, ("not cached",)) == ["exported again"]
-    assert late_notes({"onnxruntime": {}}, ()) == []
+    assert late_notes(engine_report("eager"), ()) == []

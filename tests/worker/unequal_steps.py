@@ -115,7 +115,7 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
         loss, stepped, _ = train_step(session, state)
         found["loss"].append(group.mean(float(loss)))
         found["norm"].append(stepped.gradient_norm)
-    truth = engine.truth()
+    truth = engine.report().to_json()
     ran = {"ort": lambda: truth["onnxruntime"]["backward_passes"], "inductor": lambda: truth["inductor"]["graphs"]}
     if case.zero != "none":
         engine.stepper.engine.destroy()  # type: ignore[attr-defined]

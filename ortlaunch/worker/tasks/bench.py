@@ -36,7 +36,7 @@ def run(session: Session) -> None:
     folder, group, engine = session.run, session.group, session.engine
     asked = read_json(folder.bench)
     if group.rank == 0:
-        print(*plan_lines(engine.truth()), *engine.notes, sep="\n", flush=True)
+        print(*plan_lines(engine.report()), *engine.notes, sep="\n", flush=True)
     life = MeasuredTraining(session)
     life.steps(1)
     first = {
@@ -58,7 +58,7 @@ def run(session: Session) -> None:
         _write(folder, group, {"order": order["number"], "waited": waited, "memory": memory, **found})
         slept = time.perf_counter(), time.process_time()
     if group.rank == 0:
-        write_json(folder.engine, engine.truth())
+        write_json(folder.engine, engine.report().to_json())
 
 
 class MeasuredTraining:
@@ -123,7 +123,7 @@ def _facts(session: Session) -> dict[str, Any]:
     peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the product's own matrices are large
-    return {"engine": engine.truth(), "flops_per_token": engine.flops_per_token, "peak_flops": peak}
+    return {"engine": engine.report().to_json(), "flops_per_token": engine.flops_per_token, "peak_flops": peak}
 
 
 def peak_memory(device: torch.device) -> int:

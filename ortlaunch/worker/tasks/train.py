@@ -85,7 +85,7 @@ def train(session: Session) -> TrainState:
             progress.show_loss(values["loss"])
             if metrics:
                 metrics.write(state.step, values)
-                write_json(run.engine, engine.truth())
+                write_json(run.engine, engine.report().to_json())
 
         if session.data.evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
             with meter.paused(), progress.during("evaluating"):
@@ -99,7 +99,7 @@ def train(session: Session) -> TrainState:
                 checkpoint.save(run, recipe, group, engine.stepper, state.step, asdict(state))
     if metrics:
         metrics.close()
-        write_json(run.engine, engine.truth())
+        write_json(run.engine, engine.report().to_json())
     return state
 
 

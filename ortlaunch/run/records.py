@@ -1,0 +1,137 @@
+"""What a run tells in its folder, as types: memory.json, summary.json, metrics.jsonl. Standard library only.
+
+The text under a field is its manual: docs/run-folder.md is made of it (`ortlaunch schema --run-folder`). A field with a
+default is left out of the file where it has no value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any
+
+
+def as_json(record: Any) -> Any:
+    """A record as JSON's mappings and lists."""
+    if is_dataclass(record):
+        pairs = ((each, getattr(record, each.name)) for each in fields(record))
+        return {each.name: as_json(value) for each, value in pairs if value is not None or each.default is MISSING}
+    if isinstance(record, dict):
+        return {name: as_json(value) for name, value in record.items()}
+    return [as_json(value) for value in record] if isinstance(record, (list, tuple)) else record
+
+
+@dataclass
+class MeasuredMemory:
+    """Bytes of the live tensors of the rank that has most, each storage once, and the peak of the process."""
+
+    weights: int
+    """Parameters."""
+    gradients: int
+    """Their gradients."""
+    optimizer: int
+    """Optimizer state with float32 copies of the weights, where there are any."""
+    buckets: int
+    """DeepSpeed's communication buffers."""
+    other: int
+    """All other tensors."""
+    model: int
+    """weights + gradients + optimizer, which the plan counts exactly."""
+    peak: int
+    """Most bytes at once (`peak_is` says of what)."""
+
+
+@dataclass
+class PlannedMemory:
+    """Bytes of a rank by `ortlaunch plan`."""
+
+    weights: int
+    """Parameters."""
+    gradients: int
+    """Their gradients."""
+    optimizer: int
+    """Optimizer state with float32 copies of the weights, where there are any."""
+    activations: int
+    """What the forward pass keeps for the backward pass: an estimate."""
+    buckets: int
+    """DeepSpeed's communication buffers: an upper bound."""
+    model: int
+    """weights + gradients + optimizer."""
+    peak: int
+    """The sum of all."""
+
+
+@dataclass
+class MemoryReport:
+    """Memory of a rank, planned and measured side by side; written at the end of a run."""
+
+    planned: PlannedMemory | None
+    """null: a model that the plan cannot count."""
+    measured: MeasuredMemory
+    """The largest of all ranks, part by part, over the first two steps; the peak over the run."""
+    peak_is: str
+    """What `peak` was measured as."""
+    baseline: int
+    """Bytes that were resident, without the weights, when the model was built (CPU)."""
+    peak_by_rank: list[int]
+    """The peak of each rank."""
+
+
+@dataclass
+class Summary:
+    """What the whole training came to, over all its starts; written at its end."""
+
+    steps: int
+    """Optimizer steps."""
+    samples: int
+    """Samples trained on, over all ranks."""
+    epochs: float
+    """The same in passes over the data."""
+    loss: float | None
+    """The last logged training loss; null: none was logged."""
+    evaluation_loss: float | None
+    """The last evaluation's loss; null: there was none."""
+    training_seconds: float
+    """Time of the training loop, over all starts."""
+
+
+@dataclass
+class MetricsLine:
+    """A line for each logged step (`log.every_steps`).
+
+    Infinite and undefined numbers are the words `inf`, `-inf` and `nan`.
+    """
+
+    step: int
+    """Optimizer steps taken, from 1."""
+    loss: float
+    """Mean training loss since the last line, over all ranks."""
+    samples_per_second: float
+    """Speed since the last line; evaluations and checkpoints do not count as time."""
+    learning_rate: float
+    """Of the last step."""
+    gradient_norm: float | None
+    """Of the last step, before clipping; null: fp16 skipped that step."""
+    samples: int
+    """Samples trained on so far."""
+    epoch: float
+    """The same in passes over the data."""
+    skipped_steps: int
+    """Steps that fp16's loss scaling left out so far."""
+    elapsed_seconds: float
+    """Time of the training loop so far, over all starts."""
+    tokens_per_second: float | None = None
+    """Speed in tokens, where samples have a length."""
+    mfu: float | None = None
+    """Model FLOPs utilization: the share of the rate of a large matrix product, measured at the start."""
+
+
+@dataclass
+class EvaluationLine:
+    """A line for each evaluation."""
+
+    step: int
+    """Optimizer steps taken."""
+    evaluation_loss: float
+    """Mean loss over the evaluation data."""
+    elapsed_seconds: float
+    """Time of the training loop so far."""

@@ -1,0 +1,99 @@
+"""docs/run-folder.md: the files of a run, and every field of those that tell how it went.
+
+Made from the types in engine_report.py and records.py, so that it cannot say anything else than what is written.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+from ortlaunch.run import engine_report, folder, records
+
+_HEAD = """\
+# The run folder, field by field
+
+Made by `ortlaunch schema --run-folder > docs/run-folder.md`; a test holds it to the code.
+
+{folder}
+A field whose value may be absent is left out of the file where it does not apply. Sizes are in bytes, times in seconds.
+"""
+_FILES = {
+    "engine.json": "EngineReport",
+    "memory.json": "MemoryReport",
+    "summary.json": "Summary",
+    "metrics.jsonl": "MetricsLine",
+    "metrics.jsonl, evaluations": "EvaluationLine",
+}
+_WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null", "Any": "any value"}
+
+
+def markdown() -> str:
+    """The whole page."""
+    bodies = [ast.parse(inspect.getsource(module)).body for module in (engine_report, records)]
+    types = {each.name: each for body in bodies for each in body if isinstance(each, ast.ClassDef)}
+    parts = [_HEAD.format(folder=_folder())]
+    for file, name in _FILES.items():
+        parts += [f"## {file}", "", *_section(types, name)]
+        for inner in _inside(types, name):
+            parts += [f'<a id="{inner}"></a>', "", f"### {inner}", "", *_section(types, inner)]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _folder() -> str:
+    """The tree of files, from folder.py's own docstring."""
+    _, _, tree = inspect.cleandoc(folder.__doc__ or "").partition("\n\n")
+    return "".join(f"    {line}\n" for line in tree.splitlines())
+
+
+def _inside(types: dict[str, ast.ClassDef], name: str) -> Iterator[str]:
+    """The types of a type's fields, depth first, each once."""
+    for field in _fields(types[name]):
+        for inner in (each.id for each in ast.walk(field.annotation) if isinstance(each, ast.Name)):
+            if inner in types:
+                yield inner
+                yield from _inside(types, inner)
+
+
+def _fields(type_: ast.ClassDef) -> list[ast.AnnAssign]:
+    return [each for each in type_.body if isinstance(each, ast.AnnAssign)]
+
+
+def _section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
+    body = types[name].body
+    lines = [_plain(ast.get_docstring(types[name]) or ""), "", "| field | value | meaning |", "|---|---|---|"]
+    for field, manual in zip(body, body[1:]):
+        if isinstance(field, ast.AnnAssign):
+            lines.append(f"| `{ast.unparse(field.target)}` | {_value(types, field)} | {_manual(manual)} |")
+    return [*lines, ""]
+
+
+def _value(types: dict[str, ast.ClassDef], field: ast.AnnAssign) -> str:
+    """What may stand there: a None is null, or the field is left out, or empty."""
+    kind = _kind(types, field.annotation)
+    if ast.unparse(field.target) in engine_report.EMPTY:
+        return kind.replace(" or null", " or {}")
+    left_out = isinstance(field.value, ast.Constant) and field.value.value is None
+    return kind.replace(" or null", " or absent") if left_out else kind
+
+
+def _manual(below: ast.stmt) -> str:
+    """The text under a field."""
+    assert isinstance(below, ast.Expr), ast.unparse(below)
+    return _plain(str(ast.literal_eval(below.value)))
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _kind(types: dict[str, ast.ClassDef], form: ast.expr) -> str:
+    """An annotation in words."""
+    if isinstance(form, ast.BinOp):
+        return f"{_kind(types, form.left)} or {_kind(types, form.right)}"
+    if isinstance(form, ast.Subscript):
+        inner = form.slice.elts[-1] if isinstance(form.slice, ast.Tuple) else form.slice
+        return f"{'mapping' if ast.unparse(form.value) == 'dict' else 'list'} of {_kind(types, inner)}"
+    name = ast.unparse(form)
+    return f"[{name}](#{name})" if name in types else _WORDS[name]
