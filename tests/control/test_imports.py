@@ -22,7 +22,8 @@ ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
 SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock", "recipe",
-          "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors", "user_modules"}  # fmt: skip
+          "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors",
+          "user_modules"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {

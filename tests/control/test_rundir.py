@@ -30,6 +30,7 @@ PATHS = {
     "commands": "commands.jsonl",
     "modules": "modules",
     "lock": "lock",
+    "job": "job.json",
     "summary": "summary.json",
     "metrics": "metrics.jsonl",
     "parity": "parity.jsonl",
