@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule.known import PACKAGE, PROCESSED, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.export import Export, seen_of
+from ortlaunch.ortmodule.known import PACKAGE, PROCESSED, TRAINING, owner
 from ortlaunch.ortmodule.patching import wrap_method, wrap_ort_export
-from ortlaunch.ortmodule.tally import traced
 
 _SIZE = "ortlaunch_size_of_"
 
@@ -29,7 +29,6 @@ def keep_buffers_exact() -> None:
 
     Other buffers that a forward pass changes would stay as they are in ORT's graph: such a model is refused.
     """
-    wrap_method(owner(TRANSITION), "_get_exported_model", _with_buffers_kept)
     wrap_ort_export(_with_each_mode)
     wrap_method(owner(PROCESSED), "restore_outputs", _keeping_sizes)
     wrap_method(owner(TRAINING), "forward", _with_exact_statistics)
@@ -38,18 +37,24 @@ def keep_buffers_exact() -> None:
 # ---------------------------------------------------------------------------------------------- in the export
 
 
-def _with_buffers_kept(original: Callable[..., Any], **kwargs: Any) -> Any:
-    module = kwargs["flattened_module"]
-    training = kwargs["model_info_for_export"].export_mode == torch.onnx.TrainingMode.TRAINING
-    with kept_modes(module), kept_buffers(module) as changed, _frozen_norms_written_out(training):
-        model, schema = original(**kwargs)
+@contextlib.contextmanager
+def buffers_kept(export: Export) -> Iterator[None]:
+    """Modes and buffers are afterwards what they were; what a pass changes of them is known or refused."""
+    module = export.module
+    with kept_modes(module), kept_buffers(module) as changed, _frozen_norms_written_out(export.training):
+        yield
     layers = _layers(module, changed)
-    if training:
-        traced(kwargs["stage3_param_handle"])["batch_norms"] = layers
-        _refuse_frozen_nodes(model)
-        if kwargs["device"].type == "cpu":  # on CUDA it is cuDNN, which does as PyTorch
-            _put_out_sizes(model, layers)
-    return model, schema
+    if export.training:
+        export.seen["batch_norms"] = layers
+
+
+def put_out_batch_sizes(export: Export, model: Any) -> None:
+    """The number of values that each BatchNorm's statistics are of, as outputs of a training graph."""
+    if not export.training:
+        return
+    _refuse_frozen_nodes(model)
+    if export.device.type == "cpu":  # on CUDA it is cuDNN, which does as PyTorch
+        _put_out_sizes(model, export.seen["batch_norms"])
 
 
 def _with_each_mode(export: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,7 +214,7 @@ def _with_exact_statistics(original: Callable[..., Any], manager: Any, *args: An
     before = {path: norm.running_var.clone() for path, norm in norms.items()}
     output = original(manager, *args, **kwargs)
     transition = manager._graph_transition_manager
-    layers = traced(transition).get("batch_norms", [])
+    layers = seen_of(transition).get("batch_norms", [])
     info = transition._post_export_processed_model_info
     sizes = (
         info._ortlaunch_outputs[len(info._ortlaunch_outputs) - len(layers) :] if manager._device.type == "cpu" else []

@@ -210,7 +210,7 @@ def train_recurrent() -> bool:
 
 def infer_shapes_without_weights() -> bool:
     """Every torch: the exporter copies every weight twice to infer shapes, half of an export's time with large ones."""
-    wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.exports").without_weights)
+    wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.pipeline").without_weights)
     return True
 
 

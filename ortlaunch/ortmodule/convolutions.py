@@ -7,27 +7,16 @@ takes another path, so a convolution of one becomes one of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.graph import replace_nodes
-from ortlaunch.ortmodule.known import TRANSITION, owner
-from ortlaunch.ortmodule.patching import wrap_method
 
 
-def convolve_in_two_dimensions() -> None:
+def rewrite(export: Export, model: Any) -> None:
     """ORT's gradient of a grouped Conv1d or Conv3d on CPU writes zeros over other tensors: random wrong gradients."""
-    wrap_method(owner(TRANSITION), "_get_exported_model", _rewriting)
-
-
-def _rewriting(original: Callable[..., Any], **kwargs: Any) -> Any:
-    model, schema = original(**kwargs)
-    training = kwargs["model_info_for_export"].export_mode == torch.onnx.TrainingMode.TRAINING
-    if training and kwargs["device"].type == "cpu":
+    if export.training and export.device.type == "cpu":
         _in_two_dimensions(model.graph)
-    return model, schema
 
 
 def _in_two_dimensions(graph: Any) -> None:

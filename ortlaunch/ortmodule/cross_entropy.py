@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.known import TRANSITION, owner
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.tally import tally, traced
+from ortlaunch.ortmodule.tally import tally
 
 _NONE, _MEAN = 0, 1  # torch's numbers of the reductions
 SPARSE = 0.9
@@ -27,28 +28,22 @@ Loss = Callable[..., Any]
 
 def leave_out_ignored_labels() -> None:
     """ORT computed scores and loss for every label, also those that do not count, in transformers' models."""
-    transition = owner(TRANSITION)
-    transition._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
-    wrap_method(transition, "_get_exported_model", _gathering)
-    wrap_method(transition, "_export_model", _telling)
+    owner(TRANSITION)._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
 
 
-def _gathering(original: Callable[..., Any], **kwargs: Any) -> Any:
-    transition = kwargs["stage3_param_handle"]
-    options, mode = transition._runtime_options, kwargs["model_info_for_export"].export_mode
-    if mode != torch.onnx.TrainingMode.TRAINING or not options.enable_embedding_sparse_optimizer:
-        return original(**kwargs)
-    with _replaced(_gathered(traced(transition), options.print_input_density)):
-        model, schema = original(**kwargs)
-    if "label_density" in traced(transition):
-        _shrink(model)
-    return model, schema
+@contextlib.contextmanager
+def ignored_labels_left_out(export: Export) -> Iterator[None]:
+    """While open, a cross entropy gathers what counts."""
+    if not export.training or not export.options.enable_embedding_sparse_optimizer:
+        yield
+        return
+    with _replaced(_gathered(export.seen, export.options.print_input_density)):
+        yield
 
 
-def _telling(original: Callable[..., Any], **kwargs: Any) -> Any:
-    exported = original(**kwargs)
-    tally.label_density = traced(kwargs["stage3_param_handle"]).get("label_density", tally.label_density)
-    return exported
+def tell_density(export: Export) -> None:
+    """Keep the share of labels that count for engine.json."""
+    tally.label_density = export.seen.get("label_density", tally.label_density)
 
 
 @contextlib.contextmanager
@@ -92,8 +87,10 @@ def _without(scores: Any, labels: Any, counts: Any, ignore_index: int, printing:
     return scores.index_select(0, rows), labels.index_select(0, rows)
 
 
-def _shrink(model: Any) -> None:
+def shrink(export: Export, model: Any) -> None:
     """Gathers of the rows where something is not zero become the operator that ORT's compute optimizer moves up."""
+    if "label_density" not in export.seen:
+        return
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
         axis = [attribute.i for attribute in node.attribute if attribute.name == "axis"]
@@ -111,14 +108,9 @@ def _rows(name: str, makers: Mapping[str, Any]) -> bool:
     return True
 
 
-def export_every_cross_entropy() -> None:
-    """ORT ends an export of labels that are probabilities, or that are smoothed."""
-    wrap_method(owner(TRANSITION), "_get_exported_model", _writing_out)
-
-
-def _writing_out(original: Callable[..., Any], **kwargs: Any) -> Any:
-    with _replaced(_written_out):
-        return original(**kwargs)
+def written_out(export: Export) -> AbstractContextManager[None]:
+    """While open, cross entropy has a form for labels that are probabilities, or smoothed, at which ORT's ends."""
+    return _replaced(_written_out)
 
 
 def _written_out(plain: Loss) -> Loss:

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.buffers import kept_buffers
-from ortlaunch.ortmodule.known import EVALUATION, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.export import Export, seen_of
+from ortlaunch.ortmodule.known import EVALUATION, TRAINING, owner
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.python_state import GLOBAL, GONE, Reads, Values, drawn, noted, same
 from ortlaunch.ortmodule.settings import settings_of
-from ortlaunch.ortmodule.tally import tally, traced
+from ortlaunch.ortmodule.tally import tally
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
@@ -29,7 +30,6 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
 def follow_model_state() -> None:
     """A layer's `eval()`, a changed number or hook, a replaced weight or buffer: ORT's graph stayed as it was."""
-    wrap_method(owner(TRANSITION), "_get_exported_model", _noting)
     for manager in (TRAINING, EVALUATION):
         wrap_method(owner(manager), "forward", _exporting_when_other)
 
@@ -37,15 +37,16 @@ def follow_model_state() -> None:
 # ---------------------------------------------------------------------------------------------- in the export
 
 
-def _noting(original: Callable[..., Any], **kwargs: Any) -> Any:
-    module = kwargs["flattened_module"]
-    if kwargs["model_info_for_export"].export_mode == torch.onnx.TrainingMode.TRAINING:
+@contextlib.contextmanager
+def noted_state(export: Export) -> Iterator[None]:
+    """Note what of Python's the passes read, and refuse what a graph cannot follow."""
+    module = export.module
+    if export.training:
         _refuse_backward_hooks(module)
     with noted(module) as reads, _nothing_drawn():
-        exported = original(**kwargs)
-        _refuse_memory(module, reads, kwargs["flatten_module_inputs"])
-    traced(kwargs["stage3_param_handle"]).update(read=sorted(reads.places), names=sorted(reads.names))
-    return exported
+        yield
+        _refuse_memory(module, reads, export.inputs)
+    export.seen.update(read=sorted(reads.places), names=sorted(reads.names))
 
 
 def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
@@ -137,7 +138,7 @@ def _exporting_when_other(original: Callable[..., Any], manager: Any, *args: Any
     agent = manager._execution_agent
     output = original(manager, *args, **kwargs)
     if manager._execution_agent is not agent or seen is None:
-        manager._ortlaunch_seen = _Seen(manager._flattened_module, traced(manager._graph_transition_manager))
+        manager._ortlaunch_seen = _Seen(manager._flattened_module, seen_of(manager._graph_transition_manager))
     return output
 
 

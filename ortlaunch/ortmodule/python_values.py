@@ -8,9 +8,10 @@ are what an export is of: their change is seen elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule import aliases, grad_mode
+from ortlaunch.ortmodule.export import Export, seen_of
 from ortlaunch.ortmodule.grad_mode import changed_since, tensors, versions_of
-from ortlaunch.ortmodule.known import TRANSITION, owner
-from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.settings import settings_of
-from ortlaunch.ortmodule.tally import tally, traced
+from ortlaunch.ortmodule.tally import tally
 
 _T = torch.Tensor
 _SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, _T.shape.__get__, _T.__len__}
@@ -38,25 +38,19 @@ _LOOKS_AT_MASK = "_detect_is_causal_mask"
 _QUIET = (str(Path(__file__).parent), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
 
 
-def watch_python_values() -> None:
-    """A trace turned the first batch's values and sizes into constants, with a warning that nobody saw."""
-    wrap_method(owner(TRANSITION), "_get_exported_model", _watching)
-    wrap_method(owner(TRANSITION), "_export_model", _judging)
-
-
 # ------------------------------------------------------------------------------------------------ in the export
 
 
-def _watching(original: Callable[..., Any], **kwargs: Any) -> Any:
-    info = kwargs["model_info_for_export"]
+@contextlib.contextmanager
+def watched(export: Export) -> Iterator[None]:
+    """Note where the model takes values and sizes into Python: a trace makes the first batch's of them constants."""
+    info, seen = export.info, export.seen
     numbers = [name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names]
-    with _Watch(kwargs["flattened_module"], numbers) as watch:
-        exported = original(**kwargs)
-    seen = traced(kwargs["stage3_param_handle"])
+    with _Watch(export.module, numbers) as watch:
+        yield
     seen.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
     if watch.places.sizes or watch.places.ones:
-        seen["of"] = _shapes(kwargs["flatten_module_inputs"], seen)
-    return exported
+        seen["of"] = _shapes(export.inputs, seen)
 
 
 class _Places:
@@ -164,15 +158,14 @@ def _only_checks(file: str, line: int) -> bool:
     return here.startswith("assert") or (here.startswith("if ") and after.startswith("raise "))
 
 
-def _judging(original: Callable[..., Any], **kwargs: Any) -> Any:
-    exported = original(**kwargs)
-    transition = kwargs["stage3_param_handle"]
-    seen = traced(transition)
+def judge(export: Export) -> None:
+    """Refuse what would stay the first batch's, or say it where that is allowed."""
+    seen = export.seen
     if "checks" in seen:
         tally.note(f"checked in the first batch only, because {_listed(seen['checks'])} takes values into Python")
     if "decisions" in seen:
         what = f"the model takes values of tensors into Python at {_listed(seen['decisions'])}"
-        if not settings_of(transition._runtime_options).allow_traced_values:
+        if not settings_of(export.options).allow_traced_values:
             mend = "Use torch.where or another function of torch's in their place"
             if "masks" in seen:
                 where = _listed(seen["masks"])
@@ -184,7 +177,6 @@ def _judging(original: Callable[..., Any], **kwargs: Any) -> Any:
                 "Settings.allow_traced_values=True where they never change"
             )
         tally.note(f"{what}: they stay those of the first batch (Settings.allow_traced_values)")
-    return exported
 
 
 def _listed(places: list[str]) -> str:
@@ -196,7 +188,7 @@ def _listed(places: list[str]) -> str:
 
 def fixed_sizes(manager: Any, values: Any) -> list[list[int]] | None:
     """Sizes of the tensors in `values`, where the graph of `manager` holds for those only; else None."""
-    seen = traced(manager._graph_transition_manager)
+    seen = seen_of(manager._graph_transition_manager)
     return _shapes(values, seen) if "of" in seen else None
 
 
@@ -205,7 +197,7 @@ def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
 
     Without BatchNorm's, which change in every pass, and which nothing asks in Python but a momentum of None.
     """
-    if "buffers" not in traced(manager._graph_transition_manager):
+    if "buffers" not in seen_of(manager._graph_transition_manager):
         return None
     layers = [layer for layer in manager._flattened_module.modules() if not isinstance(layer, _BatchNorm)]
     return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
@@ -213,6 +205,6 @@ def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
 
 def tell_again(transition: Any) -> None:
     """Say why a batch of other sizes, or a changed buffer, takes another export."""
-    seen = traced(transition)
+    seen = seen_of(transition)
     places = _listed([place for kind in ("sizes", "ones", "buffers") for place in seen.get(kind, [])])
     tally.note(f"exported again for other sizes or buffers, which the model takes into Python at {places}")

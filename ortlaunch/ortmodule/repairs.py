@@ -12,36 +12,33 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint
 
-from ortlaunch.ortmodule import patching
+from ortlaunch.ortmodule import patching, pipeline
 from ortlaunch.ortmodule.buffers import keep_buffers_exact
-from ortlaunch.ortmodule.convolutions import convolve_in_two_dimensions
+from ortlaunch.ortmodule.checkpointing import see_ort_checkpoints
 from ortlaunch.ortmodule.copies import copy_built_modules
-from ortlaunch.ortmodule.cross_entropy import export_every_cross_entropy, leave_out_ignored_labels
-from ortlaunch.ortmodule.exports import export_every_time
+from ortlaunch.ortmodule.cross_entropy import leave_out_ignored_labels
 from ortlaunch.ortmodule.extensions import ORT_VERSION
+from ortlaunch.ortmodule.gradients import rebuild_when_unfrozen
 from ortlaunch.ortmodule.known import EVALUATION, KNOWN, MANAGER, PROCESSED, TRAINING, TRANSITION, digest, owner
 from ortlaunch.ortmodule.model_state import follow_model_state, forget_graph
 from ortlaunch.ortmodule.outputs import return_the_models_types
-from ortlaunch.ortmodule.python_values import fixed_buffers, fixed_sizes, tell_again, watch_python_values
-from ortlaunch.ortmodule.tally import tally, traced
+from ortlaunch.ortmodule.python_values import fixed_buffers, fixed_sizes, tell_again
 from ortlaunch.ortmodule.torch_kernels import call_torch_kernels
 
 
 class Repair(NamedTuple):
     """A change of ORTModule's behaviour, and ORT's functions that it replaces or whose inner working it relies on."""
 
-    apply: Callable[[], None]
+    name: str
     functions: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.apply.__name__
+    install: Callable[[], None] = lambda: None
+    """What it changes beside the steps of an export (pipeline.py)."""
 
 
 def apply_repairs(*left_out: str) -> None:
     """Make every repair, once in a process; `left_out` names those a test wants to miss."""
+    _install_pipeline()
     for repair in REPAIRS:
         if repair.name in (*patching.applied(), *patching.not_applied()):
             continue
@@ -49,8 +46,13 @@ def apply_repairs(*left_out: str) -> None:
         if why:
             patching.leave_out(repair.name, why)
         else:
-            repair.apply()
+            repair.install()
             patching.record(repair.name)
+
+
+@functools.cache
+def _install_pipeline() -> None:
+    pipeline.install()
 
 
 def _unknown(repair: Repair) -> str:
@@ -61,68 +63,6 @@ def _unknown(repair: Repair) -> str:
         return f"it is written for ONNX Runtime {ORT_VERSION}, and {onnxruntime.__version__} is installed"
     strange = [name for name in repair.functions if digest(name) != KNOWN[name]]
     return f"the source of {', '.join(strange)} is not that of {ORT_VERSION}" if strange else ""
-
-
-# -------------------------------------------------------------------------------------------------- gradients
-
-
-def skip_frozen_gradients() -> None:
-    """ORT computes a gradient for every frozen parameter in every step, and throws it away.
-
-    A parameter that is unfrozen later has no gradient in a graph built while it was frozen: build another.
-    """
-    patching.wrap_method(owner(TRANSITION), "_export_model", _without_frozen)
-    patching.wrap_method(owner(TRAINING), "forward", _rebuilding_when_unfrozen)
-
-
-def _without_frozen(export_model: Callable[..., Any], **kwargs: Any) -> Any:
-    model, schema, names, differentiable = export_model(**kwargs)
-    frozen = {name for name, parameter in kwargs["flattened_module"].named_parameters() if not parameter.requires_grad}
-    return model, schema, names, [name for name in differentiable if name not in frozen]
-
-
-def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    frozen = getattr(manager, "_ortlaunch_frozen", None)
-    if frozen is None or any(parameter.requires_grad for parameter in frozen):
-        forget_graph(manager)
-        parameters = manager._flattened_module.parameters()
-        manager._ortlaunch_frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    return original(manager, *args, **kwargs)
-
-
-def skip_unreached_weights() -> None:
-    """ORT ended where a weight is used and has no gradient: under no_grad, before an argmax, behind detach."""
-    patching.wrap_method(owner(TRANSITION), "_export_model", _without_unreached)
-
-
-def _without_unreached(export_model: Callable[..., Any], **kwargs: Any) -> Any:
-    model, schema, names, differentiable = export_model(**kwargs)
-    reached = _reached(model.graph)
-    used = {name for node in model.graph.node for name in node.input}
-    return model, schema, names, [name for name in differentiable if name in reached or name not in used]
-
-
-def _reached(graph: Any) -> set[str]:
-    """Names of a graph through which a gradient of its outputs may come."""
-    makers = {name: node for node in graph.node for name in node.output}
-    reached: set[str] = set()
-    pending = [output.name for output in graph.output]
-    while pending:
-        name = pending.pop()
-        if name not in reached:
-            reached.add(name)
-            if name in makers and not _ends_gradients(makers[name]):
-                pending += makers[name].input
-    return reached
-
-
-_NUMBERS = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
-_OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
-
-
-def _ends_gradients(node: Any) -> bool:
-    """Whether a node makes whole numbers or truths, or is what `detach` is exported to (ATen's clone: symbolics.py)."""
-    return node.op_type in _NUMBERS or any(a.name == "operator" and a.s in _OPERATORS for a in node.attribute)
 
 
 # ---------------------------------------------------------------------------------------------- changed calls
@@ -205,69 +145,6 @@ def _graph(manager: Any, graph: tuple[Any, ...]) -> Iterator[None]:
         vars(manager).update(zip(_GRAPH, newest))
 
 
-# ------------------------------------------------------------------------------------------ gradient checkpointing
-
-
-def map_gradient_checkpointing() -> None:
-    """Gradient checkpointing ended the export (reentrant) or was lost in it: ORT's recomputation takes its place."""
-    ortmodule: Any = owner("__init__:")
-    ortmodule._defined_from_envvar = functools.partial(_level, ortmodule._defined_from_envvar)
-    patching.wrap_method(owner(TRANSITION), "_get_exported_model", _seeing_checkpoints)
-    patching.wrap_method(owner(TRANSITION), "_export_model", _recomputing)
-
-
-_checkpoints: list[None] = []
-
-
-def _level(original: Callable[..., Any], name: str, *default: Any) -> Any:
-    """ORT's stand-in for torch.utils.checkpoint asks for the level last, and only in an export; 1: call it plainly."""
-    if name != "ORTMODULE_MEMORY_OPT_LEVEL":
-        return original(name, *default)
-    _checkpoints.append(None)
-    return 1
-
-
-def _seeing_checkpoints(original: Callable[..., Any], **kwargs: Any) -> Any:
-    _checkpoints.clear()
-    with _plain_checkpoints():
-        exported = original(**kwargs)
-    traced(kwargs["stage3_param_handle"])["checkpointed"] = bool(_checkpoints)
-    return exported
-
-
-@contextlib.contextmanager
-def _plain_checkpoints() -> Iterator[None]:
-    """Call what is checkpointed plainly, also where `checkpoint` was imported before ORT replaced it."""
-
-    def unrecorded(*args: Any, **kwargs: Any) -> Iterator[None]:
-        _checkpoints.append(None)
-        yield  # torch calls the function between this and the end
-
-    class Unrecorded:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-            _checkpoints.append(None)
-            return function(*args)
-
-    parts: Any = torch.utils.checkpoint
-    before = parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator
-    parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator = Unrecorded, unrecorded
-    try:
-        yield
-    finally:
-        parts.CheckpointFunction, parts._checkpoint_without_reentrant_generator = before
-
-
-def _recomputing(original: Callable[..., Any], **kwargs: Any) -> Any:
-    exported = original(**kwargs)
-    transition = kwargs["stage3_param_handle"]
-    options, training = transition._runtime_options, transition._export_mode == torch.onnx.TrainingMode.TRAINING
-    if training and traced(transition).get("checkpointed") and not options.memory_optimizer_is_enabled():
-        options.memory_optimization_level, options.recompute_probe_config = 1, "1:1"
-        tally.note("the model's gradient checkpointing became ONNX Runtime's recomputation: memory_optimization: 1")
-    return exported
-
-
 # ------------------------------------------------------------------------------------------------------- settings
 
 
@@ -287,47 +164,62 @@ def _on_device(enable: Callable[..., Any], model: Any, named_parameters: Any, pa
 
 
 _EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
-# The later ones stand around the earlier ones.
+# Of those that replace one method the later ones stand around the earlier ones.
 REPAIRS = (
-    Repair(skip_frozen_gradients, (f"{TRANSITION}._export_model", f"{TRAINING}.forward")),
-    Repair(skip_unreached_weights, (f"{TRANSITION}._export_model",)),
+    Repair("skip_frozen_gradients", (*_EXPORT, f"{TRAINING}.forward"), rebuild_when_unfrozen),
+    Repair("skip_unreached_weights", _EXPORT),
     Repair(
-        export_for_changed_calls,
+        "export_for_changed_calls",
         (f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
+        export_for_changed_calls,
     ),
-    Repair(keep_graphs_for_backward, (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward")),
     Repair(
-        keep_buffers_exact,
+        "keep_graphs_for_backward",
+        (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward"),
+        keep_graphs_for_backward,
+    ),
+    Repair(
+        "keep_buffers_exact",
         (
             *_EXPORT,
             f"{PROCESSED}.restore_outputs",
             f"{TRAINING}.forward",
             "_io:parse_outputs_for_onnx_export_and_extract_schema",
         ),
+        keep_buffers_exact,
     ),
-    Repair(return_the_models_types, (f"{PROCESSED}.restore_outputs",)),
-    Repair(copy_built_modules, (f"{MANAGER}.__getstate__",)),
+    Repair("return_the_models_types", (f"{PROCESSED}.restore_outputs",), return_the_models_types),
+    Repair("copy_built_modules", (f"{MANAGER}.__getstate__",), copy_built_modules),
     Repair(
-        follow_model_state,
+        "follow_model_state",
         (*_EXPORT, f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
+        follow_model_state,
     ),
     Repair(
-        map_gradient_checkpointing,
+        "map_gradient_checkpointing",
         (
             *_EXPORT,
             f"{TRAINING}._create_execution_agent",
             "__init__:_override_gradient_checkpoint",
             "options:_RuntimeOptions.memory_optimizer_is_enabled",
         ),
+        see_ort_checkpoints,
     ),
-    Repair(manage_gradients_on_device, (f"{_MANAGEMENT}{_ENABLE}", f"{TRANSITION}.get_post_processed_model")),
     Repair(
-        leave_out_ignored_labels,
-        (*_EXPORT, f"{TRANSITION}._add_check_label_sparsity_hook", f"{TRANSITION}.get_post_processed_model"),
+        "manage_gradients_on_device",
+        (f"{_MANAGEMENT}{_ENABLE}", f"{TRANSITION}.get_post_processed_model"),
+        manage_gradients_on_device,
     ),
-    Repair(export_every_cross_entropy, (f"{TRANSITION}._get_exported_model",)),
-    Repair(watch_python_values, _EXPORT),
-    Repair(convolve_in_two_dimensions, _EXPORT),
-    Repair(call_torch_kernels, (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent")),
-    Repair(export_every_time, _EXPORT),  # last: it stands around the others, and counts their time
+    Repair(
+        "leave_out_ignored_labels",
+        (*_EXPORT, f"{TRANSITION}._add_check_label_sparsity_hook", f"{TRANSITION}.get_post_processed_model"),
+        leave_out_ignored_labels,
+    ),
+    Repair("export_every_cross_entropy", _EXPORT),
+    Repair("watch_python_values", _EXPORT),
+    Repair("convolve_in_two_dimensions", _EXPORT),
+    Repair(
+        "call_torch_kernels", (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"), call_torch_kernels
+    ),
+    Repair("export_every_time", _EXPORT),
 )

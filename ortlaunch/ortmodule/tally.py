@@ -30,9 +30,3 @@ class Tally:
 
 
 tally = Tally()
-
-
-def traced(transition: Any) -> dict[str, Any]:
-    """What a trace of the model showed beside the graph."""
-    found: dict[str, Any] = vars(transition).setdefault("_ortlaunch_traced", {})
-    return found

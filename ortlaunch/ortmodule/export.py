@@ -1,0 +1,44 @@
+"""One export: what ORT hands to it, and what its steps find out and leave for later passes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Export(NamedTuple):
+    """ORT's arguments of an export, by the names that they have here."""
+
+    module: nn.Module
+    """The model with tensors alone for inputs, as ORT traces it."""
+    training: bool
+    device: torch.device
+    inputs: Any
+    info: Any
+    """ORT's ModelInfoForExport."""
+    options: Any
+    """ORT's _RuntimeOptions of this module; settings.settings_of reads ours."""
+    seen: dict[str, Any]
+    """What a trace of the model showed beside the graph."""
+
+
+def export_of(arguments: dict[str, Any]) -> Export:
+    """Of the arguments of ORT's `_export_model` or `_get_exported_model`."""
+    transition, info = arguments["stage3_param_handle"], arguments["model_info_for_export"]
+    return Export(
+        arguments["flattened_module"],
+        info.export_mode == torch.onnx.TrainingMode.TRAINING,
+        arguments["device"],
+        arguments["flatten_module_inputs"],
+        info,
+        transition._runtime_options,
+        seen_of(transition),
+    )
+
+
+def seen_of(transition: Any) -> dict[str, Any]:
+    """What the newest trace of a GraphTransitionManager's model showed."""
+    found: dict[str, Any] = vars(transition).setdefault("_ortlaunch_traced", {})
+    return found

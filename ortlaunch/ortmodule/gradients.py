@@ -1,0 +1,61 @@
+"""Which inputs and weights of a graph get a gradient: none that is frozen, none that no gradient reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ortlaunch.ortmodule.export import Export
+from ortlaunch.ortmodule.known import TRAINING, owner
+from ortlaunch.ortmodule.model_state import forget_graph
+from ortlaunch.ortmodule.patching import wrap_method
+
+
+def rebuild_when_unfrozen() -> None:
+    """A parameter that is unfrozen later has no gradient in a graph built while it was frozen: build another."""
+    wrap_method(owner(TRAINING), "forward", _rebuilding_when_unfrozen)
+
+
+def without_frozen(export: Export, model: Any, names: list[str]) -> list[str]:
+    """ORT computes a gradient for every frozen parameter in every step, and throws it away."""
+    frozen = {name for name, parameter in export.module.named_parameters() if not parameter.requires_grad}
+    return [name for name in names if name not in frozen]
+
+
+def without_unreached(export: Export, model: Any, names: list[str]) -> list[str]:
+    """ORT ended where a weight is used and has no gradient: under no_grad, before an argmax, behind detach."""
+    reached = _reached(model.graph)
+    used = {name for node in model.graph.node for name in node.input}
+    return [name for name in names if name in reached or name not in used]
+
+
+def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    frozen = getattr(manager, "_ortlaunch_frozen", None)
+    if frozen is None or any(parameter.requires_grad for parameter in frozen):
+        forget_graph(manager)
+        parameters = manager._flattened_module.parameters()
+        manager._ortlaunch_frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    return original(manager, *args, **kwargs)
+
+
+def _reached(graph: Any) -> set[str]:
+    """Names of a graph through which a gradient of its outputs may come."""
+    makers = {name: node for node in graph.node for name in node.output}
+    reached: set[str] = set()
+    pending = [output.name for output in graph.output]
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            if name in makers and not _ends_gradients(makers[name]):
+                pending += makers[name].input
+    return reached
+
+
+_NUMBERS = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"}
+_OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
+
+
+def _ends_gradients(node: Any) -> bool:
+    """Whether a node makes whole numbers or truths, or is what `detach` is exported to (ATen's clone: symbolics.py)."""
+    return node.op_type in _NUMBERS or any(a.name == "operator" and a.s in _OPERATORS for a in node.attribute)
