@@ -119,7 +119,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
         "data": {"train": {"format": "custom", "factory": "loops:samples", "arguments": arguments}},
         "batch": {"micro_size": options["batch"], "accumulation_steps": 1},
         "optimizer": {"name": "fused_adam", "learning_rate": RATE}, "schedule": {"name": "constant"},
-        "engine": {"name": options["engine"]},
+        "engine": {"name": options["engine"], "matmul_precision": options.get("precision", "highest")},
         "zero": None if options["zero"] is None else {"stage": options["zero"]},
         "train": {"max_steps": NEVER, "max_grad_norm": NORM}, "log": {"every_steps": 10},
     }  # fmt: skip

@@ -4,8 +4,9 @@ python benchmarks/peers.py full       our engines, Hugging Face Trainer (eager, 
 python benchmarks/peers.py lora       the same Llama with adapters: eager, stock ORTModule, ours
 python benchmarks/peers.py deepspeed  ZeRO 1: accelerate with DeepSpeed, ours on eager and ort
 
-Every contestant lives in its own process and takes turns: A B C A B C ..., medians. Needs the extra `lora` (peft and
-accelerate) and nothing else from outside.
+In full and lora our engines run twice, at `engine.matmul_precision: highest` and `medium` (--precisions); the rates of
+two products at each are printed first. Every contestant lives in its own process and takes turns: A B C A B C ...,
+medians. Needs the extra `lora` (peft and accelerate) and nothing else from outside.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import os
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +53,49 @@ RACES = {  # contestants, whom they are measured against, shapes, LoRA
 }
 
 
+def at_precisions(contestants: dict[str, dict[str, Any]], words: list[str]) -> dict[str, dict[str, Any]]:
+    """Ours once at each precision; what others run is PyTorch's default, highest."""
+    found = {}
+    for name, options in contestants.items():
+        for word in words if options["loop"] == "ours" else ["highest"]:
+            found[name if word == "highest" else f"{name}, {word}"] = {**options, "precision": word}
+    return found
+
+
+def rates(words: list[str], vocabulary: int) -> str:
+    """GFLOP/s of an MLP's and the head's product at each precision, and what this processor has for the lower ones."""
+    import torch
+
+    from ortlaunch.machine import without_matrix_unit
+
+    lines = []
+    for columns in (3072, vocabulary):
+        left, right = torch.randn(1024, 768), torch.randn(768, columns)
+        for word in words:
+            torch.set_float32_matmul_precision(word)
+            seconds = min(_timed(lambda a=left, b=right: a @ b) for _ in range(9))
+            rate = 2e-9 * left.numel() * columns / seconds
+            lines.append(f"1024 x 768 x {columns:,} at {word}: {rate:.0f} GFLOP/s")
+    torch.set_float32_matmul_precision("highest")
+    missing = [
+        f"{word} gains nothing: {why}" for word in words if word != "highest" and (why := without_matrix_unit(word))
+    ]
+    return "\n".join(lines + missing)
+
+
+def _timed(act: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun
+
+
 def main() -> int:
     """Run a race and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("race", choices=RACES)
     parser.add_argument("--shapes", help="bert, llama or both, with a comma")
     parser.add_argument("--only", help="names of contestants, with a semicolon")
+    parser.add_argument("--precisions", default="highest,medium", help="of our engines in full and lora")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="training steps of a turn")
     parser.add_argument("--batch", type=int, default=8)
@@ -63,6 +103,9 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a tiny model: to try the script, not to measure")
     options = parser.parse_args()
     contestants, against, shapes, lora = RACES[options.race]
+    words = ["highest"] if options.race == "deepspeed" else options.precisions.split(",")
+    contestants = at_precisions(contestants, words)
+    print(rates(words, options.vocabulary), flush=True)
     names = options.only.split(";") if options.only else list(contestants)
     against = against if against in names else names[0]
     for shape in options.shapes.split(",") if options.shapes else shapes:
