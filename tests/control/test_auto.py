@@ -10,8 +10,10 @@ import pytest
 
 from ortlaunch import machine
 from ortlaunch.bench import auto, report
+from ortlaunch.bench.variants import Variant
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule import extensions
+from ortlaunch.recipe import load
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.run import control
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
@@ -91,6 +93,24 @@ def test_a_changed_choice_is_forgotten(capsys: pytest.CaptureFixture[str]) -> No
     path.write_text(path.read_text().replace("inductor", "eager"))
     assert auto.remembered(base) is None
     assert capsys.readouterr().out == f"{path}: has {before - 3} bytes, and had {before}; forgotten\n"
+
+
+def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that is edited during the minutes of measuring is another recipe, for another run."""
+    base = resolved(seed=1, train={"max_steps": 5})
+    measured = rows(player("ort", [[2.0]]), player("inductor", [[1.0]]), player("eager", [[3.0]]))
+
+    def measure(run: ResolvedRun, found: list[Variant], *_: Any) -> dict[str, Any]:
+        assert {each.resolved.file.recipe.seed for each in found if each.resolved} == {1}
+        resolved(seed=2, train={"max_steps": 99})
+        return {"variants": measured, "rounds": 3, "steps": 3}
+
+    monkeypatch.setattr(auto, "measure", measure)
+    found, run = auto.choose(base, RunDir("run"), lambda: None), RunDir("run")
+    write_run(run, found.file.recipe, found.plan, found.choice)
+    trained = load(run.recipe).recipe
+    assert (trained.engine.name, trained.seed, trained.train.max_steps) == ("inductor", 1, 5)
+    assert found.plan.batch == base.plan.batch
 
 
 def test_a_run_keeps_its_engine() -> None:

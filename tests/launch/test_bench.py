@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from ortlaunch.cache import cache_root
-from tests.launch.tiny import ortlaunch, processes_of
+from tests.launch.tiny import ORTLAUNCH, noting_opens, opened, ortlaunch, processes_of
 from tests.makers import CUSTOM
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -81,9 +81,11 @@ def report_of(folder: Path) -> dict[str, Any]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One bench of two eager variants, one of which fails in the middle and one of which is refused; its output."""
     folder = folder_with(tmp_path_factory.mktemp("bench"))
+    (folder / "recipe.yaml").rename(folder / "base.yaml")
+    (folder / "recipe.yaml").write_text("extends: base.yaml\n")
     ended = bench(
         folder, "--engines=eager", "--rounds=3", "--steps=2",
-        "--vary=model.arguments={width: 8},{width: 64},{width: 64, fails: 9},{depth: 3}",
+        "--vary=model.arguments={width: 8},{width: 64},{width: 64, fails: 9},{depth: 3}", **noting_opens(folder),
     )  # fmt: skip
     assert ended.returncode == 1, ended.stdout + ended.stderr  # one of them failed
     return folder, ended.stdout
@@ -98,6 +100,11 @@ def test_turns_are_taken_in_order(measured: tuple[Path, str]) -> None:
     assert len(set(names)) == 2
     assert all(ended <= begun for (_, ended, _), (begun, _, _) in zip(turns, turns[1:]))
     assert {len(turn["seconds"]) for row in rows for turn in row["turns"]} == {2}
+
+
+def test_a_bench_reads_each_file_once(measured: tuple[Path, str]) -> None:
+    """Four variants of one recipe, which extends another: all are made of what was read first."""
+    assert opened(measured[0]) == ["base.yaml", "recipe.yaml"]
 
 
 def test_a_waiting_job_sleeps(measured: tuple[Path, str]) -> None:
@@ -267,9 +274,23 @@ def test_two_ranks_and_a_model_that_ort_cannot_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_auto_measures_once_and_takes_the_fastest(tmp_path: Path) -> None:
-    """The first training measures and says so; the second takes the remembered engine, a run that goes on its own."""
+    """The first training measures, and trains that though the file has changed; the second takes what is remembered, a
+    run that goes on its own.
+    """
     folder, cache = folder_with(tmp_path, engine={"name": "auto"}), {"ORTLAUNCH_CACHE": own_cache(tmp_path)}
-    first = ortlaunch(folder, "train", "recipe.yaml", "--run-dir=one", timeout=240, **cache)
+    command = [ORTLAUNCH, "train", "recipe.yaml", "--run-dir=one"]
+    with subprocess.Popen(
+        command, cwd=folder, env={**os.environ, **cache, **noting_opens(folder)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        while process.poll() is None and not list(folder.glob("bench/*/*/results.jsonl")):
+            time.sleep(0.1)
+        recipe = (folder / "recipe.yaml").read_text()
+        (folder / "recipe.yaml").write_text(recipe.replace("max_steps: 4", "max_steps: 99"))
+        first = subprocess.CompletedProcess(command, process.wait(), *process.communicate(timeout=240))
+    (folder / "recipe.yaml").write_text(recipe)
+    assert opened(folder) == ["recipe.yaml"]
+    assert "\n  max_steps: 4\n" in (folder / "one" / "recipe.yaml").read_text()
     assert first.returncode == 0, first.stdout + first.stderr
     report = json.loads(next((folder / "bench").glob("*/bench.json")).read_text())
     rates = {row["name"]: row["samples_per_second"] for row in report["variants"]}

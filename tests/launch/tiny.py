@@ -82,6 +82,29 @@ def ortlaunch(folder: Path, *arguments: str, timeout: float = 60, **environ: str
     )
 
 
+def noting_opens(folder: Path) -> dict[str, str]:
+    """Variables that let every Python process note which of the folder's own recipes it opens; read by `opened`."""
+    hook = folder / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "notes = os.open(os.environ['OPENED'], os.O_WRONLY | os.O_APPEND | os.O_CREAT)\n"
+        "folder = os.path.dirname(os.environ['OPENED'])\n"
+        "def note(event, given):\n"
+        "    if event == 'open' and str(given[0]).endswith('.yaml'):\n"
+        "        path = os.path.abspath(given[0])\n"
+        "        if os.path.dirname(path) == folder:\n"
+        "            os.write(notes, os.path.basename(path).encode() + b'\\n')\n"
+        "sys.addaudithook(note)\n"
+    )
+    return {"PYTHONPATH": str(hook), "OPENED": str(folder / "opened")}
+
+
+def opened(folder: Path) -> list[str]:
+    """The folder's own recipes that were opened, each as often as it was."""
+    return sorted((folder / "opened").read_text().splitlines())
+
+
 def processes_of(folder: Path) -> list[int]:
     """Living processes with the folder in their command line: launchers, guardians and ranks of the run."""
     found = []

@@ -59,6 +59,7 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     from ortlaunch.worker.data import Batches, OwnSamples
     from ortlaunch.worker.engine import build_engine
     from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.session import Session
     from ortlaunch.worker.tasks.train import TrainState, train_step
     from tests.makers import host, plan, recipe
 
@@ -77,8 +78,11 @@ def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]
     batches = Batches(OwnSamples(rows), planned.batch, made.seed)
     module = model(family)
     before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
-    engine = build_engine(made, planned, LossModule(module), group, batches.micro_batch(0, 0, group.rank))
-    loss, *_ = train_step(made, planned, group, engine, batches, TrainState(0))
+    trained = LossModule(module)
+    engine = build_engine(made, planned, trained, group, batches.micro_batch(0, 0, group.rank))
+    nothing: Any = None
+    session = Session(made, planned, nothing, group, nothing, batches, trained, engine)
+    loss, *_ = train_step(session, TrainState(0))
     true_loss, gradients = exact(family, rows)
     after = dict(module.named_parameters())
     apart = {

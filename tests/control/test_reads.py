@@ -1,0 +1,90 @@
+"""A command reads each file once: what it decides later goes into what was read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ortlaunch.errors import RecipeError
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.prepare import earlier
+from ortlaunch.run.resolve import resolve
+from tests.makers import CUSTOM
+
+pytestmark = pytest.mark.usefixtures("workbench")
+COMMANDS = (
+    ["validate", "top.yaml"],
+    ["plan", "top.yaml"],
+    ["plan", "top.yaml", "engine.name=auto"],
+    ["train", "top.yaml", "--dry-run", "--nproc-per-node=2"],
+    ["plan", "top.yaml", "--hostfile", "hosts"],
+)
+OPENED = """
+import json, os, sys
+opened, commands = [], json.loads(sys.argv[1])
+def note(event, given):
+    if event == "open" and os.path.basename(str(given[0])) in ("top.yaml", "middle.yaml", "base.yaml", "hosts"):
+        opened.append(os.path.basename(given[0]))
+sys.addaudithook(note)
+from ortlaunch.cli import main
+for words in commands:
+    sys.argv = ["ortlaunch", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, words
+    opened.append("")
+with open("opened.json", "w") as file:
+    json.dump(opened, file)
+"""
+
+
+@pytest.fixture(autouse=True)
+def recipes(workbench: None) -> None:
+    """A recipe that extends one that extends another, and a host file."""
+    Path("base.yaml").write_text(yaml.safe_dump(CUSTOM))
+    Path("middle.yaml").write_text("extends: base.yaml\nseed: 3\n")
+    Path("top.yaml").write_text("extends: middle.yaml\nname: top\n")
+    Path("hosts").write_text("localhost slots=1\n")
+
+
+def test_each_file_is_opened_once() -> None:
+    """By every verb that looks at a recipe, also those that it extends; Python's own audit tells."""
+    command = [sys.executable, "-c", OPENED, json.dumps(COMMANDS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    seen = " ".join(json.loads(Path("opened.json").read_text())).split("  ")
+    assert [sorted(each.split()) for each in seen] == [
+        sorted(["base.yaml", "middle.yaml", "top.yaml", *(["hosts"] if "hosts" in words else [])]) for words in COMMANDS
+    ]
+
+
+def test_a_further_override_reads_nothing() -> None:
+    """Variants and choices are made of what was read, rules and all; the host file may be a pipe, which is gone."""
+    base = resolve(Path("top.yaml"), ["train.max_steps=7"], LaunchOptions(hostfile="hosts"), {})
+    for name in ("base.yaml", "middle.yaml", "top.yaml", "hosts"):
+        os.unlink(name)
+    for made in (base.with_overrides("seed=9"), base.with_choice("seed=9")):
+        assert made.file.overrides == ("train.max_steps=7", "seed=9")
+        assert (made.file.recipe.name, made.file.recipe.seed, made.file.recipe.train.max_steps) == ("top", 9, 7)
+        assert (made.world, made.plan) == (base.world, base.plan)
+    with pytest.raises(RecipeError, match=r"override 'sed=9': sed: unknown key; did you mean seed\?"):
+        base.with_overrides("sed=9")
+
+
+def test_a_run_that_goes_on_from_its_own_recipe_reads_it_once() -> None:
+    """What was trained before is that file without the overrides."""
+    run = RunDir("mine")
+    write_text(run.recipe, Path("base.yaml").read_text())
+    made = resolve(run.recipe, ["train.max_steps=7"], LaunchOptions(), {})
+    run.recipe.write_text("nonsense")
+    before = earlier(run, made)
+    assert before is not None
+    assert (before.train.max_steps, made.file.recipe.train.max_steps) == (3, 7)
