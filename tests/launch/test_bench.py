@@ -31,9 +31,10 @@ class Net(torch.nn.Module):
         self.fails, self.odd, self.says, self.passes = fails, odd, says, 0
 
     def forward(self, x, y):
-        self.passes += 1
-        if self.passes == self.fails:
-            raise ValueError("planted")
+        if self.fails:  # what counts passes cannot be in ONNX Runtime's graph
+            self.passes += 1
+            if self.passes == self.fails:
+                raise ValueError("planted")
         if self.odd:  # no ONNX operator
             x = torch.special.bessel_j0(x)
         return ((self.last(self.drop(torch.relu(self.first(x)))) - y) ** 2).mean()
