@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,8 @@ import torch
 
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
-from ortlaunch.ortmodule import options
+from ortlaunch.ortmodule import Settings, options
 from ortlaunch.planning.capacity import crowded
-from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.memory_limits import RankLimits
 from tests.kernel_files import GiB, KernelFiles
 from tests.makers import host, plan, recipe
@@ -35,7 +36,7 @@ def test_plan_trial_and_export_see_one_limit(
         list(crowded(plan(recipe(), [host("localhost", 11)], "torchrun"), planned_only=False))
     limits = {limit.name: (limit.size, limit.free) for limit in RankLimits(torch.device("cpu"), 2).limits}
     assert limits[name] == (2 * GiB, 3 * GiB // 4)
-    options.settle_deepcopy(torch.nn.Linear(2, 2), Engine(), 2)
+    options.settle_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))
     copies = options.report()["deepcopy_before_export"]
     assert (copies["limit"], copies["limit_bytes"], copies["free_bytes"]) == (name, 2 * GiB, 3 * GiB // 4)
 
@@ -77,3 +78,46 @@ def test_what_was_taken_counts_after_it_is_gone() -> None:
     assert name == "RLIMIT_AS"
     assert 200 <= int(taken) < 400
     assert 0.19 < float(share) < 0.4
+
+
+SEEN = """
+import json, torch
+from ortlaunch import machine
+from ortlaunch.ortmodule import Settings, options
+from ortlaunch.worker.memory_limits import RankLimits
+options.settle_deepcopy(torch.nn.Linear(2, 2), Settings())
+limits = {limit.name: limit.size for limit in RankLimits(torch.device("cpu"), 1).limits}
+exported = options.report()["deepcopy_before_export"]
+planned = machine.tightest_limit()
+print(json.dumps([planned.name, planned.size, limits[planned.name], exported["limit"], exported["limit_bytes"]]))
+"""
+
+
+@pytest.fixture
+def limited() -> Iterator[Path]:
+    """A control group of 2 GiB, and one inside it without a limit, where processes go."""
+    top = next((top for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if top.is_dir()), None)
+    if os.geteuid() != 0 or top is None:
+        pytest.skip("makes a control group, which takes root")
+    group = top / f"ortlaunch-test-{os.getpid()}"
+    inner = group / "step"
+    try:
+        inner.mkdir(parents=True)
+        limit = next(group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists())
+        limit.write_text(str(2 * GiB))
+        yield inner
+    finally:
+        for folder in (inner, group):
+            folder.rmdir() if folder.is_dir() else None
+
+
+@pytest.mark.lab
+def test_a_real_control_group_is_one_limit_for_all(limited: Path) -> None:
+    """Under 2 GiB, set above the process's own group, planning, a try of a size and the export all say 2 GiB."""
+    script = 'echo $$ > "$0/cgroup.procs"; exec "$@"'
+    done = subprocess.run(
+        ["/bin/sh", "-c", script, str(limited), sys.executable, "-c", SEEN],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    name = f"control group {limited.parent}"
+    assert json.loads(done.stdout.splitlines()[-1]) == [name, 2 * GiB, 2 * GiB, name, 2 * GiB]
