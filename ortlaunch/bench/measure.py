@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.bench.report import results, short_reason
-from ortlaunch.bench.turns import Failed, Player
+from ortlaunch.bench.turns import Failed, VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.run import provenance
@@ -86,7 +86,7 @@ def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, fol
     """
     begun, load = time.time(), os.getloadavg()
     _say_busy(say, load)
-    players = [Player(v, RunDir(folder / v.slug)) for v in found if v.resolved is not None]
+    players = [VariantJob(v, RunDir(folder / v.slug)) for v in found if v.resolved is not None]
     length = _that_fits(length, players, say)
     for variant in found:
         if variant.resolved is None:
@@ -117,7 +117,7 @@ def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, fol
     }
 
 
-def play(players: Sequence[Player], length: Length, say: Say) -> None:
+def play(players: Sequence[VariantJob], length: Length, say: Say) -> None:
     """Warm all up, then `rounds` times a turn of each, then parity; one that fails leaves the game."""
     for player in players if not length.one_at_a_time else ():
         _try(player, say, partial(_start, player, say))
@@ -130,12 +130,12 @@ def play(players: Sequence[Player], length: Length, say: Say) -> None:
         _try(player, say, partial(_finish, player))
 
 
-def _start(player: Player, say: Say) -> None:
+def _start(player: VariantJob, say: Say) -> None:
     player.start()
     say(f"{player.variant.name}: first step {player.ready['first_step']['since_launch']:.1f} s after its launch")
 
 
-def _take_turn(player: Player, length: Length, last: bool, say: Say) -> None:
+def _take_turn(player: VariantJob, length: Length, last: bool, say: Say) -> None:
     if not player.alive:
         _start(player, say)
     player.turn(length.steps)
@@ -145,12 +145,12 @@ def _take_turn(player: Player, length: Length, last: bool, say: Say) -> None:
         player.leave()
 
 
-def _finish(player: Player) -> None:
+def _finish(player: VariantJob) -> None:
     player.compare()
     player.leave()
 
 
-def _try(player: Player, say: Say, action: Callable[[], None]) -> None:
+def _try(player: VariantJob, say: Say, action: Callable[[], None]) -> None:
     """One that fails stays out from then on, and the others go on."""
     if player.failed:
         return
@@ -179,7 +179,7 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _that_fits(length: Length, players: Sequence[Player], say: Say) -> Length:
+def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Length:
     """All variants stay in memory between their turns; where this host's cannot hold them, one at a time."""
     plans = [player.variant.resolved.plan for player in players if player.variant.resolved]
     if length.one_at_a_time or any(p.memory is None or p.device != "cpu" for p in plans):
@@ -207,7 +207,7 @@ def _say_busy(say: Say, load: Sequence[float]) -> None:
         )
 
 
-def _say_spinning(players: Sequence[Player], say: Say) -> None:
+def _say_spinning(players: Sequence[VariantJob], say: Say) -> None:
     """A job that works while it waits takes time from the others."""
     for player in players:
         waits = [turn["waited"] for turn in player.turns]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ortlaunch.bench.turns import Player
+from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant
 from ortlaunch.units import human
 
@@ -14,7 +14,7 @@ _HEAD = ("variant", "s/step", "middle half", "samples/s", "tokens/s", "MFU", "me
 MEASURED, REFUSED, FAILED = "measured", "refused", "failed"
 
 
-def results(variants: Sequence[Variant], players: Sequence[Player]) -> list[dict[str, Any]]:
+def results(variants: Sequence[Variant], players: Sequence[VariantJob]) -> list[dict[str, Any]]:
     """Every variant in its order: measured, with figures; refused or failed, with the reason."""
     playing = {player.variant.name: player for player in players}
     rows = [_row(variant, playing.get(variant.name)) for variant in variants]
@@ -27,7 +27,7 @@ def results(variants: Sequence[Variant], players: Sequence[Player]) -> list[dict
     return rows
 
 
-def _row(variant: Variant, player: Player | None) -> dict[str, Any]:
+def _row(variant: Variant, player: VariantJob | None) -> dict[str, Any]:
     row: dict[str, Any] = {"name": variant.name, "engine": variant.engine, "varied": list(variant.chosen)}
     if player is None or not player.measured:
         failed = player is not None and bool(player.failed)
@@ -56,7 +56,7 @@ def _row(variant: Variant, player: Player | None) -> dict[str, Any]:
     }
 
 
-def _folder(player: Player | None) -> dict[str, str]:
+def _folder(player: VariantJob | None) -> dict[str, str]:
     return {"folder": str(player.run)} if player else {}
 
 

@@ -25,7 +25,7 @@ class Failed(Exception):
     """The variant's job ended before its time; the text is the whole reason."""
 
 
-class Player:
+class VariantJob:
     """A variant that takes part: its job, and every answer that it gave."""
 
     def __init__(self, variant: Variant, run: RunDir) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ortlaunch.bench import report
-from ortlaunch.bench.turns import Player
+from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run.folder import RunDir
@@ -23,16 +23,16 @@ def resolved(environ: dict[str, str] | None = None, **sections: Any) -> Resolved
     return resolve(path, (), LaunchOptions(), environ or {})
 
 
-def player(name: str, took: list[list[float]], parity: dict[str, Any] | None = None, *chosen: str) -> Player:
+def player(name: str, took: list[list[float]], parity: dict[str, Any] | None = None, *chosen: str) -> VariantJob:
     """A variant with these seconds of its steps, turn by turn."""
     found = resolve_variant(Variant(name, chosen), resolved())
-    made = Player(found, RunDir(f"out/{found.slug}"))
+    made = VariantJob(found, RunDir(f"out/{found.slug}"))
     made.ready = {"flops_per_token": None, "peak_flops": None, "engine": {}, "first_step": {"since_launch": 3.0}}
     made.turns = [{"seconds": seconds, "memory": [1 << 20]} for seconds in took]
     made.parity = parity or {"verdict": "passes", "largest": 1e-6}
     return made
 
 
-def rows(*players: Player) -> list[dict[str, Any]]:
+def rows(*players: VariantJob) -> list[dict[str, Any]]:
     """Their figures."""
     return report.results([each.variant for each in players], players)
