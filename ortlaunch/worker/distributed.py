@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,6 +140,15 @@ def _device(plan: Plan, rank: Rank) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _file_store(path: Path, ranks: int) -> Any:
+    """The store of ranks on one host; its file is for its owner alone before torch opens it."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    path.chmod(0o600)
+    store = dist.FileStore(str(path), ranks)
+    store.set_timeout(JOIN_TIMEOUT)
+    return store
+
+
 def _uses_mpi(launcher: str) -> bool:
     return "MPI" in launcher or launcher == "MVAPICH"
 
@@ -155,8 +165,7 @@ def _join(rank: Rank, run: RunDir, launcher: str, backend: str) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     if _on_one_host(rank):
-        store: Any = dist.FileStore(str(run.store), rank.world_size)
-        store.set_timeout(JOIN_TIMEOUT)
+        store: Any = _file_store(run.store, rank.world_size)
     elif launcher == "torchrun":
         store = None  # torchrun's own, on the address that it was given
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -248,3 +249,19 @@ def test_meeting_through_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch
     path = run.ready / "rendezvous-.."
     message = f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022])
+@pytest.mark.parametrize("old", [False, True])
+def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Path) -> None:
+    """What ranks send each other through it is unpickled: nobody else may write there, whatever the umask is."""
+    path, before = tmp_path / "store", os.umask(umask)
+    try:
+        if old:
+            path.touch()
+        store = distributed._file_store(path, 1)
+    finally:
+        os.umask(before)
+    store.set("name", "value")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert store.get("name") == b"value"
