@@ -8,6 +8,8 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from ortlaunch.launchers import LAUNCHERS
+
 
 def shipped_recipes(incomplete: str) -> list[str]:
     """For the shell's completion, which goes on with files."""
@@ -61,8 +63,8 @@ def _launch_options(
 ) -> Any:
     from ortlaunch.planning.world import LaunchOptions
 
-    if launcher not in (None, "auto", "local", "torchrun", "mpi"):
-        raise typer.BadParameter(f"got {launcher}; one of auto, local, torchrun, mpi", param_hint="--launcher")
+    if launcher not in (None, "auto", *LAUNCHERS):
+        raise typer.BadParameter(f"got {launcher}; one of {', '.join(('auto', *LAUNCHERS))}", param_hint="--launcher")
     return LaunchOptions(launcher, nproc_per_node, hostfile, include, exclude)
 
 

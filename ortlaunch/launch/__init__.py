@@ -12,14 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.run.folder import RunDir
-
-BACKENDS = {
-    "local": "ortlaunch.launch.local",
-    "torchrun": "ortlaunch.launch.torchrun",
-    "mpi": "ortlaunch.launch.mpi",
-}
 
 
 class Request(NamedTuple):
@@ -86,4 +81,4 @@ class Backend(Protocol):
 
 def backend(name: str) -> Backend:
     """The backend of a launcher's name."""
-    return cast(Backend, import_module(BACKENDS[name]))
+    return cast(Backend, import_module(LAUNCHERS[name].module))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 from typing import Any, NamedTuple
 
+from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.run.folder import RunDir, is_full, read_json
 
-_PROGRAMS = {"torchrun": "torchrun", "mpi": "mpirun"}
 _OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
 
 
@@ -61,7 +61,7 @@ def _without_cause(
     """The end of a run of which no rank tells a failure of its own."""
     plan, asked = Plan.read(run.plan), _asked(run)
     if ended_by is not None and plan.launcher != "local":
-        what = f"{_PROGRAMS[plan.launcher]} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
+        what = f"{LAUNCHERS[plan.launcher].program} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
     began = ranks_that_began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(asked))
@@ -79,7 +79,7 @@ def _without_cause(
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
         what = f"{_names(plan, [rank])} was ended by {signal.Signals(asked[rank][0]).name}"
-        where = "" if plan.launcher == "local" else f" or to {_PROGRAMS[plan.launcher]}"
+        where = "" if plan.launcher == "local" else f" or to {LAUNCHERS[plan.launcher].program}"
         said = f"{what}, sent to it{where} from outside this run; no rank had failed before"
         return End(128 + asked[rank][0], f"ortlaunch: {said}; logs: {run.logs}")
     first = _first(records)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ortlaunch.errors import PlanError
+from ortlaunch.launchers import rendezvous
 from ortlaunch.plan import BatchPlan, Node, Plan
 from ortlaunch.planning.deepspeed_config import deepspeed_config
 from ortlaunch.planning.memory import estimate
@@ -55,7 +56,7 @@ def make_plan(
         nodes=tuple(nodes),
         batch=batch,
         threads=world.threads,
-        rendezvous=_RENDEZVOUS[world.launcher],
+        rendezvous=rendezvous(world.launcher),
         modules=modules,
         argv=tuple(worker),
         env=tuple(sorted(recipe.launch.env.items())),
@@ -78,14 +79,6 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
         memory=estimate(recipe, batch.micro_samples, ranks, plan.device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, ranks),
     )
-
-
-_RENDEZVOUS = {
-    "local": "none: one process",
-    "torchrun": "a file in the run folder; no port is opened beyond this host",
-    "mpi": "on one host a file in the run folder, else a port of rank 0's address, told through MPI",
-    "inside": "as the launcher's environment says",
-}
 
 
 def _forwarded(recipe: Recipe, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -6,9 +6,10 @@ import signal
 import time
 
 from ortlaunch.errors import InputError, LaunchError
-from ortlaunch.launch import BACKENDS, JobState, backend
+from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.orphans import send
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run import lock
@@ -43,7 +44,7 @@ def cancel(run: RunDir) -> str:
 def _refuse(run: RunDir, status: Status) -> None:
     if not status.certain:
         raise InputError(elsewhere(status.job, run, "cancel"))
-    if status.job.backend not in BACKENDS:
+    if status.job.backend not in LAUNCHERS:
         raise InputError(f"{run}: its ranks were started by a launcher of your own; end that (scancel, kill)")
 
 

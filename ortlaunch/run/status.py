@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import InputError
-from ortlaunch.launch import BACKENDS, JobState, backend
+from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import End, explain_silence, ranks_that_began
 from ortlaunch.launch.record import JobRecord, now
+from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import parse_resolved
 from ortlaunch.run import lock
@@ -151,7 +152,7 @@ def _job(run: RunDir) -> JobRecord:
 
 def _found(run: RunDir, job: JobRecord) -> JobRecord:
     """The record with the state that the job has now, and a verdict where its command could leave none."""
-    state = backend(job.backend if job.backend in BACKENDS else "local").state(job)
+    state = backend(job.backend if job.backend in LAUNCHERS else "local").state(job)
     if not state.is_end or job.state.is_end:
         return replace(job, state=state)
     written = JobRecord.read(run)  # it may have ended well between two looks

@@ -23,7 +23,7 @@ ANY = None
 # What either side may import; of planning and run, only the modules named here.
 SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock", "recipe",
           "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors",
-          "user_modules"}  # fmt: skip
+          "user_modules", "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
@@ -37,10 +37,11 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "start": (set(), set()),
     "process": ({"rank"}, set()),
     "units": (set(), set()),
+    "launchers": (set(), set()),
     "recipe": ({"errors", "recipe"}, {"pydantic", "pydantic_core", "yaml"}),
     "user_modules": ({"errors", "recipe"}, set()),
     "plan": ({"errors", "rank"}, set()),
-    "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning", "units"}, set()),
+    "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning", "units", "launchers"}, set()),
     "planning.memory": ({"recipe", "plan", "planning.activations"}, set()),
     "planning.activations": ({"recipe"}, set()),
     "doctor": ({"errors", "recipe", "plan", "ortmodule.extensions", "start"}, set()),
@@ -52,6 +53,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "machine",
             "rank",
             "process",
+            "launchers",
             "user_modules",
             "recipe",
             "plan",
@@ -73,7 +75,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.engine_report": ({"run.records"}, set()),
     "run.reference": ({"run"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
-    "launch": ({"errors", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
+    "launch": ({"errors", "launchers", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
     "bench": (
         {
             "__init__",

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from ortlaunch.errors import RecipeError
+from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.recipe import load, parse_resolved, to_yaml, yaml_text
 from ortlaunch.recipe.deepspeed_keys import NESTED
 from ortlaunch.recipe.dialects import FOREIGN
 from ortlaunch.recipe.families import BERT, COMMON, COMMON_DEFAULTS, LINEAR_LAYERS, LLAMA
 from ortlaunch.recipe.fields import names_in, section_at
 from ortlaunch.recipe.messages import EXAMPLES
-from ortlaunch.recipe.models import Corpus, Recipe, TokenizerTraining
+from ortlaunch.recipe.models import Corpus, Launch, Recipe, TokenizerTraining
 from ortlaunch.recipe.place import KeyPath, dotted
 from ortlaunch.recipe.rules import device_rules
 
@@ -307,3 +308,9 @@ def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
     """What an error tells to write can be written."""
     plain = "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
     top(tmp_path, plain, f"{dotted(path)}={EXAMPLES[path]}")
+
+
+def test_a_recipe_knows_every_launcher() -> None:
+    """The words of `launch.launcher` are auto and the table's."""
+    words = Launch.model_fields["launcher"].annotation
+    assert get_args(words) == ("auto", *LAUNCHERS)
