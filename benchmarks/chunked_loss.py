@@ -56,14 +56,9 @@ def ways(rows: int) -> dict[str, Callable[[], Any]]:
 def minilm(rows: int) -> dict[str, Callable[[], Any]]:
     """Forward and backward of MiniLM's head behind hidden states, by engine and form."""
     import torch
-    from ortlaunch.ortmodule.wrap import wrap
-
-    from ortlaunch.ortmodule.options import prepare
-    from ortlaunch.recipe.engine import Engine
-
-    prepare(Engine())
     import transformers
 
+    from ortlaunch.ortmodule import ORTModule, Settings
     from ortlaunch.worker.chunked_head import ChunkedHead
     from ortlaunch.worker.model import LossModule
 
@@ -86,7 +81,9 @@ def minilm(rows: int) -> dict[str, Callable[[], Any]]:
     chunked.chunk(ChunkedHead("cls.predictions.decoder", rows, False))
     modules = {"eager, whole": whole, "eager, chunks": chunked}
     threads = torch.get_num_threads()
-    modules |= {name.replace("eager", "ort"): wrap(each, Engine(), threads=threads) for name, each in modules.items()}
+    modules |= {
+        name.replace("eager", "ort"): ORTModule(each, Settings(threads=threads)) for name, each in modules.items()
+    }
 
     def step(module: Any) -> None:
         batch["hidden"].grad = None
