@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ortlaunch import start
+from ortlaunch import launchers, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
-from ortlaunch.launch import BACKENDS, Backend, JobState, Request, backend, mpi, processes
+from ortlaunch.launch import Backend, JobState, Request, backend, mpi, processes
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host
 from ortlaunch.run.folder import RunDir
@@ -162,7 +162,7 @@ def test_mpich_takes_no_ipv6(installed: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["Open MPI", "MPICH"])
-@pytest.mark.parametrize("launcher", BACKENDS)
+@pytest.mark.parametrize("launcher", launchers.LAUNCHERS)
 def test_a_secret_stays_in_the_environment(launcher: str, family: str, installed: Any) -> None:
     """The value of a forwarded variable is in no argument, no file, no text and no plan; its name is enough."""
     installed(family)
@@ -172,7 +172,7 @@ def test_a_secret_stays_in_the_environment(launcher: str, family: str, installed
     assert ("API_KEY" in str(request)) == (launcher == "mpi")
 
 
-@pytest.mark.parametrize("launcher", BACKENDS)
+@pytest.mark.parametrize("launcher", launchers.LAUNCHERS)
 def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> None:
     """Making a request starts and writes nothing, and gives the same again."""
     installed("Open MPI")
@@ -182,7 +182,7 @@ def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", launchers.LAUNCHERS)
 def test_every_backend_keeps_the_protocol(name: str) -> None:
     """Each entry of the table is a module with the functions of Backend."""
     needed = {word for word in vars(Backend) if not word.startswith("_")}
