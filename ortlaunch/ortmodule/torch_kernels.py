@@ -1,8 +1,8 @@
 """Work of a training graph on the CPU that torch's kernels do faster than ONNX Runtime's, called from inside the graph.
 
-Cross entropy, GELU and the gradients of GELU and LayerNorm, which ORT computes mostly on one thread, and where wanted
-large matrix products, in which MKL is faster on Intel's processors. ORT's nodes become torch's operators (ATen nodes)
-with the same inputs and outputs; whatever does not look as expected is left to ORT.
+Cross entropy, dropout, GELU and the gradients of GELU and LayerNorm, which ORT computes mostly on one thread, and where
+wanted large matrix products, in which MKL is faster on Intel's processors. ORT's nodes become torch's operators (ATen
+nodes) with the same inputs and outputs; whatever does not look as expected is left to ORT.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ortlaunch import machine
+from ortlaunch.ortmodule import dropout
 from ortlaunch.ortmodule.graph import replace_nodes
 from ortlaunch.ortmodule.known import TRAINING, owner
 from ortlaunch.ortmodule.patching import wrap_method
@@ -49,11 +50,15 @@ def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:
     if products and manager._runtime_options.memory_optimizer_is_enabled():  # the model's own checkpoints became it
         tally.note("torch_matmul is off: ONNX Runtime's recomputation knows its own matrix products only")
         products = False
-    replace(manager._onnx_models.optimized_model.graph, products)
+    recomputes = manager._runtime_options.memory_optimizer_is_enabled()
+    replace(manager._onnx_models.optimized_model.graph, products, recomputes)
 
 
-def replace(graph: Any, products: bool) -> None:
-    """Put torch's operators in place of ORT's, in an onnx.GraphProto with a forward and a backward pass."""
+def replace(graph: Any, products: bool, recomputes: bool = False) -> None:
+    """Put torch's operators in place of ORT's, in an onnx.GraphProto with a forward and a backward pass.
+
+    recomputes: the backward pass will compute parts of the forward pass again, for which dropout must be ORT's own.
+    """
     rewriting = _Rewriting(graph)
     kernels: dict[str, Callable[[_Rewriting, Any], bool]] = {
         "SoftmaxCrossEntropyLossInternal": _loss,
@@ -61,6 +66,7 @@ def replace(graph: Any, products: bool) -> None:
         "Gelu": _gelu,
         "GeluGrad": _gelu_gradient,
         "LayerNormalizationGrad": _norm_gradient,
+        **({} if recomputes else {"Dropout": _dropout, "DropoutGrad": _dropout_gradient}),
         **(dict.fromkeys(("MatMul", "FusedMatMul", "Gemm"), _product) if products and _wide(graph) else {}),
     }
     for node in graph.node:
@@ -85,6 +91,8 @@ class _Rewriting:
         self.nodes: list[Any] = []
         self.made: set[str] = set()
         """What torch's operators put out."""
+        self.masks: set[str] = set()
+        """Those that are bytes; all others are float32."""
 
     def call(self, operator: str, inputs: Sequence[Any], outputs: Sequence[str]) -> None:
         """Add a call of torch's `operator`: inputs are names of tensors, "" for none, or numbers."""
@@ -109,7 +117,7 @@ class _Rewriting:
         from onnx import TensorProto, helper
 
         values = value if isinstance(value, list) else [value]
-        kind = TensorProto.BOOL if isinstance(values[0], bool) else TensorProto.INT64
+        kind = {bool: TensorProto.BOOL, float: TensorProto.FLOAT}.get(type(values[0]), TensorProto.INT64)
         tensor = helper.make_tensor(name, kind, [len(values)] if isinstance(value, list) else [], values)
         self.nodes.append(helper.make_node("Constant", [], [name], name, value=tensor))
         return name
@@ -131,7 +139,8 @@ class _Rewriting:
         from onnx import TensorProto, helper
 
         unknown = sorted(name for name in self.made - self.types.keys() if name)
-        return [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in unknown]
+        kinds = [TensorProto.UINT8 if name in self.masks else TensorProto.FLOAT for name in unknown]
+        return [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(unknown, kinds)]
 
 
 def _attributes(node: Any) -> dict[str, Any]:
@@ -180,6 +189,34 @@ def _total(forward: Any) -> str:
 
 def _reduction(node: Any) -> int:
     return _REDUCTIONS[_attributes(node).get("reduction", b"mean").decode()]
+
+
+# ----------------------------------------------------------------------------------------------- dropout
+
+
+def _dropout(graph: _Rewriting, node: Any) -> bool:
+    """Where its mask goes nowhere but into the gradient."""
+    known = graph.types.get(node.input[0])
+    mask = node.output[1] if len(node.output) > 1 else f"{node.output[0]}_mask"
+    only_gradient = all(user.op_type == "DropoutGrad" for user in graph.users.get(mask, ()))
+    if (known is not None and known.elem_type != 1) or mask in graph.outputs or not (only_gradient and _input(node, 2)):
+        return False
+    dropout.define_operators()
+    graph.masks.add(_bytes(mask))
+    graph.call(dropout.FORWARD, [node.input[0], _input(node, 1) or 0.5, node.input[2]], [node.output[0], _bytes(mask)])
+    return True
+
+
+def _dropout_gradient(graph: _Rewriting, node: Any) -> bool:
+    if _bytes(node.input[1]) not in graph.masks:
+        return False
+    inputs = [node.input[0], _bytes(node.input[1]), _input(node, 2) or 0.5, node.input[3]]
+    graph.call(dropout.BACKWARD, inputs, node.output)
+    return True
+
+
+def _bytes(mask: str) -> str:
+    return f"{mask}_bytes"
 
 
 # ----------------------------------------------------------------------------------------------- GELU, LayerNorm

@@ -92,6 +92,8 @@ class Summary:
     """The last evaluation's loss; null: there was none."""
     training_seconds: float
     """Time of the training loop, over all starts."""
+    seconds: dict[str, float]
+    """What each part of the last start took on rank 0, from loading libraries to writing the export."""
 
 
 @dataclass

@@ -56,7 +56,7 @@ def live(run: RunDir, rank: Rank) -> None:
 
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
         distributed.agree_on_files(group, run, texts)
-        tasks.run(build_session(recipe, plan, run, group, freed))
+        tasks.run(build_session(recipe, plan, run, group, progress, freed))
 
 
 if __name__ == "__main__":

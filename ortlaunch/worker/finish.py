@@ -13,7 +13,6 @@ from ortlaunch.worker.checkpoint import samples_seen
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
 from ortlaunch.worker.metrics import records
-from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.summary import say_outcome
 
@@ -24,21 +23,21 @@ def finish(session: Session) -> None:
     lines = []
     if engine.memory is not None:
         used = engine.memory.record(session.plan, group)
-        Progress(group.rank).doing("writing the export")
+        session.progress.doing("writing the export")
         session.model.chunk(None)
         export(recipe, run, group, engine.stepper, session.model, session.data.tokenizer)
         trained = engine.memory.looks > 0
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
             write_json(run.memory, as_json(used)) if trained or not run.memory.exists() else None
-            summary = summarize(run, session.plan, len(session.data.train))
+            summary = summarize(run, session.plan, len(session.data.train), session.progress.seconds())
             write_json(run.summary, as_json(summary))
             loaded_by = _loaded_by(recipe, run, session.model.model)
             lines += [*summary_lines(summary), f"export: {run.export}", f"  {loaded_by}"]
     say_outcome(session, lines)
 
 
-def summarize(run: RunDir, plan: Plan, samples: int) -> Summary:
+def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) -> Summary:
     """What the whole training came to, over all its starts: from the checkpoint and metrics.jsonl."""
     (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
     seen = samples_seen(folder, steps, plan.batch)
@@ -50,6 +49,7 @@ def summarize(run: RunDir, plan: Plan, samples: int) -> Summary:
         loss=last.get("loss"),
         evaluation_loss=last.get("evaluation_loss"),
         training_seconds=last["elapsed_seconds"],
+        seconds=seconds,
     )
 
 

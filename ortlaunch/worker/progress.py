@@ -1,9 +1,13 @@
-"""The live line of a run: what is going on before step 1, then how far the steps are. Rank 0's, on a terminal only."""
+"""What a run is doing now: how long each part took, and rank 0's live line, on a terminal only.
+
+The line says what goes on before step 1, then how far the steps are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,19 +18,33 @@ _FORM = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remain
 
 
 class Progress:
-    """tqdm's line, handed to the guardian, which keeps it below all other output and out of the logs."""
+    """tqdm's line, handed to the guardian, which keeps it below all other output and out of the logs; and a clock."""
 
     def __init__(self, rank: int) -> None:
         self.width = progress_width() if rank == 0 else None
         self.bar: Any = None
+        self._what, self._since, self._seconds = "", time.perf_counter(), dict[str, float]()
+
+    def seconds(self) -> dict[str, float]:
+        """What each part took so far, in the order in which they began."""
+        self._turn_to(self._what)
+        return {what: round(seconds, 3) for what, seconds in self._seconds.items() if what}
+
+    def _turn_to(self, what: str) -> None:
+        """Time counts for this part from now on."""
+        now = time.perf_counter()
+        self._seconds[self._what] = self._seconds.get(self._what, 0.0) + now - self._since
+        self._what, self._since = what, now
 
     def doing(self, what: str) -> None:
         """Say what goes on now, in place of the bar if there is one."""
+        self._turn_to(what)
         if self.width is not None:
             _say(f"{what} ...")
 
     def begin(self, done: int, steps: int) -> None:
         """From here on steps are counted; `done` of them are."""
+        self._turn_to("training")
         if self.width is not None:
             from tqdm import tqdm
 
@@ -36,6 +54,7 @@ class Progress:
 
     def step(self) -> None:
         """One more."""
+        self._turn_to("training")
         if self.bar is not None:
             self.bar.update()
 
@@ -47,8 +66,10 @@ class Progress:
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
         """Say what goes on while open; then the bar is back."""
+        before = self._what
         self.doing(what)
         yield
+        self._turn_to(before)
         if self.bar is not None:
             self.bar.refresh()
 

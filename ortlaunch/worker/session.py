@@ -6,7 +6,7 @@ A task takes a Session and nothing else. Knows no task and no launcher.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
@@ -39,17 +39,23 @@ class Session:
     engine: Engine
     model_built_at: float = 0.0
     """By time.perf_counter(); the engine was built after it."""
+    progress: Progress = field(default_factory=lambda: Progress(rank=1))
+    """What goes on now, and since when; the default shows nothing."""
 
 
 def build_session(
-    recipe: Recipe, plan: Plan, run: RunDir, group: DistributedContext, freed_memory: str | None
+    recipe: Recipe,
+    plan: Plan,
+    run: RunDir,
+    group: DistributedContext,
+    progress: Progress,
+    freed_memory: str | None,
 ) -> Session:
     """Read the data, build the model and put it on its engine (collective).
 
     Args:
         freed_memory: for engine.json, what becomes of memory that a step frees.
     """
-    progress = Progress(group.rank)
     progress.doing("reading checkpoints")
     set_aside_damaged(run, group)
     progress.doing("reading data")
@@ -66,4 +72,4 @@ def build_session(
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
     give_back_freed_memory()  # an export's copies of the model
-    return Session(recipe, plan, run, group, data, batches, model, engine, built)
+    return Session(recipe, plan, run, group, data, batches, model, engine, built, progress)

@@ -150,8 +150,14 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     summary = json.loads((full.folder / "summary.json").read_text())
     loss, evaluation = full.values("loss")[-1][1], full.values("evaluation_loss")[-1][1]
     seconds = full.records()[-1]["elapsed_seconds"]
+    parts = summary.pop("seconds")
     assert summary == {"steps": 10, "samples": 160, "epochs": 0.625, "loss": loss, "evaluation_loss": evaluation,
                        "training_seconds": seconds}  # fmt: skip
+    assert [*parts] == ["loading libraries", "reading checkpoints", "reading data", "building the model",
+                        "building the engine", "training", "evaluating", "saving a checkpoint",
+                        "writing the export"]  # fmt: skip
+    assert parts["loading libraries"] > 0
+    assert parts["training"] > 0
     lines = full.out.splitlines()
     assert lines[-6].startswith("trained 10 steps: 160 samples, 0.625 epochs, in 0:")
     assert lines[-5] == f"final loss {loss:.4f}, evaluation loss {evaluation:.4f}"

@@ -22,7 +22,6 @@ from ortlaunch.worker.finish import finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, measured_peak_flops, wait_for
 from ortlaunch.worker.parity_steps import parity_steps
-from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.schedule import factor
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.summary import announce
@@ -56,7 +55,7 @@ def train(session: Session) -> TrainState:
     metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
     meter = Meter(session)
     parity = parity_steps(session, state.step)
-    progress = Progress(group.rank)
+    progress = session.progress
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")

@@ -1,0 +1,80 @@
+"""Dropout in a graph on the CPU: torch's generator, the right share, one mask in both passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule import dropout
+from ortlaunch.ortmodule.witness import Witness
+from tests.ort import needs_ort
+from tests.ortmodule.modules import wrapped
+
+pytestmark = needs_ort
+
+
+class Dropping(nn.Module):
+    """Its weight's gradient is its output over its weight: the same elements dropped, the others scaled alike."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(1000, 63) + 1)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dropped = self.drop(x * self.weight)
+        return dropped.sum(), dropped
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_optimization": 1}])
+def test_both_passes_drop_the_same(witness: Witness, settings: dict[str, int]) -> None:
+    """The gradient is zero where the output is, and scaled as it is; recomputation keeps ONNX Runtime's operator."""
+    model = Dropping(0.25)
+    total, dropped = wrapped(model, **settings)(torch.ones(1000, 63))
+    total.backward()
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad * model.weight, dropped)
+    assert float((dropped == 0).float().mean()) == pytest.approx(0.25, abs=0.006)
+    (graph,) = witness.graphs
+    assert (graph.aten[dropout.FORWARD], graph.aten[dropout.BACKWARD]) == ((0, 0) if settings else (1, 1))
+
+
+def test_torchs_seed_decides(built: None) -> None:
+    """The same seed drops the same elements, another seed others."""
+    module = wrapped(Dropping(0.5))
+
+    def mask(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return module(torch.ones(1000, 63))[1] == 0
+
+    first = mask(1)
+    assert torch.equal(first, mask(1))
+    assert float((first != mask(2)).float().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-3, 0.1, 0.5, 0.999, 1.0])
+def test_the_share_that_is_dropped_is_right_and_the_mean_stays(p: float) -> None:
+    """Within four standard deviations over four million elements, for a size that is no multiple of four."""
+    torch.manual_seed(3)
+    size = 4_000_001
+    dropped, kept = dropout.dropout(torch.ones(size), p, train=True)
+    assert float((dropped == 0).double().mean()) == pytest.approx(p, abs=4 * (p * (1 - p) / size) ** 0.5 + 2**-17)
+    spread = (p / (1 - p) / size) ** 0.5 if p < 1 else 0.0
+    assert float(dropped.double().mean()) == pytest.approx(1.0 if p < 1 else 0.0, abs=4 * spread)
+    assert torch.equal(dropout.dropout_backward(torch.ones(size), kept, p, train=True), dropped)
+
+
+def test_each_element_is_dropped_by_itself() -> None:
+    """Four elements share one random number, and no two of them go together."""
+    torch.manual_seed(4)
+    _, kept = dropout.dropout(torch.ones(1_000_000), 0.5, train=True)
+    assert torch.corrcoef(kept.view(-1, 4).T.double()).triu(1).abs().max() < 0.01
+
+
+def test_nothing_is_dropped_outside_training() -> None:
+    """Forward and backward give back what they got."""
+    x = torch.rand(7)
+    same, kept = dropout.dropout(x, 0.5, train=False)
+    assert torch.equal(same, x)
+    assert torch.equal(dropout.dropout_backward(x, kept, 0.5, train=False), x)

@@ -1,0 +1,34 @@
+"""The clock of a run: what each of its parts took."""
+
+from __future__ import annotations
+
+import pytest
+
+from ortlaunch.worker import progress
+from ortlaunch.worker.progress import Progress
+
+
+def test_each_part_of_a_run_has_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What interrupts the training counts for itself, and what comes twice is summed up."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+
+    def after(seconds: float) -> None:
+        now[0] += seconds
+
+    clock = Progress(rank=1)
+    clock.doing("reading data")
+    after(2)
+    clock.begin(0, 4)
+    clock.doing("compiling in the first step")
+    after(5)
+    clock.step()
+    for _ in range(2):
+        after(10)
+        with clock.during("evaluating"):
+            after(3)
+    clock.doing("writing the export")
+    after(1)
+    assert clock.seconds() == {
+        "reading data": 2, "training": 20, "compiling in the first step": 5, "evaluating": 6, "writing the export": 1,
+    }  # fmt: skip
