@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule.export import Export, seen_of
-from ortlaunch.ortmodule.known import PACKAGE, PROCESSED, TRAINING, owner
-from ortlaunch.ortmodule.patching import wrap_method, wrap_ort_export
+from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.source_guard import PACKAGE, PROCESSED, TRAINING, owner
 
 _SIZE = "ortlaunch_size_of_"
 
@@ -29,7 +29,6 @@ def keep_buffers_exact() -> None:
 
     Other buffers that a forward pass changes would stay as they are in ORT's graph: such a model is refused.
     """
-    wrap_ort_export(_with_each_mode)
     wrap_method(owner(PROCESSED), "restore_outputs", _keeping_sizes)
     wrap_method(owner(TRAINING), "forward", _with_exact_statistics)
 
@@ -57,7 +56,7 @@ def put_out_batch_sizes(export: Export, model: Any) -> None:
         _put_out_sizes(model, export.seen["batch_norms"])
 
 
-def _with_each_mode(export: Callable[..., Any]) -> Callable[..., Any]:
+def with_each_mode(export: Callable[..., Any]) -> Callable[..., Any]:
     """ORT's training export would set every layer to training, also a BatchNorm that the user froze by `eval()`."""
     modes = torch.onnx.TrainingMode
 

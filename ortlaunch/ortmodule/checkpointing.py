@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.known import owner
-from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.source_guard import owner
 
 
 def see_ort_checkpoints() -> None:

@@ -13,13 +13,13 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ortlaunch.errors import MissingDependency
-from ortlaunch.ortmodule import custom_functions, extensions
-from ortlaunch.ortmodule.patching import Seen, applied, environment, leave_out, record, wrap_ort_export
+from ortlaunch.ortmodule import custom_functions, extensions, registry
+from ortlaunch.ortmodule.patching import Seen, environment
+from ortlaunch.ortmodule.registry import Repair
 
 _ORTMODULE = "onnxruntime.training.ortmodule"
 
@@ -33,11 +33,9 @@ def import_ortmodule() -> ModuleType:
     Raises MissingDependency, saying what to type.
     """
     _require_extensions()
-    for repair in _BEFORE_IMPORT:
-        _apply(repair)
+    registry.apply(_BEFORE_IMPORT)
     ortmodule = _import()
-    for repair in _AFTER_IMPORT:
-        _apply(repair)
+    registry.apply(_AFTER_IMPORT)
     return ortmodule
 
 
@@ -78,7 +76,7 @@ def load_cached_extensions() -> bool:
     return True
 
 
-def stand_in_for_interop() -> bool:
+def disable_custom_autograd() -> bool:
     """A torch for which torch_interop_utils could not be built: custom autograd functions are off.
 
     The stand-in has the names ORT uses and no others: one that answered every attribute would be taken by
@@ -97,28 +95,6 @@ def stand_in_for_interop() -> bool:
     return True
 
 
-def export_with_torchscript() -> bool:
-    """Torch 2.9 and later: `torch.onnx.export` defaults to the dynamo exporter, whose graphs ORT cannot read."""
-    import torch
-
-    if inspect.signature(torch.onnx.export).parameters["dynamo"].default is not True:
-        return False
-    wrap_ort_export(lambda export: functools.partial(export, dynamo=False))
-    return True
-
-
-def refuse_custom_backward() -> bool:
-    """Without torch_interop_utils ORT lets the exporter inline custom autograd functions.
-
-    ORT would then differentiate their forward and never call their backward: silently wrong gradients. Not inlined,
-    they end the export with an error.
-    """
-    if not extensions.interop_refusal():
-        return False
-    wrap_ort_export(custom_functions.without_inlining)
-    return True
-
-
 def skip_padding_hook() -> bool:
     """On CUDA ORT marks padding with a Python operator, which takes torch_interop_utils."""
     if not extensions.interop_refusal():
@@ -128,116 +104,16 @@ def skip_padding_hook() -> bool:
     return True
 
 
-def keep_boolean_arguments() -> bool:
+def keep_bool_arguments() -> bool:
     """Every torch: custom autograd functions get booleans as uint8, and cannot return any."""
     return not extensions.interop_refusal() and custom_functions.keep_booleans()
 
 
-def export_multihead_attention() -> bool:
-    """Every torch: ORT's shape inference ends at torch's form of unflatten, which nn.MultiheadAttention takes."""
-    wrap_ort_export(_symbolics().unflattening)
-    return True
-
-
-def export_attention_dropout() -> bool:
-    """Every torch: scaled_dot_product_attention with dropout, written so that ORT can train it.
-
-    Where torch's source is unknown such attention ends the export, and so the run before step 1, with what to do.
-    """
-    import torch
-
-    if _symbolics().with_attention_dropout(torch.onnx.export) is None:
-        wrap_ort_export(_symbolics().refusing_attention_dropout)
-        leave_out("export_attention_dropout", f"torch {torch.__version__} exports attention in a way not known here")
-        return False
-    wrap_ort_export(_symbolics().with_attention_dropout)
-    return True
-
-
-def add_up_at_indices() -> bool:
-    """Every torch: exported `index_add` and accumulating `index_put` keep one value where an index comes twice."""
-    wrap_ort_export(_symbolics().accumulating)
-    return True
-
-
-def draw_what_is_likely() -> bool:
-    """Every torch: `bernoulli` in ORT's graph drew ones with the probability of zeros."""
-    wrap_ort_export(_symbolics().drawing)
-    return True
-
-
-def leave_out_casts() -> bool:
-    """Every torch: `h.float().square()` of a tensor that is float already ended ORT's build of the graph."""
-    wrap_ort_export(_symbolics().casting)
-    return True
-
-
-def count_documents() -> bool:
-    """Every torch: `diff` and `cumsum` of truths ended an export, and so a Llama that is given no attention mask."""
-    wrap_ort_export(_symbolics().counting)
-    return True
-
-
-def stop_gradient_at_detach() -> bool:
-    """Every torch: the exporter leaves `detach` out, and ORT's gradient went through it."""
-    wrap_ort_export(_symbolics().stopping_at_detach)
-    return True
-
-
-def change_what_shares_memory() -> bool:
-    """Every torch: the exporter shows a change in place in that tensor, not in those that it shares memory with."""
-    wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.aliases").following_changes)
-    return True
-
-
-def stop_gradient_under_no_grad() -> bool:
-    """Every torch: an export is made with gradients off, and does not see where a model turns them off."""
-    wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.grad_mode").following_grad_mode)
-    return True
-
-
-def call_chunked_loss() -> bool:
-    """Every torch: the operator of `engine.chunked_loss` has no ONNX form; ORT's graph calls it."""
-    wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.head_loss").calling_chunked_loss)
-    return True
-
-
-def train_recurrent() -> bool:
-    """Every torch: ORT has no gradient of RNN, so that `nn.RNN` ended the build of the graph."""
-    wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.recurrent").training_recurrent)
-    return True
-
-
-def infer_shapes_without_weights() -> bool:
-    """Every torch: the exporter copies every weight twice to infer shapes, half of an export's time with large ones."""
-    wrap_ort_export(importlib.import_module("ortlaunch.ortmodule.pipeline").without_weights)
-    return True
-
-
-def quiet_ort_export() -> bool:
-    """Every torch: warnings of the export that a user cannot act on.
-
-    They are the exporter's about tracing and deprecation, and ORT's that its ZeRO 3 hooks do not know DeepSpeed 0.16.
-    """
-    import torch
-
+def without_warning_of_hooks() -> None:
+    """ORT warns that its ZeRO 3 hooks do not know DeepSpeed 0.16; a user cannot act on it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="DeepSpeed import error")
         importlib.import_module("onnxruntime.training.utils.hooks")
-
-    def quiet(export: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(export)
-        def export_quietly(*args: Any, **kwargs: Any) -> Any:
-            with warnings.catch_warnings():
-                for category in (torch.jit.TracerWarning, DeprecationWarning, FutureWarning):
-                    warnings.simplefilter("ignore", category)
-                warnings.filterwarnings("ignore", module=r"torch\.onnx")
-                return export(*args, **kwargs)
-
-        return export_quietly
-
-    wrap_ort_export(quiet)
-    return True
 
 
 def restore_convolution_symbolics() -> bool:
@@ -262,42 +138,45 @@ def skip_nvtx_without_cuda() -> bool:
     return True
 
 
-_BEFORE_IMPORT: tuple[Callable[[], bool], ...] = (alias_moved_exporter_modules,)
-_AFTER_IMPORT: tuple[Callable[[], bool], ...] = (
-    load_cached_extensions,
-    stand_in_for_interop,
-    export_with_torchscript,
-    refuse_custom_backward,
-    skip_padding_hook,
-    keep_boolean_arguments,
-    export_multihead_attention,
-    export_attention_dropout,
-    add_up_at_indices,
-    draw_what_is_likely,
-    leave_out_casts,
-    count_documents,
-    call_chunked_loss,
-    train_recurrent,
-    stop_gradient_at_detach,
-    change_what_shares_memory,  # first, so that the next one sees what it computes
-    stop_gradient_under_no_grad,
-    infer_shapes_without_weights,
-    quiet_ort_export,
-    restore_convolution_symbolics,
-    skip_nvtx_without_cuda,
+def _exporter_is_dynamo() -> bool:
+    """Torch 2.9 and later: `torch.onnx.export` defaults to the dynamo exporter, whose graphs ORT cannot read."""
+    import torch
+
+    return inspect.signature(torch.onnx.export).parameters["dynamo"].default is True
+
+
+def _interop_is_refused() -> bool:
+    return bool(extensions.interop_refusal())
+
+
+_SDPA = "torch.onnx.symbolic_opset14:scaled_dot_product_attention"
+_BEFORE_IMPORT: tuple[Repair, ...] = (Repair("alias_moved_exporter_modules", install=alias_moved_exporter_modules),)
+# Those without more than a name are steps of an export (pipeline.py), for every torch.
+_AFTER_IMPORT: tuple[Repair, ...] = (
+    Repair("load_cached_extensions", install=load_cached_extensions),
+    Repair("disable_custom_autograd", install=disable_custom_autograd),
+    Repair("export_with_torchscript", install=_exporter_is_dynamo),
+    Repair("refuse_custom_backward", install=_interop_is_refused),
+    Repair("skip_padding_hook", install=skip_padding_hook),
+    Repair("keep_bool_arguments", install=keep_bool_arguments),
+    Repair("export_multihead_attention"),
+    Repair("export_sdpa_dropout", (_SDPA,)),
+    Repair("accumulate_repeated_indices"),
+    Repair("fix_bernoulli_export"),
+    Repair("drop_redundant_casts"),
+    Repair("export_diff_and_bool_cumsum"),
+    Repair("export_rnn_as_gru"),
+    Repair("stop_gradient_at_detach"),
+    Repair("propagate_inplace_views"),
+    Repair("stop_gradient_under_no_grad"),
+    Repair("infer_shapes_without_weights"),
+    Repair("silence_export_warnings", install=without_warning_of_hooks),
+    Repair("restore_convolution_symbolics", install=restore_convolution_symbolics),
+    Repair("skip_nvtx_without_cuda", install=skip_nvtx_without_cuda),
 )
 
 
 # ------------------------------------------------------------------------------------------------ their parts
-
-
-def _symbolics() -> Any:
-    return importlib.import_module("ortlaunch.ortmodule.symbolics")  # it imports torch, which is late here
-
-
-def _apply(repair: Callable[[], bool]) -> None:
-    if repair.__name__ not in applied() and repair():
-        record(repair.__name__)
 
 
 def _import() -> ModuleType:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ortlaunch.ortmodule.known import MANAGER, owner
 from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.source_guard import MANAGER, owner
 
 _ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
 _OF_THE_GRAPH = ("_ortlaunch_seen", "_ortlaunch_call", "_ortlaunch_frozen", "_ortlaunch_norms")
 
 
-def copy_built_modules() -> None:
+def fix_deepcopy_and_pickle() -> None:
     """ORT's copy of a module ended on a CPU, where there are no addresses of CUDA's allocator to leave out."""
     wrap_method(owner(MANAGER), "__getstate__", _state)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.known import TRANSITION, owner
-from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.source_guard import TRANSITION, owner
 
 _NONE, _MEAN = 0, 1  # torch's numbers of the reductions
 SPARSE = 0.9
@@ -26,7 +26,7 @@ SPARSE = 0.9
 Loss = Callable[..., Any]
 
 
-def leave_out_ignored_labels() -> None:
+def skip_ignored_labels() -> None:
     """ORT computed scores and loss for every label, also those that do not count, in transformers' models."""
     owner(TRANSITION)._add_check_label_sparsity_hook = staticmethod(lambda *args: [])
 

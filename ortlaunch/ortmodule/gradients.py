@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.known import TRAINING, owner
 from ortlaunch.ortmodule.model_state import forget_graph
 from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.source_guard import TRAINING, owner
 
 
 def rebuild_when_unfrozen() -> None:

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.buffers import kept_buffers
+from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import Export, seen_of
-from ortlaunch.ortmodule.known import EVALUATION, TRAINING, owner
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.python_state import GLOBAL, GONE, Reads, Values, drawn, noted, same
 from ortlaunch.ortmodule.settings import settings_of
-from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, owner
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")

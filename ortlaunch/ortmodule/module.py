@@ -6,7 +6,6 @@ training loop.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import options
+from ortlaunch.ortmodule import options, registry
 from ortlaunch.ortmodule.buffers import kept_modes
 from ortlaunch.ortmodule.compat import import_ortmodule
-from ortlaunch.ortmodule.patching import environment, record, wrap_method
+from ortlaunch.ortmodule.patching import environment, wrap_method
+from ortlaunch.ortmodule.registry import Repair
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.settings import Settings, settings_of
 
@@ -54,19 +54,17 @@ def settle(wrapped: Any, settings: Settings) -> None:
 def import_repaired() -> Any:
     """The module onnxruntime.training.ortmodule, with every repair."""
     ortmodule = import_ortmodule()
-    _set_sessions_and_exports()
+    registry.apply([Repair("limit_session_threads", install=_set_sessions_and_exports)])
     apply_repairs()
     return ortmodule
 
 
-@functools.cache
 def _set_sessions_and_exports() -> None:
     # On the classes, with the settings on the instances: ORT pickles its managers, and a function of one would not be.
     from onnxruntime.training.ortmodule import _graph_execution_manager, _graph_transition_manager
 
     wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _as_set)
     wrap_method(_graph_transition_manager.GraphTransitionManager, "get_post_processed_model", _with_settings)
-    record("limit_session_threads")
 
 
 def _as_set(original: Callable[..., Any], manager: Any) -> Any:

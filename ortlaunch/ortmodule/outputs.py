@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.known import PROCESSED, owner
 from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.source_guard import PROCESSED, owner
 
 _TYPES = "_ortlaunch_types"
 
 
-def return_the_models_types() -> None:
+def restore_output_dtypes() -> None:
     """On a CPU ORT computes float16 in float32, and handed out float32 where a model returns float16."""
     wrap_method(owner(PROCESSED), "restore_outputs", _typed)
 

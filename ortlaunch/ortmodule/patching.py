@@ -1,7 +1,4 @@
-"""How a function of another package is changed in this process, and the record of every such repair.
-
-What is repaired, and why, is compat.py's and repairs.py's. Imports no torch.
-"""
+"""How a function of another package is changed in this process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,29 +8,6 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
-
-_applied: list[str] = []
-_not_applied: dict[str, str] = {}
-
-
-def applied() -> tuple[str, ...]:
-    """Names of the repairs in force, in the order they were applied; empty before `import_ortmodule`."""
-    return tuple(_applied)
-
-
-def record(*names: str) -> None:
-    """Add repairs to `applied`."""
-    _applied.extend(name for name in names if name not in _applied)
-
-
-def not_applied() -> dict[str, str]:
-    """Repairs that were not made, with the reason."""
-    return dict(_not_applied)
-
-
-def leave_out(name: str, why: str) -> None:
-    """Add a repair to `not_applied`."""
-    _not_applied[name] = why
 
 
 @contextlib.contextmanager
@@ -62,11 +36,10 @@ def wrap_method(owner: Any, method: str, around: Callable[..., Any]) -> None:
     setattr(owner, method, wrapped)
 
 
-def wrap_ort_export(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap `torch.onnx.export` as ORT's only caller of it sees it; everybody else's stays as it is."""
+def replace_ort_export(export: Callable[..., Any]) -> None:
+    """Let `export` be `torch.onnx.export` for ORT, its only caller here; everybody else's stays as it is."""
     caller: Any = importlib.import_module("onnxruntime.training.ortmodule._graph_transition_manager")
-    onnx = caller.torch.onnx
-    caller.torch = Seen(caller.torch, onnx=Seen(onnx, export=wrapper(onnx.export)))
+    caller.torch = Seen(caller.torch, onnx=Seen(caller.torch.onnx, export=export))
 
 
 class Seen:

@@ -13,54 +13,90 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 
-from ortlaunch.ortmodule import buffers, checkpointing, convolutions, cross_entropy, gradients, model_state, patching
+from ortlaunch.ortmodule import (
+    aliases,
+    buffers,
+    checkpointing,
+    convolutions,
+    cross_entropy,
+    custom_functions,
+    grad_mode,
+    gradients,
+    model_state,
+    patching,
+    recurrent,
+    symbolics,
+    tracing,
+)
 from ortlaunch.ortmodule import python_values as values
+from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import Export, export_of
-from ortlaunch.ortmodule.known import TRANSITION, owner
-from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.registry import applied, not_applied
+from ortlaunch.ortmodule.source_guard import TRANSITION, owner
 
 Step = TypeVar("Step")
+Trace = Callable[..., Any]
 
 # 1. Around the plain pass by which ORT learns what the model returns, and the trace; the outermost first.
 _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], ...] = (
-    ("watch_python_values", values.watched),
-    ("export_every_cross_entropy", cross_entropy.written_out),
-    ("leave_out_ignored_labels", cross_entropy.ignored_labels_left_out),
+    ("detect_traced_values", values.watched),
+    ("export_smoothed_cross_entropy", cross_entropy.written_out),
+    ("skip_ignored_labels", cross_entropy.ignored_labels_left_out),
     ("map_gradient_checkpointing", checkpointing.called_plainly),
     ("follow_model_state", model_state.noted_state),
     ("keep_buffers_exact", buffers.buffers_kept),
 )
-# 2. Over the exported graph.
+# 2. Around the trace alone, the innermost first.
+_TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
+    ("export_with_torchscript", tracing.by_torchscript),
+    ("refuse_custom_backward", custom_functions.without_inlining),
+    ("export_multihead_attention", symbolics.unflattening),
+    ("export_sdpa_dropout", symbolics.with_attention_dropout),
+    ("accumulate_repeated_indices", symbolics.accumulating),
+    ("fix_bernoulli_export", symbolics.drawing),
+    ("drop_redundant_casts", symbolics.casting),
+    ("export_diff_and_bool_cumsum", symbolics.counting),
+    ("export_rnn_as_gru", recurrent.training_recurrent),
+    ("stop_gradient_at_detach", symbolics.stopping_at_detach),
+    ("propagate_inplace_views", aliases.following_changes),  # inside the next, which sees what it computes
+    ("stop_gradient_under_no_grad", grad_mode.following_grad_mode),
+    ("infer_shapes_without_weights", tracing.without_weights),
+    ("silence_export_warnings", tracing.quiet),
+    ("keep_buffers_exact", buffers.with_each_mode),
+)
+# What takes the place of a step whose source is unknown.
+_REFUSALS = {"export_sdpa_dropout": symbolics.refusing_attention_dropout}
+# 3. Over the exported graph.
 _PASSES: tuple[tuple[str, Callable[[Export, Any], None]], ...] = (
     ("keep_buffers_exact", buffers.put_out_batch_sizes),
-    ("leave_out_ignored_labels", cross_entropy.shrink),
-    ("convolve_in_two_dimensions", convolutions.rewrite),
+    ("skip_ignored_labels", cross_entropy.shrink),
+    ("export_grouped_conv1d_as_conv2d", convolutions.rewrite),
 )
-# 3. Which inputs and weights get a gradient.
+# 4. Which inputs and weights get a gradient.
 _GRADIENTS: tuple[tuple[str, Callable[[Export, Any, list[str]], list[str]]], ...] = (
     ("skip_frozen_gradients", gradients.without_frozen),
     ("skip_unreached_weights", gradients.without_unreached),
 )
-# 4. What the trace showed: told, taken over into options, or refused.
+# 5. What the trace showed: told, taken over into options, or refused.
 _VERDICTS: tuple[tuple[str, Callable[[Export], None]], ...] = (
     ("map_gradient_checkpointing", checkpointing.recompute),
-    ("leave_out_ignored_labels", cross_entropy.tell_density),
-    ("watch_python_values", values.judge),
+    ("skip_ignored_labels", cross_entropy.tell_density),
+    ("detect_traced_values", values.judge),
 )
 
 
 def install() -> None:
     """Let ORT's exports go this way; once in a process."""
+    patching.replace_ort_export(_trace)
     patching.wrap_method(owner(TRANSITION), "_get_exported_model", _traced)
     patching.wrap_method(owner(TRANSITION), "_export_model", _exported)
 
 
 def _exported(original: Callable[..., Any], **arguments: Any) -> Any:
-    """ORT's `_export_model`: steps 1 to 4."""
+    """ORT's `_export_model`: steps 1 to 5."""
     model, schema, names, differentiable = original(**arguments)  # calls _traced
     export = export_of(arguments)
     for narrowed in _in_force(_GRADIENTS):
@@ -71,8 +107,8 @@ def _exported(original: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def _traced(original: Callable[..., Any], **arguments: Any) -> Any:
-    """ORT's `_get_exported_model`: steps 1 and 2."""
-    if arguments["ortmodule_cache_dir"] and "export_every_time" in patching.applied():
+    """ORT's `_get_exported_model`: steps 1 to 3."""
+    if arguments["ortmodule_cache_dir"] and "ignore_ort_export_cache" in applied():
         tally.note("ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from it")
         arguments["ortmodule_cache_dir"] = ""
     export = export_of(arguments)
@@ -81,15 +117,30 @@ def _traced(original: Callable[..., Any], **arguments: Any) -> Any:
         with contextlib.ExitStack() as contexts:
             for context in _in_force(_CONTEXTS):
                 contexts.enter_context(context(export))
-            model, schema = original(**arguments)
+            model, schema = original(**arguments)  # calls _trace
         for rewrite in _in_force(_PASSES):
             rewrite(export, model)
     return model, schema
 
 
+def _trace(*args: Any, **kwargs: Any) -> Any:
+    """ORT's `torch.onnx.export`: step 2."""
+    return _tracer()(*args, **kwargs)
+
+
+@functools.cache
+def _tracer() -> Trace:
+    export: Trace = torch.onnx.export
+    for name, around in _TRACE:
+        if name in applied():
+            export = around(export)
+        elif name in not_applied() and name in _REFUSALS:
+            export = _REFUSALS[name](export)
+    return export
+
+
 def _in_force(steps: tuple[tuple[str, Step], ...]) -> Iterator[Step]:
-    applied = patching.applied()
-    return (step for name, step in steps if name in applied)
+    return (step for name, step in steps if name in applied())
 
 
 @contextlib.contextmanager
@@ -98,29 +149,3 @@ def _counted() -> Iterator[None]:
     yield
     tally.exports += 1
     tally.export_seconds += time.perf_counter() - began
-
-
-# ------------------------------------------------------------------------------------------- shape inference
-
-_INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
-_SMALL = 1024
-
-
-def without_weights(export: Callable[..., Any]) -> Callable[..., Any]:
-    """An export whose shape inference gets no large weights: torch copies each one, twice, for its shape alone."""
-
-    @functools.wraps(export)
-    def export_without_weights(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(torch._C, _INFERENCE, functools.partial(_inferred, getattr(torch._C, _INFERENCE))):
-            return export(*args, **kwargs)
-
-    return export_without_weights
-
-
-def _inferred(infer: Callable[..., None], graph: Any, weights: dict[str, Any], opset: int) -> None:
-    """Small ones stay: a buffer's numbers may be the sizes of a view."""
-    infer(graph, {name: weight for name, weight in weights.items() if not _is_large(weight)}, opset)
-
-
-def _is_large(weight: Any) -> bool:
-    return isinstance(weight, torch.Tensor) and weight.numel() > _SMALL

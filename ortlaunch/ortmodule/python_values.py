@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule import aliases, grad_mode
+from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import Export, seen_of
 from ortlaunch.ortmodule.grad_mode import changed_since, tensors, versions_of
 from ortlaunch.ortmodule.settings import settings_of
-from ortlaunch.ortmodule.tally import tally
 
 _T = torch.Tensor
 _SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, _T.shape.__get__, _T.__len__}

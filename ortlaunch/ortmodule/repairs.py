@@ -1,7 +1,7 @@
 """Repairs of what ORTModule 1.19.2 does: gradients, changed calls, buffers, gradient checkpointing.
 
 Owns the list of repairs; each is made only where all of ORT's functions that it replaces or relies on have the known
-source (known.py), and is told as not applied elsewhere. What importing ORTModule takes is compat.py's.
+source (source_guard.py), and is told as not applied elsewhere. What importing ORTModule takes is compat.py's.
 """
 
 from __future__ import annotations
@@ -9,60 +9,33 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ortlaunch.ortmodule import patching, pipeline
 from ortlaunch.ortmodule.buffers import keep_buffers_exact
 from ortlaunch.ortmodule.checkpointing import see_ort_checkpoints
-from ortlaunch.ortmodule.copies import copy_built_modules
-from ortlaunch.ortmodule.cross_entropy import leave_out_ignored_labels
-from ortlaunch.ortmodule.extensions import ORT_VERSION
+from ortlaunch.ortmodule.copies import fix_deepcopy_and_pickle
+from ortlaunch.ortmodule.cross_entropy import skip_ignored_labels
 from ortlaunch.ortmodule.gradients import rebuild_when_unfrozen
-from ortlaunch.ortmodule.known import EVALUATION, KNOWN, MANAGER, PROCESSED, TRAINING, TRANSITION, digest, owner
 from ortlaunch.ortmodule.model_state import follow_model_state, forget_graph
-from ortlaunch.ortmodule.outputs import return_the_models_types
+from ortlaunch.ortmodule.outputs import restore_output_dtypes
 from ortlaunch.ortmodule.python_values import fixed_buffers, fixed_sizes, tell_again
+from ortlaunch.ortmodule.registry import Repair, apply
+from ortlaunch.ortmodule.source_guard import EVALUATION, MANAGER, PROCESSED, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.torch_kernels import call_torch_kernels
-
-
-class Repair(NamedTuple):
-    """A change of ORTModule's behaviour, and ORT's functions that it replaces or whose inner working it relies on."""
-
-    name: str
-    functions: tuple[str, ...]
-    install: Callable[[], None] = lambda: None
-    """What it changes beside the steps of an export (pipeline.py)."""
 
 
 def apply_repairs(*left_out: str) -> None:
     """Make every repair, once in a process; `left_out` names those a test wants to miss."""
     _install_pipeline()
-    for repair in REPAIRS:
-        if repair.name in (*patching.applied(), *patching.not_applied()):
-            continue
-        why = "left out" if repair.name in left_out else _unknown(repair)
-        if why:
-            patching.leave_out(repair.name, why)
-        else:
-            repair.install()
-            patching.record(repair.name)
+    apply(REPAIRS, *left_out)
 
 
 @functools.cache
 def _install_pipeline() -> None:
     pipeline.install()
-
-
-def _unknown(repair: Repair) -> str:
-    """Why a repair does not fit what is installed; empty where it does."""
-    import onnxruntime
-
-    if onnxruntime.__version__.partition("+")[0] != ORT_VERSION:
-        return f"it is written for ONNX Runtime {ORT_VERSION}, and {onnxruntime.__version__} is installed"
-    strange = [name for name in repair.functions if digest(name) != KNOWN[name]]
-    return f"the source of {', '.join(strange)} is not that of {ORT_VERSION}" if strange else ""
 
 
 # ---------------------------------------------------------------------------------------------- changed calls
@@ -148,7 +121,7 @@ def _graph(manager: Any, graph: tuple[Any, ...]) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------- settings
 
 
-def manage_gradients_on_device() -> None:
+def fix_grad_management_device() -> None:
     """memory_efficient_grad_management ended in `zeros() ... device=dict`: it was given parameters for a device."""
     patching.wrap_method(owner(_MANAGEMENT), _ENABLE, _on_device)
 
@@ -163,6 +136,7 @@ def _on_device(enable: Callable[..., Any], model: Any, named_parameters: Any, pa
 # ------------------------------------------------------------------------------------------------ the table
 
 
+_CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
 _EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
 # Of those that replace one method the later ones stand around the earlier ones.
 REPAIRS = (
@@ -185,11 +159,12 @@ REPAIRS = (
             f"{PROCESSED}.restore_outputs",
             f"{TRAINING}.forward",
             "_io:parse_outputs_for_onnx_export_and_extract_schema",
+            "torch.nn.modules.batchnorm:_BatchNorm.forward",
         ),
         keep_buffers_exact,
     ),
-    Repair("return_the_models_types", (f"{PROCESSED}.restore_outputs",), return_the_models_types),
-    Repair("copy_built_modules", (f"{MANAGER}.__getstate__",), copy_built_modules),
+    Repair("restore_output_dtypes", (f"{PROCESSED}.restore_outputs",), restore_output_dtypes),
+    Repair("fix_deepcopy_and_pickle", (f"{MANAGER}.__getstate__",), fix_deepcopy_and_pickle),
     Repair(
         "follow_model_state",
         (*_EXPORT, f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
@@ -202,24 +177,31 @@ REPAIRS = (
             f"{TRAINING}._create_execution_agent",
             "__init__:_override_gradient_checkpoint",
             "options:_RuntimeOptions.memory_optimizer_is_enabled",
+            "torch.utils.checkpoint:checkpoint",
+            "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
         ),
         see_ort_checkpoints,
     ),
     Repair(
-        "manage_gradients_on_device",
+        "fix_grad_management_device",
         (f"{_MANAGEMENT}{_ENABLE}", f"{TRANSITION}.get_post_processed_model"),
-        manage_gradients_on_device,
+        fix_grad_management_device,
     ),
     Repair(
-        "leave_out_ignored_labels",
-        (*_EXPORT, f"{TRANSITION}._add_check_label_sparsity_hook", f"{TRANSITION}.get_post_processed_model"),
-        leave_out_ignored_labels,
+        "skip_ignored_labels",
+        (
+            *_EXPORT,
+            f"{TRANSITION}._add_check_label_sparsity_hook",
+            f"{TRANSITION}.get_post_processed_model",
+            _CROSS_ENTROPY,
+        ),
+        skip_ignored_labels,
     ),
-    Repair("export_every_cross_entropy", _EXPORT),
-    Repair("watch_python_values", _EXPORT),
-    Repair("convolve_in_two_dimensions", _EXPORT),
+    Repair("export_smoothed_cross_entropy", (*_EXPORT, _CROSS_ENTROPY)),
+    Repair("detect_traced_values", _EXPORT),
+    Repair("export_grouped_conv1d_as_conv2d", _EXPORT),
     Repair(
         "call_torch_kernels", (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"), call_torch_kernels
     ),
-    Repair("export_every_time", _EXPORT),
+    Repair("ignore_ort_export_cache", _EXPORT),
 )

@@ -36,8 +36,8 @@ def unflattening(export: Export) -> Export:
     return export_with_unflatten
 
 
-def with_attention_dropout(export: Export) -> Export | None:
-    """An export in which scaled_dot_product_attention's dropout is one for training; None: torch's source is unknown.
+def with_attention_dropout(export: Export) -> Export:
+    """An export in which scaled_dot_product_attention's dropout is one for training.
 
     Torch writes an ONNX Dropout without a mask, for which ORT cannot build a gradient, and without its training flag,
     with which it would drop nothing. Where the source is another, `refusing_attention_dropout` takes the place of this.
@@ -46,8 +46,6 @@ def with_attention_dropout(export: Export) -> Export | None:
     """
     attention = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
     source = inspect.getsource(attention)
-    if source.count('g.op(\n            "Dropout",\n') != 1:
-        return None
     knows_nan = "IsNaN" in source  # of an empty row, from torch 2.7 on
 
     def symbolic(g: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:

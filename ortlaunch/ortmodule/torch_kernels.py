@@ -12,11 +12,11 @@ from typing import Any
 
 from ortlaunch import machine
 from ortlaunch.ortmodule import dropout
+from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.graph import replace_nodes
-from ortlaunch.ortmodule.known import TRAINING, owner
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.settings import Settings, settings_of
-from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.source_guard import TRAINING, owner
 
 WIDTH = 256
 """Products of a model without a matrix as wide stay ORT's: a call to torch costs some microseconds."""

@@ -190,8 +190,8 @@ def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Dis
 
 def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch) -> tuple[Any, Any, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
+    from ortlaunch.ortmodule.counters import Witness
     from ortlaunch.ortmodule.options import require_effect
-    from ortlaunch.ortmodule.witness import Witness
 
     witness = Witness()
     witness.install()
@@ -283,13 +283,13 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime(recipe: Recipe, witness: Any) -> OnnxRuntime:
-    from ortlaunch.ortmodule import options, patching
-    from ortlaunch.ortmodule.tally import tally
+    from ortlaunch.ortmodule import options, registry
+    from ortlaunch.ortmodule.counters import tally
 
     copied, counts, exported = options.report().get("deepcopy_before_export"), witness.counts(), tally.truth()
     return OnnxRuntime(
-        repairs=list(patching.applied()),
-        repairs_not_applied=patching.not_applied(),
+        repairs=list(registry.applied()),
+        repairs_not_applied=registry.not_applied(),
         deepcopy_before_export=copied and ExportCopy(**copied),
         **ort_settings.report(recipe),
         **{
@@ -301,10 +301,10 @@ def _onnxruntime(recipe: Recipe, witness: Any) -> OnnxRuntime:
 
 
 def _ort_notes() -> tuple[str, ...]:
-    from ortlaunch.ortmodule import patching
-    from ortlaunch.ortmodule.tally import tally
+    from ortlaunch.ortmodule import registry
+    from ortlaunch.ortmodule.counters import tally
 
-    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in patching.not_applied().items())
+    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in registry.not_applied().items())
     return (*left_out, *map(in_recipes_words, tally.notes))
 
 

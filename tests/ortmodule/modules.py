@@ -13,8 +13,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.ortmodule import ORTModule
+from ortlaunch.ortmodule.counters import Witness
 from ortlaunch.ortmodule.graph import Graph
-from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.rules import broken, device_rules
 from ortlaunch.worker.model import LossModule

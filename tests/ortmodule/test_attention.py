@@ -182,8 +182,8 @@ def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
 
 
 UNKNOWN_TORCH = """
-from ortlaunch.ortmodule import compat, patching, symbolics
-symbolics.with_attention_dropout = lambda export: None
+from ortlaunch.ortmodule import compat, registry, source_guard
+source_guard.TORCH["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] = ("what no torch has",)
 compat.import_ortmodule()
 import torch
 from ortlaunch.ortmodule import ORTModule, Settings
@@ -191,7 +191,7 @@ from tests.ortmodule.test_attention import Scores
 x = torch.randn(2, 4, 16, 8)
 ORTModule(Scores(0.0), Settings(threads=1))(x).backward()
 assert abs(ORTModule(Scores(0.3), Settings(threads=1)).eval()(x).item() - 1) < 1e-5
-assert "export_attention_dropout" in patching.not_applied()
+assert "export_sdpa_dropout" in registry.not_applied()
 ORTModule(Scores(0.3), Settings(threads=1))(x)
 """
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ortlaunch.cache import cache_root
-from ortlaunch.ortmodule import compat, extensions, patching
+from ortlaunch.ortmodule import compat, extensions, patching, registry
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 
@@ -20,11 +20,11 @@ skipped, first = sys.argv[1], sys.argv[2:]
 for name in first:
     __import__(name)
 import torch
-from ortlaunch.ortmodule import compat, patching
+from ortlaunch.ortmodule import compat, registry
 from ortlaunch.ortmodule import ORTModule, Settings
 
 def kept(repairs):
-    return tuple(repair for repair in repairs if repair.__name__ != skipped)
+    return tuple(repair for repair in repairs if repair.name != skipped)
 
 export, push = torch.onnx.export, torch.cuda.nvtx.range_push
 compat._BEFORE_IMPORT, compat._AFTER_IMPORT = kept(compat._BEFORE_IMPORT), kept(compat._AFTER_IMPORT)
@@ -176,36 +176,36 @@ for dropout in (0.0, 0.5):
 if not refusal:
     ORTModule(Mask(True), Settings(threads=1))(torch.ones(2, 4)).backward()
 assert torch.onnx.export is export and torch.cuda.nvtx.range_push is push, "torch was changed"
-print("applied:", *patching.applied())
+print("applied:", *registry.applied())
 """
 
 WITHOUT = {
     "alias_moved_exporter_modules": "does not import",
     "load_cached_extensions": "extensions were not detected",
-    "stand_in_for_interop": "torch_interop_utils",
+    "disable_custom_autograd": "torch_interop_utils",
     "export_with_torchscript": "exporting the PyTorch model to ONNX",
     "refuse_custom_backward": "a custom backward was replaced",
     "skip_padding_hook": "padding would take a Python operator",
-    "keep_boolean_arguments": "a mask became uint8",
+    "keep_bool_arguments": "a mask became uint8",
     "export_multihead_attention": "assert is_literal",
-    "export_attention_dropout": "gradient_builder_base.h",
-    "add_up_at_indices": "index_add kept one of two values",
-    "draw_what_is_likely": "bernoulli draws the other way round",
-    "leave_out_casts": "a cast: ",
-    "count_documents": "documents: ",
-    "train_recurrent": "an RNN: ",
+    "export_sdpa_dropout": "gradient_builder_base.h",
+    "accumulate_repeated_indices": "index_add kept one of two values",
+    "fix_bernoulli_export": "bernoulli draws the other way round",
+    "drop_redundant_casts": "a cast: ",
+    "export_diff_and_bool_cumsum": "documents: ",
+    "export_rnn_as_gru": "an RNN: ",
     "stop_gradient_at_detach": "the gradient went through detach",
     "stop_gradient_under_no_grad": "the gradient went through no_grad",
-    "change_what_shares_memory": "a change through a view was left out",
+    "propagate_inplace_views": "a change through a view was left out",
     "infer_shapes_without_weights": "weights of these sizes were copied",
-    "quiet_ort_export": "warnings of the export",
+    "silence_export_warnings": "warnings of the export",
     "restore_convolution_symbolics": "a convolution: ",
     "skip_nvtx_without_cuda": "NVTX functions not installed",
 }
 
 
 # What takes the place of custom autograd functions where their extension cannot be built.
-REFUSING = ("stand_in_for_interop", "refuse_custom_backward", "skip_padding_hook")
+REFUSING = ("disable_custom_autograd", "refuse_custom_backward", "skip_padding_hook")
 
 
 @pytest.fixture(scope="module")
@@ -252,16 +252,16 @@ def test_each_repair_is_needed_where_it_is_applied(repairs: dict[str, Path], rep
 @needs_ort
 def test_every_repair_is_tested(built: None) -> None:
     """A repair that is added gets its line above."""
-    assert {r.__name__ for r in (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT)} == WITHOUT.keys()
+    assert {r.name for r in (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT)} == WITHOUT.keys()
 
 
 @needs_ort
 def test_importing_twice_repairs_once(built: None) -> None:
     """The second call returns the same module and applies nothing more."""
     compat.import_ortmodule()
-    before = patching.applied()
+    before = registry.applied()
     assert compat.import_ortmodule() is compat.import_ortmodule()
-    assert patching.applied() == before
+    assert registry.applied() == before
     assert len(set(before)) == len(before)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.counters import Witness
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort_settings import prepare
 from tests.ort import needs_ort

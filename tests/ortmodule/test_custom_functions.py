@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule import extensions
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.counters import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Reverse, training_graph, wrapped
 

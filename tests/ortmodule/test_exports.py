@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule import ORTModule, Settings, compat, pipeline
-from ortlaunch.ortmodule.tally import tally
+from ortlaunch.ortmodule.counters import tally
 from tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]

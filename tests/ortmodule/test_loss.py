@@ -11,8 +11,7 @@ from torch import nn
 
 from ortlaunch import machine
 from ortlaunch.ortmodule import Settings, torch_kernels
-from ortlaunch.ortmodule.tally import tally
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.counters import Witness, tally
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Checkpointed, wrapped
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import extensions, options, patching
+from ortlaunch.ortmodule import extensions, options, registry
+from ortlaunch.ortmodule.counters import Witness
 from ortlaunch.ortmodule.graph import size
-from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.worker.ort_settings import prepare
 from tests.ort import needs_ort
@@ -114,7 +114,7 @@ def memory_efficient_grad_management(witness: Witness, tmp_path: Path, capfd: An
         return
     graph = executed(witness, Words(), memory_efficient_grad_management=True)
     assert sum(graph.python.values()) >= len(list(Words().parameters()))
-    assert "manage_gradients_on_device" in patching.applied()
+    assert "fix_grad_management_device" in registry.applied()
 
 
 def compute_optimizer(witness: Witness, tmp_path: Path, capfd: Any) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from ortlaunch.ortmodule import ORTModule, Settings, module
+from ortlaunch.ortmodule.counters import Witness, tally
 from ortlaunch.ortmodule.settings import SettingError
-from ortlaunch.ortmodule.tally import tally
-from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 
 pytestmark = needs_ort

@@ -15,9 +15,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ortlaunch.ortmodule import known, patching, repairs
+from ortlaunch.ortmodule import registry, repairs, source_guard
+from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.repairs import REPAIRS, apply_repairs
-from ortlaunch.ortmodule.tally import tally
 from ortlaunch.worker import engine
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
@@ -224,14 +224,14 @@ WITHOUT = {
     "keep_buffers_exact": "test_buffers.py::test_batch_normalization_is_eagers[trained]",
     "follow_model_state": "test_model_state.py::test_a_changed_model_is_exported_again[number]",
     "map_gradient_checkpointing": "test_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
-    "leave_out_ignored_labels": "test_loss.py::test_ignored_labels_are_left_out",
-    "export_every_cross_entropy": "test_loss.py::test_loss_and_gradients_are_eagers[smoothed-1.0]",
-    "watch_python_values": "test_python_values.py::test_another_size_is_exported_again_where_python_has_it",
-    "convolve_in_two_dimensions": "test_convolutions.py::test_no_other_gradient_is_overwritten[pointwise]",
+    "skip_ignored_labels": "test_loss.py::test_ignored_labels_are_left_out",
+    "export_smoothed_cross_entropy": "test_loss.py::test_loss_and_gradients_are_eagers[smoothed-1.0]",
+    "detect_traced_values": "test_python_values.py::test_another_size_is_exported_again_where_python_has_it",
+    "export_grouped_conv1d_as_conv2d": "test_convolutions.py::test_no_other_gradient_is_overwritten[pointwise]",
     "call_torch_kernels": "test_loss.py::test_torchs_kernels_compute_the_loss",
-    "return_the_models_types": "test_outputs.py::test_types_are_eagers[True-asked of softmax]",
-    "copy_built_modules": "test_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
-    "export_every_time": "test_exports.py::test_orts_own_cache_is_never_used",
+    "restore_output_dtypes": "test_outputs.py::test_types_are_eagers[True-asked of softmax]",
+    "fix_deepcopy_and_pickle": "test_copies.py::test_a_copy_of_a_built_module_trains_apart[deepcopy]",
+    "ignore_ort_export_cache": "test_exports.py::test_orts_own_cache_is_never_used",
 }
 RUN = """
 import sys, pytest
@@ -254,24 +254,24 @@ def test_each_repair_is_needed(repair: str, fresh: Run) -> None:
 def test_every_repair_is_tested_and_applied() -> None:
     """A repair that is added gets its line above; on the known ORT all are in force."""
     wrapped(Layers(4))
-    elsewhere = {"manage_gradients_on_device"}  # test_setting_repairs.py
+    elsewhere = {"fix_grad_management_device"}  # test_setting_repairs.py
     assert {repair.name for repair in REPAIRS} == WITHOUT.keys() | elsewhere
-    assert WITHOUT.keys() <= set(patching.applied())
-    assert not WITHOUT.keys() & patching.not_applied().keys()
+    assert WITHOUT.keys() <= set(registry.applied())
+    assert not WITHOUT.keys() & registry.not_applied().keys()
 
 
 def test_an_unknown_source_is_left_alone_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repair of a function with another source, or of another version, is not made; its reason is kept."""
-    monkeypatch.setattr(patching, "_applied", [])
-    monkeypatch.setattr(patching, "_not_applied", {})
-    changed = f"{known.TRANSITION}._export_model"
-    monkeypatch.setitem(known.KNOWN, changed, "0" * 16)
-    monkeypatch.setattr(repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.functions])
+    monkeypatch.setattr(registry, "_applied", [])
+    monkeypatch.setattr(registry, "_not_applied", {})
+    changed = f"{source_guard.TRANSITION}._export_model"
+    monkeypatch.setitem(source_guard.KNOWN, changed, "0" * 16)
+    monkeypatch.setattr(repairs, "REPAIRS", [repair for repair in REPAIRS if changed in repair.sources])
     apply_repairs()
-    assert patching.applied() == ()
-    assert "skip_frozen_gradients" in patching.not_applied()
-    assert set(patching.not_applied().values()) == {f"the source of {changed} is not that of 1.19.2"}
-    monkeypatch.setattr(patching, "_not_applied", {})
+    assert registry.applied() == ()
+    assert "skip_frozen_gradients" in registry.not_applied()
+    assert set(registry.not_applied().values()) == {f"the source of {changed} is not that of 1.19.2"}
+    monkeypatch.setattr(registry, "_not_applied", {})
     monkeypatch.setattr("onnxruntime.__version__", "1.20.0")
     apply_repairs()
-    assert "1.20.0 is installed" in patching.not_applied()["keep_buffers_exact"]
+    assert "1.20.0 is installed" in registry.not_applied()["keep_buffers_exact"]

@@ -33,7 +33,7 @@ for settings in json.loads(sys.argv[2]):
 """
 
 
-@pytest.mark.parametrize("skipped", ["nothing", "leave_out_ignored_labels"])
+@pytest.mark.parametrize("skipped", ["nothing", "skip_ignored_labels"])
 def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
     """Stock ORTModule walks through None where compute or sparsity optimization is off."""
     done = fresh(WITHOUT_REPAIR, skipped, json.dumps([{"compute_optimizer": False}, {"sparsity_optimizer": False}]))
@@ -43,7 +43,7 @@ def test_switching_sparsity_off_needs_its_repair(skipped: str, built: None, fres
         assert "'NoneType' object is not iterable" in done.stderr
 
 
-@pytest.mark.parametrize("skipped", ["nothing", "manage_gradients_on_device"])
+@pytest.mark.parametrize("skipped", ["nothing", "fix_grad_management_device"])
 def test_gradient_management_needs_its_repair(skipped: str, built: None, fresh: Run) -> None:
     """Stock ORTModule gives parameters where torch.zeros wants a device."""
     if extensions.interop_refusal():

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.ortmodule.counters import Witness
 from ortlaunch.ortmodule.graph import size
-from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import IDS, Words, executed, language_model, manager_of, stepped, wrapped
 

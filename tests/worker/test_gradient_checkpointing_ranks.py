@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.ortmodule.counters import Witness
 from ortlaunch.ortmodule.graph import size
-from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.recipe.models import Lora
 from ortlaunch.worker.model import LossModule, _checkpoint_gradients, _with_adapters
 from tests.ort import needs_ort

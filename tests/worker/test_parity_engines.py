@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.tally import tally
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.counters import Witness, tally
 from ortlaunch.worker.comparison import Comparison, compare, dropouts
 from ortlaunch.worker.model import LossModule
 from tests.ort import needs_ort

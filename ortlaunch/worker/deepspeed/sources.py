@@ -6,11 +6,12 @@ its number: `python -m ortlaunch.worker.deepspeed.sources` prints what the insta
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import sys
 import textwrap
 from typing import Any
+
+from ortlaunch.ortmodule import source_guard
 
 # What each release changed in ZeRO 1 and 2, the first whole; between them nothing did. Cut sha256 of the source.
 _CHANGES = {
@@ -89,7 +90,7 @@ def fingerprint(function: Any) -> str:
         source = textwrap.dedent(inspect.getsource(function)).strip()
     except (OSError, TypeError):
         return ""
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
+    return source_guard.fingerprint(source)
 
 
 if __name__ == "__main__":

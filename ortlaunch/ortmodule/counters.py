@@ -1,7 +1,7 @@
-"""Counts what ONNX Runtime really ran, so that a run can say so instead of believing its settings.
+"""What this process exported and what ONNX Runtime really ran, counted, so that a run can say so.
 
-Owns the counters and the wrappers that feed them: passes, graphs and the nodes in them. Must not decide
-anything: the engine reads and judges.
+Owns the counters, and the wrappers that feed those of passes, graphs and nodes. Must not decide anything: the engine
+reads and judges.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ortlaunch.ortmodule.compat import import_ortmodule
@@ -19,6 +20,32 @@ from ortlaunch.ortmodule.graph import Graph, read_graph
 from ortlaunch.ortmodule.patching import wrap_method
 
 _GRAPH = "_ortlaunch_graph"
+
+
+@dataclass
+class Tally:
+    """Counts of every ORTModule of this process; unlike the witness's passes, those of the engine's probe stay in."""
+
+    exports: int = 0
+    """Runs of torch.onnx.export."""
+    re_exports: int = 0
+    """Graphs thrown away, because a call or what is frozen had changed."""
+    export_seconds: float = 0.0
+    """Spent in those exports, with the passes of the model that they take."""
+    label_density: float | None = None
+    """Share of the labels that count in a batch, where the others are left out of the computation."""
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def truth(self) -> dict[str, Any]:
+        """For engine.json."""
+        return {**asdict(self), "export_seconds": round(self.export_seconds, 3)}
+
+
+tally = Tally()
 
 
 class Witness:

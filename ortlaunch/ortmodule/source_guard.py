@@ -1,0 +1,106 @@
+"""The sources of ORT and torch that repairs know: a function with another source is left as it is, and told.
+
+A name is `module:Class.function` inside onnxruntime.training.ortmodule, whose `__init__` is the package itself, or with
+torch's own module. Of ORT, which has one last release, the source is known to the letter; of torch, which has many,
+what a repair builds on. DeepSpeed's are in worker/deepspeed/sources.py. Imports torch and ORT only when asked.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from ortlaunch.ortmodule.extensions import ORT_VERSION
+
+PACKAGE = "onnxruntime.training.ortmodule"
+TRANSITION = "_graph_transition_manager:GraphTransitionManager"
+PROCESSED = "_graph_transition_manager:PostExportProcessedModelInfo"
+TRAINING = "_training_manager:TrainingManager"
+MANAGER = "_graph_execution_manager:GraphExecutionManager"
+EVALUATION = "_inference_manager:InferenceManager"
+
+# The first 16 digits of the sha256 of the source, from its `def` to its last line, in ONNX Runtime Training 1.19.2.
+KNOWN = {
+    f"{TRANSITION}.get_post_processed_model": "a766fd8849dbdd15",
+    f"{TRANSITION}._export_model": "c78321fdd45b86ef",
+    f"{TRANSITION}._get_exported_model": "dec39cba4428f95e",
+    f"{TRANSITION}._add_check_label_sparsity_hook": "e99a910898fcadc0",
+    f"{PROCESSED}.restore_outputs": "faecc5bfae8ec00d",
+    f"{TRAINING}.forward": "e4a9f9b107877f89",
+    f"{TRAINING}._create_autofunction_class": "0028d11175495ec4",
+    f"{TRAINING}._build_graph": "f83f91604f964faf",
+    f"{TRAINING}._create_execution_agent": "d25d6cd3c6333ed3",
+    f"{EVALUATION}.forward": "1f8e3538efd4c23d",
+    f"{MANAGER}.__getstate__": "8c59e5cbc2348a1c",
+    "_io:parse_outputs_for_onnx_export_and_extract_schema": "c83275c7f572b599",
+    "__init__:_override_gradient_checkpoint": "cec15e65a7037fcf",
+    "_mem_efficient_grad_mgmt:post_processing_enable_mem_efficient_training": "3244fee3a0d1c060",
+    "options:_RuntimeOptions.memory_optimizer_is_enabled": "b490d1ca93ec18c7",
+}
+
+# Torch's functions, and texts that their source has.
+TORCH = {
+    "torch.nn.functional:cross_entropy": ("torch._C._nn.cross_entropy_loss(",),
+    "torch.nn.modules.batchnorm:_BatchNorm.forward": ("F.batch_norm(",),
+    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator": ("yield",),
+    "torch.utils.checkpoint:checkpoint": (
+        "CheckpointFunction.apply(function, preserve, *args)",
+        "_checkpoint_without_reentrant_generator(",
+    ),
+    "torch.onnx.symbolic_opset14:scaled_dot_product_attention": ('g.op(\n            "Dropout",\n',),
+}
+_DIGITS = 16
+
+
+def unknown(functions: Sequence[str]) -> str:
+    """Why a repair of these does not fit what is installed; empty where it does."""
+    torchs = [name for name in functions if name.startswith("torch.")]
+    strange = [name for name in torchs if not all(text in source(name) for text in TORCH[name])]
+    if strange:
+        return f"the source of {', '.join(strange)} is not as in the torch that it is written for"
+    ours = [name for name in functions if name not in torchs]
+    if not ours:
+        return ""
+    import onnxruntime
+
+    if onnxruntime.__version__.partition("+")[0] != ORT_VERSION:
+        return f"it is written for ONNX Runtime {ORT_VERSION}, and {onnxruntime.__version__} is installed"
+    strange = [name for name in ours if fingerprint(source(name)) != KNOWN[name]]
+    return f"the source of {', '.join(strange)} is not that of {ORT_VERSION}" if strange else ""
+
+
+def owner(name: str) -> Any:
+    """The class, or where the name has none the module, that a function belongs to."""
+    module, _, path = name.partition(":")
+    found: Any = _module(module)
+    return getattr(found, path) if path else found
+
+
+@functools.cache
+def source(function: str) -> str:
+    """The source on disk of a function, from its `def` to its last line; empty where there is none."""
+    module, _, path = function.partition(":")
+    try:
+        text = inspect.getsource(_module(module))
+        node: Any = ast.parse(text)
+        for name in path.split("."):
+            node = next(child for child in node.body if getattr(child, "name", None) == name)
+    except (ImportError, OSError, StopIteration):
+        return ""
+    return str(ast.get_source_segment(text, node))
+
+
+def fingerprint(text: str) -> str:
+    """The first digits of its sha256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def _module(name: str) -> ModuleType:
+    inside = PACKAGE if name == "__init__" else f"{PACKAGE}.{name}"
+    return importlib.import_module(name if name.startswith("torch.") else inside)

@@ -1,0 +1,53 @@
+"""How `torch.onnx.export` runs for ORT: by TorchScript, quietly, without large weights in its shape inference."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+_INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
+_SMALL = 1024
+
+
+def without_weights(export: Callable[..., Any]) -> Callable[..., Any]:
+    """An export whose shape inference gets no large weights: torch copies each one, twice, for its shape alone."""
+
+    @functools.wraps(export)
+    def export_without_weights(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(torch._C, _INFERENCE, functools.partial(_inferred, getattr(torch._C, _INFERENCE))):
+            return export(*args, **kwargs)
+
+    return export_without_weights
+
+
+def _inferred(infer: Callable[..., None], graph: Any, weights: dict[str, Any], opset: int) -> None:
+    """Small ones stay: a buffer's numbers may be the sizes of a view."""
+    infer(graph, {name: weight for name, weight in weights.items() if not _is_large(weight)}, opset)
+
+
+def _is_large(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.numel() > _SMALL
+
+
+def by_torchscript(export: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch 2.9 and later default to the dynamo exporter, whose graphs ORT cannot read."""
+    return functools.partial(export, dynamo=False)
+
+
+def quiet(export: Callable[..., Any]) -> Callable[..., Any]:
+    """An export without warnings that a user cannot act on: about tracing and deprecation."""
+
+    @functools.wraps(export)
+    def export_quietly(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            for category in (torch.jit.TracerWarning, DeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", category)
+            warnings.filterwarnings("ignore", module=r"torch\.onnx")
+            return export(*args, **kwargs)
+
+    return export_quietly
