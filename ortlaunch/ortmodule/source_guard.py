@@ -84,11 +84,17 @@ def owner(name: str) -> Any:
 
 @functools.cache
 def source(function: str) -> str:
-    """The source on disk of a function, from its `def` to its last line; empty where there is none."""
+    """The source on disk of a function, from its `def` to its last line; empty where there is none.
+
+    From the file and not of the object, in whose place another may stand already; but for a name that its module has
+    from another one, as torch's exporter has had since 2.9.
+    """
     module, _, path = function.partition(":")
     try:
         text = inspect.getsource(_module(module))
         node: Any = ast.parse(text)
+        if hasattr(_module(module), path) and path not in {getattr(child, "name", None) for child in node.body}:
+            return inspect.getsource(getattr(_module(module), path))
         for name in path.split("."):
             node = next(child for child in node.body if getattr(child, "name", None) == name)
     except (ImportError, OSError, StopIteration):
