@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import ORTModule, Settings, compat, pipeline
+from ortlaunch.ortmodule import ORTModule, Settings, compat, tracing
 from ortlaunch.ortmodule.counters import tally
 from tests.ort import needs_ort
 
@@ -154,7 +154,7 @@ def test_an_export_without_weights_is_the_same(built: None) -> None:
     compat.import_ortmodule()
     model, ids, found = Shapes(), torch.arange(12).reshape(2, 6), []
     settings = {"dynamo": False, "export_params": False, "opset_version": 17, "do_constant_folding": False}
-    for export in (torch.onnx.export, pipeline.without_weights(torch.onnx.export)):
+    for export in (torch.onnx.export, tracing.without_weights(torch.onnx.export)):
         file = io.BytesIO()
         export(model, (ids,), file, input_names=["ids"], dynamic_axes={"ids": {0: "n"}}, **settings)
         found.append(file.getvalue())
