@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule import dropout
-from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.ortmodule.counters import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 
