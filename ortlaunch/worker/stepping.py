@@ -176,9 +176,10 @@ class DeepSpeedStepper:
 
         _only_what_training_needs(deepspeed)
         self.model, self.group = model, group
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
+        with _no_step(optimizer):
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, dist_init_required=False
+            )
         self.module: Any = self.engine
         self.scales = bool(config.get("fp16", {}).get("enabled"))
         self.partly_frozen = not all(p.requires_grad for p in model.parameters())
@@ -270,6 +271,20 @@ def _piece(parameter: Any) -> torch.Tensor | None:
         return parameter.grad
     fragment: torch.Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
     return fragment
+
+
+@contextlib.contextmanager
+def _no_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While open, steps of this optimizer do nothing.
+
+    DeepSpeed 0.19.8 makes the state of stage 0 in bf16 and fp16 by a step with gradients of zero. Adam counts it, so
+    that its true first step is 0.74 of what it should be, and weights decay by the peak learning rate.
+    """
+    vars(optimizer)["step"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del vars(optimizer)["step"]
 
 
 def _only_what_training_needs(deepspeed: Any) -> None:

@@ -1,0 +1,71 @@
+"""The first step of weights in lower precision under DeepSpeed, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("deepspeed")
+from deepspeed.comm import comm
+from deepspeed.utils import groups
+
+from ortlaunch.planning.deepspeed_config import deepspeed_config
+from ortlaunch.rank import Rank
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.optimizer import build_optimizer
+from ortlaunch.worker.stepping import DeepSpeedStepper
+from tests.makers import recipe
+
+CPU = torch.device("cpu")
+GROUP = DistributedContext(Rank(0, 1, 0, 1), CPU)
+RATE, ADAM = 0.01, {"learning_rate": 0.1, "weight_decay": 0.5, "no_decay": []}  # the rate of step 1 is a warm-up's
+
+
+class Mean(nn.Module):
+    """One product, and its mean as a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).float().square().mean()
+
+
+@pytest.fixture
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of one, and a DeepSpeed that forgets it."""
+    monkeypatch.setattr(comm, "cdb", None)
+    monkeypatch.setattr(groups, "_WORLD_GROUP", None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int) -> None:
+    """AdamW has taken no step before: master weights after step 1 are plain PyTorch's from the same gradients."""
+    made = recipe(zero={"stage": stage}, precision="bf16", optimizer={"name": "adamw", **ADAM})
+    config: Any = deepspeed_config(made, 4, 1, 1)
+    model = Mean()
+    stepper = DeepSpeedStepper(model, build_optimizer(made.optimizer, model, "eager", CPU).optimizer, GROUP, config)
+    plain = Mean().bfloat16()
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    plain(x).backward()
+    masters = [p.detach().float() for p in plain.parameters()]
+    for master, parameter in zip(masters, plain.parameters()):
+        assert parameter.grad is not None
+        master.grad = parameter.grad.float()
+    torch.optim.AdamW(masters, lr=RATE, weight_decay=0.5).step()
+    stepper.micro_step({"x": x}, last=True)
+    stepper.apply(RATE)
+    for parameter, master in zip(model.parameters(), masters):
+        assert torch.equal(parameter, master.bfloat16())
