@@ -3,7 +3,7 @@
 `$ORTLAUNCH_CACHE`, else `$XDG_CACHE_HOME/ortlaunch`, else `~/.cache/ortlaunch`. What lies there is run and trained on,
 so that it must be this user's or root's, writable by nobody else, and what was written: every file has a seal beside it
 with its size and SHA-256. A group may write that is the user's alone, by its name (as umask 002 takes it).
-Standard library, errors and rundir only.
+Standard library, errors and run.folder only.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,3 +74,8 @@ def _began(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
+
+
+def heeded(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Signals to handle: not a hang-up that is ignored, as `nohup` has it, whose run outlives its terminal."""
+    return tuple(n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)

@@ -21,6 +21,7 @@ from ortlaunch.bench.report import results, short_reason
 from ortlaunch.bench.turns import Failed, VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
+from ortlaunch.process import heeded
 from ortlaunch.run import provenance
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.resolve import ResolvedRun
@@ -164,7 +165,7 @@ def _try(player: VariantJob, say: Say, action: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
     """Signals that end this process become Stopped, so that the jobs are ended first; later ones wait for that."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = heeded((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in numbers:

@@ -1,7 +1,7 @@
 """Plan -> running processes. Each backend builds its Request purely; only `submit`, `state` and `cancel` act.
 
 Backends are named by string and loaded on use, so that an absent one costs nothing. May import plan's types,
-rundir and errors; never the recipe or the worker.
+run.folder and errors; never the recipe or the worker.
 """
 
 from __future__ import annotations

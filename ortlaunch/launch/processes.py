@@ -13,15 +13,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 from ortlaunch import machine
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.orphans import Orphans, descendants_of, send
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.process import Process
+from ortlaunch.process import Process, heeded
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
 from ortlaunch.run.folder import write_text
 
@@ -168,7 +169,9 @@ def _forwarding(job: Job) -> Iterator[None]:
         for pid in [job.process.pid] if job.tells_ranks else job.orphans.children_of(job.process.pid):
             send(pid, number)
 
-    handlers = {**dict.fromkeys(_ENDING_SIGNALS, end), **dict.fromkeys(_NOTICES, notify)}
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
+    handlers.update(dict.fromkeys(heeded(_ENDING_SIGNALS), end))
+    handlers.update(dict.fromkeys(_NOTICES, notify))
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

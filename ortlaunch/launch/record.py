@@ -1,6 +1,6 @@
 """job.json: a job as other processes find it in the run folder, while it lives and after it has ended.
 
-Written by the command that starts the ranks; a scheduler's job is written by who queues it, then by the command.
+Written by the command that starts the ranks, or by rank 0 under a launcher of the user's own.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class JobRecord:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{run.job}: is no record of a job ({error}); take it away") from None
+            raise InputError(f"{run.job}: is no record of a job ({error}); delete it") from None
 
     @property
     def process(self) -> Process:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.ortmodule.settings import Settings
+from ortlaunch.ortmodule.settings import SettingError, Settings
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.module import ORTModule
 
-__all__ = ["ORTModule", "Settings"]
+__all__ = ["ORTModule", "SettingError", "Settings"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Makes `onnxruntime.training.ortmodule` 1.19.2 importable and right on the installed torch.
 
 Owns every repair that importing ORTModule takes, each one applied only where it is needed. Nothing is edited on disk,
-and torch as the user's code sees it stays as it is. Must not import the rest of the worker.
+and torch as the user's code sees it stays as it is. Must not import the worker.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def import_ortmodule() -> ModuleType:
     registry.apply(_BEFORE_IMPORT)
     ortmodule = _import()
     registry.apply(_AFTER_IMPORT)
+    importlib.import_module("ortlaunch.ortmodule.pipeline").install()
     return ortmodule
 
 

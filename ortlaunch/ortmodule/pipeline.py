@@ -25,6 +25,7 @@ from ortlaunch.ortmodule import (
     custom_functions,
     grad_mode,
     gradients,
+    head_loss,
     model_state,
     patching,
     recurrent,
@@ -123,14 +124,19 @@ def _traced(original: Callable[..., Any], **arguments: Any) -> Any:
     return model, schema
 
 
+@functools.wraps(torch.onnx.export)  # ORT looks at its signature
 def _trace(*args: Any, **kwargs: Any) -> Any:
     """ORT's `torch.onnx.export`: step 2."""
-    return _tracer()(*args, **kwargs)
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        return _tracer()(*args, **kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(cached)  # torch leaves it off where a trace fails
 
 
 @functools.cache
 def _tracer() -> Trace:
-    export: Trace = torch.onnx.export
+    export = head_loss.calling_chunked_loss(torch.onnx.export)  # no repair: an operator of our own
     for name, around in _TRACE:
         if name in applied():
             export = around(export)

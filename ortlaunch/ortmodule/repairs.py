@@ -7,13 +7,12 @@ source (source_guard.py), and is told as not applied elsewhere. What importing O
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule import patching, pipeline
+from ortlaunch.ortmodule import patching
 from ortlaunch.ortmodule.buffers import keep_buffers_exact
 from ortlaunch.ortmodule.checkpointing import see_ort_checkpoints
 from ortlaunch.ortmodule.copies import fix_deepcopy_and_pickle
@@ -29,13 +28,7 @@ from ortlaunch.ortmodule.torch_kernels import call_torch_kernels
 
 def apply_repairs(*left_out: str) -> None:
     """Make every repair, once in a process; `left_out` names those a test wants to miss."""
-    _install_pipeline()
     apply(REPAIRS, *left_out)
-
-
-@functools.cache
-def _install_pipeline() -> None:
-    pipeline.install()
 
 
 # ---------------------------------------------------------------------------------------------- changed calls

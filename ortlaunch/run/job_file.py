@@ -11,6 +11,7 @@ from typing import NoReturn
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.process import heeded
 from ortlaunch.run.folder import RunDir
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -26,7 +27,7 @@ class JobFile:
 
     def __enter__(self) -> JobFile:
         self.record.write(self.run)
-        self._handlers = {number: signal.signal(number, _leave) for number in _ENDING}
+        self._handlers = {number: signal.signal(number, _leave) for number in heeded(_ENDING)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

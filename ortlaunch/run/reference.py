@@ -36,7 +36,7 @@ def markdown() -> str:
     parts = [_HEAD.format(folder=_folder())]
     for file, name in _FILES.items():
         parts += [f"## {file}", "", *_section(types, name)]
-        for inner in _inside(types, name):
+        for inner in dict.fromkeys(_inside(types, name)):
             parts += [f'<a id="{inner}"></a>', "", f"### {inner}", "", *_section(types, inner)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
@@ -48,7 +48,7 @@ def _folder() -> str:
 
 
 def _inside(types: dict[str, ast.ClassDef], name: str) -> Iterator[str]:
-    """The types of a type's fields, depth first, each once."""
+    """The types of a type's fields, depth first."""
     for field in _fields(types[name]):
         for inner in (each.id for each in ast.walk(field.annotation) if isinstance(each, ast.Name)):
             if inner in types:

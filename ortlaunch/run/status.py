@@ -146,7 +146,7 @@ def _job(run: RunDir) -> JobRecord:
     if command is not None and command.is_here and command.lives() and (job is None or job.process != command):
         return JobRecord("local", str(command.pid), *command[1:], now(), JobState.PENDING)  # it measures, or resolves
     if job is None:
-        raise InputError(f"{run}: holds no job.json, so that no run was started there; give a run folder")
+        raise InputError(f"{run}: holds no job.json: no run was started there, or by an ortlaunch that wrote none")
     return job
 
 
@@ -166,9 +166,17 @@ def _found(run: RunDir, job: JobRecord) -> JobRecord:
 def _unrecorded(run: RunDir, job: JobRecord) -> End:
     """The end of a run that no command recorded: it was killed, or a launcher of the user's own started the ranks."""
     started = datetime.fromisoformat(job.started).timestamp()
-    if job.backend == "inside" and run.summary.exists() and run.summary.stat().st_mtime >= started:
+    trained = run.summary.exists() and run.summary.stat().st_mtime >= started
+    if job.backend == "inside" and (trained or _compared_to_the_end(run)):
         return End(0, f"done: {run}")
     return explain_silence(run, f"process {job.id} on host {job.host}")
+
+
+def _compared_to_the_end(run: RunDir) -> bool:
+    """Whether `parity`, which leaves no summary, ended by itself on rank 0 and no rank failed."""
+    if not run.plan.exists() or Plan.read(run.plan).task != "parity" or 0 not in ranks_that_began(run):
+        return False
+    return not run.spare(0).exists() and not any(run.errors.glob("rank_*.json"))
 
 
 def _seconds(job: JobRecord, started: float) -> float | None:
@@ -197,9 +205,10 @@ def _tail(path: Path) -> bytes:
 
 def _steps(run: RunDir) -> int | None:
     """The steps that the run is to have in the end."""
-    if run.steps.exists():
-        return int(read_json(run.steps)["max_steps"])
-    return parse_resolved(run.recipe.read_text(encoding="utf-8")).train.max_steps if run.recipe.exists() else None
+    if not run.recipe.exists():
+        return None
+    given = parse_resolved(run.recipe.read_text(encoding="utf-8")).train.max_steps
+    return given if given is not None or not run.steps.exists() else int(read_json(run.steps)["max_steps"])
 
 
 def _time(text: str) -> str:

@@ -47,8 +47,9 @@ def save(
     with _told(run, partial):
         stepper.save(partial, dict(state))
     group.barrier()
+    listed = group.gather(json.dumps(_files_in(partial)))[0]  # hosts of a shared disk may see it later
     with _told(run, partial):
-        files = _flushed(partial, group)
+        files = _flushed(partial, json.loads(listed)[group.rank :: group.size])
     files = {name: file for found in group.gather(json.dumps(files)) for name, file in json.loads(found).items()}
     if group.rank == 0:
         with _told(run, partial):
@@ -77,7 +78,7 @@ def _require_room(run: RunDir) -> None:
     there = newest(run)
     if there is None:
         return
-    needed = sum(file["bytes"] for file in read_json(there[1] / _MANIFEST)["files"].values())
+    needed = sum(_size_of(file) for file in read_json(there[1] / _MANIFEST)["files"].values())
     free = shutil.disk_usage(run.path).free
     if free < needed:
         raise CheckpointError(
@@ -86,14 +87,17 @@ def _require_room(run: RunDir) -> None:
         )
 
 
-def _flushed(folder: Path, group: DistributedContext) -> dict[str, File]:
-    """Size and sum of this rank's share of the files; they are on the disk, not in its cache alone."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def _files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _flushed(folder: Path, names: list[str]) -> dict[str, File]:
+    """Size and sum of some of the files; they are on the disk, not in its cache alone."""
     found = {}
-    for path in files[group.rank :: group.size]:
-        with open(path, "rb") as file:
+    for name in names:
+        with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
-            found[str(path.relative_to(folder))] = {"bytes": os.fstat(file.fileno()).st_size, "crc32": _sum(file)}
+            found[name] = {"bytes": os.fstat(file.fileno()).st_size, "crc32": _sum(file)}
     return found
 
 
@@ -151,48 +155,72 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
     Raises:
         CheckpointError: none is whole; to begin anew instead is for the user to say.
     """
-    aside = []
-    while there := newest(run):
-        wrong = _damage(there[1], group)
-        group.barrier()  # all have seen it under this name
+    lines = []
+    while folder := _newest_of_all(run, group):
+        wrong = _damage(folder, group)
         if not wrong:
-            break
-        aside.append(f"{there[1]} is damaged: {wrong}")
+            return
+        lines.append(f"{folder} is damaged: {wrong}")
         if group.rank == 0:
-            os.replace(there[1], _free_name(there[1]))
-            print(f"{aside[-1]}; set aside as {there[1].name}.broken*", flush=True)
+            aside = _free_name(folder)
+            os.replace(folder, aside)
+            print(f"{lines[-1]}; set aside as {aside.name}", flush=True)
         group.barrier()
-    if aside and there is None:
+    if broken := sorted(path.name for path in run.checkpoints.glob("step_*.broken*")):  # also an earlier start's
         raise CheckpointError(
-            "\n".join(aside) + f"\nNo whole checkpoint is left in {run.checkpoints}; give a new --run-dir to begin anew"
-        )
+            "\n".join([*lines, f"No whole checkpoint is left in {run.checkpoints}, but {', '.join(broken)}; "
+                                "give a new --run-dir to begin anew"])
+        )  # fmt: skip
+
+
+def _newest_of_all(run: RunDir, group: DistributedContext) -> Path | None:
+    """The newest checkpoint that rank 0 sees, for hosts of a shared disk may see it later."""
+    there = newest(run)
+    name = group.gather(there[1].name if there else "")[0]
+    return run.checkpoints / name if name else None
 
 
 def _damage(folder: Path, group: DistributedContext) -> str:
     """What differs from the manifest, or nothing; ranks read a share each."""
-    if wrong := _damage_of_manifest(folder):
-        return wrong
-    files = sorted(read_json(folder / _MANIFEST)["files"].items())
-    mine = [wrong for name, file in files[group.rank :: group.size] if (wrong := _difference(folder / name, file))]
+    mine = [wrong] if (wrong := _damage_of_manifest(folder)) else _damage_of_files(folder, group.rank, group.size)
     found = [text for texts in group.gather(json.dumps(mine)) for text in json.loads(texts)]
-    return "; ".join(found)
+    return "; ".join(dict.fromkeys(found))
+
+
+def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
+    files = sorted(read_json(folder / _MANIFEST)["files"].items())
+    return [wrong for name, file in files[rank::ranks] if (wrong := _difference(folder / name, file))]
 
 
 def _damage_of_manifest(folder: Path) -> str:
     try:
-        whole = (folder / _COMPLETE).read_text(encoding="utf-8").strip() == str(_sum_of(folder / _MANIFEST))
+        mark = (folder / _COMPLETE).read_text(encoding="utf-8").strip()
+        whole = mark == str(_sum_of(folder / _MANIFEST)) or (not mark and _lists_sizes_alone(folder))
     except (OSError, ValueError) as error:
         return f"{_MANIFEST} or {_COMPLETE} cannot be read: {error}"
     return "" if whole else f"{_MANIFEST} is not as it was written"
 
 
-def _difference(path: Path, file: File) -> str:
+def _lists_sizes_alone(folder: Path) -> bool:
+    """Whether a version wrote it that had no sums."""
+    return all(isinstance(file, int) for file in read_json(folder / _MANIFEST)["files"].values())
+
+
+def _size_of(file: File | int) -> int:
+    return file if isinstance(file, int) else file["bytes"]
+
+
+def _difference(path: Path, file: File | int) -> str:
     try:
         with open(path, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            if size != file["bytes"]:
-                return f"{path.name} has {size:,} bytes of {file['bytes']:,}"
-            return "" if _sum(opened) == file["crc32"] else f"{path.name} is not as it was written"
+            if size != _size_of(file):
+                return f"{path.name} has {size:,} bytes of {_size_of(file):,}"
+            return (
+                ""
+                if isinstance(file, int) or _sum(opened) == file["crc32"]
+                else f"{path.name} is not as it was written"
+            )
     except OSError as error:
         return f"{path.name}: {error.strerror}"
 

@@ -23,6 +23,7 @@ from ortlaunch.ortmodule import extensions
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.engine_report import (
+    ChunkedLoss,
     EngineChoice,
     EngineReport,
     ExportCopy,
@@ -124,11 +125,11 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
         keep_positions_exact(model)
     flops = flops_per_token(model.model, recipe.data.sequence_length)  # now: ZeRO 3 will leave pieces of weights
     model.to(group.device)
-    chunked = chunk_head(recipe, model, sample)
+    weight = LossWeight(recipe, model)
+    chunked = _chunked(recipe, model, weight.prepared(sample), group)
     if recipe.precision == "fp16" and recipe.engine.name == "ort" and plan.deepspeed:
         model.half()  # DeepSpeed would do it later, under an exported graph
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if plan.deepspeed else None
-    weight = LossWeight(recipe, model)
     used, module, witness, fallback = recipe.engine.name, model, None, ""
     if used == "ort":
         sample = _placed(weight.prepared(sample), group.device, dtype)
@@ -186,6 +187,15 @@ def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Dis
         return DeepSpeedStepper(module, chosen.optimizer, group, plan.deepspeed)
     steps, norm = plan.batch.accumulation_steps, recipe.train.max_grad_norm
     return TorchStepper(module, chosen.optimizer, group, recipe.precision, steps, norm)
+
+
+def _chunked(recipe: Recipe, model: LossModule, sample: Batch, group: DistributedContext) -> ChunkedLoss:
+    """Head and loss in chunks on every rank, or on none: their batches may differ in size."""
+    chunked = chunk_head(recipe, model, sample)
+    why = next((text for text in group.gather(chunked.why or "") if text), None)
+    if why and chunked.rows:
+        model.chunk(None)
+    return ChunkedLoss(chunked.asked, None, why) if why else chunked
 
 
 def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch) -> tuple[Any, Any, str]:

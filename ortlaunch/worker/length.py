@@ -30,7 +30,7 @@ def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: Distributed
         raise InputError(f"train.epochs: ranks have different numbers of samples: {', '.join(sorted(set(counts)))}")
     begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}
     done, seen = _done(run, batch)
-    steps = max(1, done + math.ceil(round((epochs * begun["samples"] - seen) / batch.global_samples, 6)))
+    steps = max(1, done, done + math.ceil(round((epochs * begun["samples"] - seen) / batch.global_samples, 6)))
     if group.rank == 0:
         write_json(run.steps, {"epochs": epochs, "samples": begun["samples"], "max_steps": steps})
         if begun["samples"] != samples:

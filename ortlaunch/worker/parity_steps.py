@@ -58,7 +58,7 @@ class ParitySteps:
         began = time.perf_counter()
         records = [json.loads(text) for text in self.group.gather(json.dumps(self.compared(step)))]
         failed = next((record for record in records if "error" in record), None)
-        if failed and self.why and failed.get("random"):
+        if failed and self.why:  # nobody asked for it
             self._leave_out(failed["error"])
             return
         if failed:
@@ -81,7 +81,7 @@ class ParitySteps:
                 _say(self.group, self._verdict())
 
     def _leave_out(self, why: str) -> None:
-        self.end = 0
+        self.end, self.module = 0, None
         self.engine.record.parity = Parity("not compared", why)
         _say(self.group, f"parity: not compared: {why}")
 

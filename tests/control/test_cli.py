@@ -159,7 +159,10 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
         (["train", "good.yaml", "--run-dir", "good.yaml"], "ortlaunch: --run-dir good.yaml: is a file"),
         (["train"], "Missing argument"),
         (["status", "absent"], "ortlaunch: absent: is no folder; give the run folder that `ortlaunch train` printed"),
-        (["cancel", "."], "ortlaunch: .: holds no job.json, so that no run was started there; give a run folder"),
+        (
+            ["cancel", "."],
+            "ortlaunch: .: holds no job.json: no run was started there, or by an ortlaunch that wrote none",
+        ),
         (["trian"], "there is no verb trian; did you mean train?"),
         (["recipes", "show", "bert-large/tinny"], "did you mean bert-large/tiny?"),
         (["recipes", "copy", "nothing-like-it"], "ortlaunch: no shipped recipe 'nothing-like-it'"),

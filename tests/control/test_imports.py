@@ -78,6 +78,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "launch": ({"errors", "launchers", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
     "bench": (
         {
+            "process",
             "__init__",
             "errors",
             "units",

@@ -21,7 +21,7 @@ import yaml
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState, processes
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.process import Process
+from ortlaunch.process import Process, heeded
 from ortlaunch.run import cancel as cancelling
 from ortlaunch.run.cancel import cancel
 from ortlaunch.run.folder import RunDir, write_json, write_text
@@ -309,3 +309,14 @@ def test_json(run: RunDir) -> None:
         found = json.loads(look(run).to_json())
     assert (found["state"], found["job"]["backend"], found["step"], found["steps"]) == ("pending", "local", None, 9)
     assert set(found["job"]) == set(JobRecord.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(("handler", "expected"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
+def test_nohup_is_heeded(handler: signal.Handlers, expected: bool) -> None:
+    """A hang-up that is ignored when the command begins stays ignored."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        assert (signal.SIGHUP in heeded((signal.SIGTERM, signal.SIGHUP))) == expected
+        assert signal.SIGTERM in heeded((signal.SIGTERM,))
+    finally:
+        signal.signal(signal.SIGHUP, before)

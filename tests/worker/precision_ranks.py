@@ -19,7 +19,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.records import as_json
 from ortlaunch.worker import __main__ as worker
-from ortlaunch.worker import distributed
+from ortlaunch.worker import distributed, tasks
 
 ENGINES, WORDS = ("ort", "inductor", "eager"), ("highest", "medium", "highest")
 
@@ -45,7 +45,8 @@ def main() -> None:
     runs = [(name, word, RunDir(folder / f"{name}-{i}")) for name in ENGINES for i, word in enumerate(WORDS)]
     torch.set_num_threads(1)
 
-    def look(recipe: Any, plan: Any, run: Any, group: Any, engine: Any, batches: Any) -> None:
+    def look(session: Any) -> None:
+        engine, batches, group = session.engine, session.batches, session.group
         engine.stepper.micro_step(engine.take(batches.micro_batch(0, 0, group.rank)), last=True)
         engine.stepper.apply(1e-3)
         mine = {
@@ -63,9 +64,9 @@ def main() -> None:
         def again(*args: Any) -> Iterator[Any]:
             yield group
 
-        distributed.group = again
+        distributed.group, tasks.run = again, look
         for _, _, run in runs:
-            worker.live(run, rank, look)
+            worker.live(run, rank)
             found[-1] = [{**json.loads(text), "after": torch.get_float32_matmul_precision()} for text in found[-1]]
         if group.rank == 0:
             Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")

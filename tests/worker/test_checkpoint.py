@@ -137,6 +137,22 @@ def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
         flip(save(run, step) / "state")
     with pytest.raises(CheckpointError, match=r"(?s)00020 is damaged.*00010 is damaged.*No whole checkpoint is left"):
         checkpoint.set_aside_damaged(run, GROUP)
+    with pytest.raises(CheckpointError, match=r"No whole checkpoint is left in .*00010.broken, step_00000020.broken"):
+        checkpoint.set_aside_damaged(run, GROUP)  # a second start, as a scheduler makes it
+
+
+def test_one_of_a_version_without_sums_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its manifest lists sizes, which are held; its mark is empty."""
+    run = RunDir(tmp_path)
+    folder = save(run, 10)
+    state = (folder / "state").stat().st_size
+    (folder / "manifest.json").write_text(json.dumps({"files": {"part/weights": 5, "state": state}}))
+    os.truncate(folder / "COMPLETE", 0)
+    checkpoint.set_aside_damaged(run, GROUP)
+    assert checkpoint.newest(run) == (10, folder)
+    os.truncate(folder / "state", 3)
+    with pytest.raises(CheckpointError, match=f"state has 3 bytes of {state}"):
+        checkpoint.set_aside_damaged(run, GROUP)
 
 
 def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:

@@ -69,6 +69,13 @@ def test_epochs_of_other_batches_are_taken_from_the_samples_that_are_left(tmp_pa
     assert steps(run, 160, **three) == 35
 
 
+def test_a_finished_run_keeps_its_steps_with_smaller_batches(tmp_path: Path) -> None:
+    """Its last step took more samples than were left: steps of the run are never fewer than those done."""
+    run = RunDir(tmp_path)
+    checkpoint(run, 4, 128)
+    assert steps(run, 100, train={"epochs": 1}) == 4
+
+
 def test_a_warm_up_longer_than_the_epochs(tmp_path: Path) -> None:
     """Known only now, and told with both."""
     with pytest.raises(InputError, match=r"schedule.warmup_steps: got 11, and train.epochs: 1 are 10 steps"):

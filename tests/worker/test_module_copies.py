@@ -16,13 +16,13 @@ from ortlaunch.worker.module_copies import copy_modules
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a package and a module, imported; tests of other files do not count as the user's."""
+    """A folder with a package and a module, imported; tests, and what they import, do not count as the user's."""
     folder = tmp_path / "project"
     (folder / "own_package").mkdir(parents=True)
     (folder / "own_package/__init__.py").write_text("from own_package import part\n")
     (folder / "own_package/part.py").write_text("x = 1\n")
     (folder / "own_single.py").write_text("y = 2\n")
-    monkeypatch.setattr(own, "_INSTALLED", (*own._INSTALLED, "tests"))
+    monkeypatch.setattr(own, "_INSTALLED", (*own._INSTALLED, "tests", "tools", "benchmarks"))
     monkeypatch.syspath_prepend(str(folder))
     before = set(sys.modules)
     for name in ("own_package", "own_single"):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 
+from ortlaunch.errors import EngineError
 from ortlaunch.run.folder import write_json
 from ortlaunch.worker.memory_limits import RankLimits
-from ortlaunch.worker.parity_steps import parity_steps
+from ortlaunch.worker.parity_steps import ParitySteps, parity_steps
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
 
@@ -25,7 +26,7 @@ def run(session: Session) -> None:
     state, parity = TrainState(), parity_steps(session, first_step=0)
     while state.step - state.skipped < 2 and state.step < _MOST_STEPS:
         if parity is not None and state.step < parity.end:
-            parity.compared(state.step)  # for the memory that it takes; the training judges
+            _rehearse(parity, state.step)
         train_step(session, state)
         state.step += 1
     share, limit = limits.tightest()
@@ -34,3 +35,10 @@ def run(session: Session) -> None:
     ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
     if group.rank == 0:
         write_json(session.run.trial, max(ranks, key=lambda rank: float(rank["share"])))
+
+
+def _rehearse(parity: ParitySteps, step: int) -> None:
+    """Compare for the memory that it takes; the training judges the numbers."""
+    record = parity.compared(step)
+    if "error" in record and not record.get("random"):
+        raise EngineError(record["error"])
