@@ -28,14 +28,8 @@ def run(example: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")  # the trainers' own
-@pytest.mark.parametrize(
-    ("title", "needs"),
-    [
-        (EXAMPLES[0][0], []),
-        pytest.param(EXAMPLES[1][0], ["transformers", "accelerate"], marks=[pytest.mark.slow, pytest.mark.ci]),
-        pytest.param(EXAMPLES[2][0], ["lightning"], marks=[pytest.mark.slow, pytest.mark.ci]),
-    ],
-)
+@pytest.mark.parametrize(("title", "needs"), [(EXAMPLES[0][0], []), (EXAMPLES[1][0], ["transformers", "accelerate"]),
+                                              (EXAMPLES[2][0], ["lightning"])])  # fmt: skip
 def test_losses_are_eagers(
     title: str, needs: list[str], witness: Witness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
