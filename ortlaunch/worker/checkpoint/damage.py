@@ -1,0 +1,92 @@
+"""Reading checkpoints again before one is taken up: what is not as it was written is set aside, and told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, size_of, sum_of, sum_up
+from ortlaunch.worker.distributed import DistributedContext
+
+
+def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
+    """Read the newest checkpoint again, and the one before it where that is not as it was written (collective).
+
+    A damaged one is renamed to step_N.broken, so that nobody takes it.
+
+    Raises:
+        CheckpointError: none is whole; to begin anew instead is for the user to say.
+    """
+    lines = []
+    while folder := _newest_of_all(run, group):
+        wrong = _damage(folder, group)
+        if not wrong:
+            return
+        lines.append(f"{folder} is damaged: {wrong}")
+        if group.rank == 0:
+            aside = _free_name(folder)
+            os.replace(folder, aside)
+            print(f"{lines[-1]}; set aside as {aside.name}", flush=True)
+        group.barrier()
+    if broken := sorted(path.name for path in run.checkpoints.glob("step_*.broken*")):  # also an earlier start's
+        raise CheckpointError(
+            "\n".join([*lines, f"No whole checkpoint is left in {run.checkpoints}, but {', '.join(broken)}; "
+                                "give a new --run-dir to begin anew"])
+        )  # fmt: skip
+
+
+def _newest_of_all(run: RunDir, group: DistributedContext) -> Path | None:
+    """The newest checkpoint that rank 0 sees, for hosts of a shared disk may see it later."""
+    there = newest(run)
+    name = group.gather(there[1].name if there else "")[0]
+    return run.checkpoints / name if name else None
+
+
+def _damage(folder: Path, group: DistributedContext) -> str:
+    """What differs from the manifest, or nothing; ranks read a share each."""
+    mine = [wrong] if (wrong := _damage_of_manifest(folder)) else _damage_of_files(folder, group.rank, group.size)
+    found = [text for texts in group.gather(json.dumps(mine)) for text in json.loads(texts)]
+    return "; ".join(dict.fromkeys(found))
+
+
+def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
+    files = sorted(read_json(folder / MANIFEST)["files"].items())
+    return [wrong for name, file in files[rank::ranks] if (wrong := _difference(folder / name, file))]
+
+
+def _damage_of_manifest(folder: Path) -> str:
+    try:
+        mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
+        whole = mark == str(sum_of(folder / MANIFEST)) or (not mark and _lists_sizes_alone(folder))
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"
+    return "" if whole else f"{MANIFEST} is not as it was written"
+
+
+def _difference(path: Path, file: File | int) -> str:
+    try:
+        with open(path, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != size_of(file):
+                return f"{path.name} has {size:,} bytes of {size_of(file):,}"
+            return (
+                ""
+                if isinstance(file, int) or sum_up(opened) == file["crc32"]
+                else f"{path.name} is not as it was written"
+            )
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"
+
+
+def _free_name(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}.broken{number or ''}") for number in itertools.count())
+    return next(name for name in names if not name.exists())
+
+
+def _lists_sizes_alone(folder: Path) -> bool:
+    """Whether a version wrote it that had no sums."""
+    return all(isinstance(file, int) for file in read_json(folder / MANIFEST)["files"].values())
