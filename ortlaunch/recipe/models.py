@@ -242,10 +242,26 @@ class Train(Section):
 class Checkpoint(Section):
     """Saved state to continue from."""
 
+    every_minutes: Optional[Annotated[float, Field(gt=0)]] = 30
+    """Save when so much time has gone by since the last save, by rank 0's clock; null: not by time. One is always
+    written at the end."""
     every_steps: Optional[Positive] = None
-    """Save this often; null: only at the end."""
+    """Save after every so many steps, too; null: not by steps."""
     keep: Optional[Positive] = 3
     """Newest checkpoints to keep; null keeps all."""
+    keep_every: Optional[Positive] = None
+    """Of those that `keep` takes away, keep one for good every so many steps: the first at or after each multiple."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """A save that fails (a full disk, a folder that became read-only) leaves older checkpoints as they are. `stop`: the
+    run ends. `continue`: it says so, counts it in summary.json, trains on and tries again at the next save; but at the
+    end of the run a failed save is a failure."""
+    on_complete: Optional[Text] = None
+    """Shell command after each complete checkpoint (an upload, an evaluation), beside training, one after another, by
+    rank 0. It finds ORTLAUNCH_CHECKPOINT (the checkpoint's folder), ORTLAUNCH_STEP and ORTLAUNCH_RUN in its
+    environment; its output goes to logs/on_complete.log. A checkpoint stays while its command runs. That it failed is
+    told and counted, and does not end the run, which waits for it at its end."""
+    on_complete_minutes: Annotated[float, Field(gt=0)] = 60
+    """A command that takes longer is ended, with all that it started."""
 
 
 class Launch(Section):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from ortlaunch.recipe.checkpoint_rules import checkpoint_rules
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
 from ortlaunch.recipe.model_rules import function, model_rules
@@ -50,6 +51,7 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         engine_rules,
         deepspeed_rules,
         _train,
+        checkpoint_rules,
         _launch,
     )
     for rule in rules:

@@ -9,6 +9,7 @@ runs/<name>-<timestamp>/
   steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
+  saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
   lock job.json                                                        held while the run lives; state and verdict
   choice.json                                                          how engine.name: auto was decided
@@ -63,6 +64,8 @@ class RunDir:
         self.trial = self.path / "trial.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.saves = self.path / "saves.jsonl"
+        self.on_complete = self.logs / "on_complete.log"
         self.export = self.path / "export"
         self.choice = self.path / "choice.json"
         self.bench = self.path / "bench.json"

@@ -94,6 +94,10 @@ class Summary:
     """Time of the training loop, over all starts."""
     seconds: dict[str, float]
     """What each part of the last start took on rank 0, from loading libraries to writing the export."""
+    failed_saves: int = 0
+    """Checkpoints that could not be written (checkpoint.on_failure: continue), over all starts."""
+    failed_commands: int = 0
+    """Commands after a checkpoint (checkpoint.on_complete) that failed, over all starts."""
 
 
 @dataclass
@@ -137,3 +141,27 @@ class EvaluationLine:
     """Mean loss over the evaluation data."""
     elapsed_seconds: float
     """Time of the training loop so far."""
+
+
+@dataclass
+class SaveLine:
+    """A line for each save of a checkpoint."""
+
+    step: int
+    """Optimizer steps taken."""
+    seconds: float
+    """What training waited for it."""
+    error: str | None = None
+    """Why it could not be written."""
+
+
+@dataclass
+class CommandLine:
+    """A line for each end of `checkpoint.on_complete`."""
+
+    step: int
+    """The checkpoint's."""
+    status: int
+    """Exit status of the command, negative for a signal; 124: it was ended at its limit."""
+    seconds: float
+    """What it took, beside training."""

@@ -25,6 +25,8 @@ _FILES = {
     "summary.json": "Summary",
     "metrics.jsonl": "MetricsLine",
     "metrics.jsonl, evaluations": "EvaluationLine",
+    "saves.jsonl": "SaveLine",
+    "saves.jsonl, commands": "CommandLine",
 }
 _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null", "Any": "any value"}
 

@@ -9,7 +9,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.run.records import Summary, as_json
 from ortlaunch.units import duration
-from ortlaunch.worker.checkpoint import samples_seen
+from ortlaunch.worker.checkpoint import failures, samples_seen
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
 from ortlaunch.worker.metrics import records
@@ -42,6 +42,7 @@ def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) 
     (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
     seen = samples_seen(folder, steps, plan.batch)
     last = {name: value for record in kept for name, value in record.items()}  # the newest of each name
+    saves, commands = failures(run)
     return Summary(
         steps=steps,
         samples=seen,
@@ -50,6 +51,8 @@ def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) 
         evaluation_loss=last.get("evaluation_loss"),
         training_seconds=last["elapsed_seconds"],
         seconds=seconds,
+        failed_saves=saves,
+        failed_commands=commands,
     )
 
 
@@ -64,7 +67,10 @@ def summary_lines(summary: Summary) -> list[str]:
         f"trained {summary.steps:,} steps: {summary.samples:,} samples, {summary.epochs:.3g} epochs, "
         f"in {duration(summary.training_seconds)}",
         *([", ".join(losses)] if losses else []),
-    ]
+        *([f"{summary.failed_saves} saves failed: saves.jsonl"] if summary.failed_saves else []),
+        *([f"{summary.failed_commands} of checkpoint.on_complete failed: saves.jsonl, logs/on_complete.log"]
+          if summary.failed_commands else []),
+    ]  # fmt: skip
 
 
 def _loaded_by(recipe: Recipe, run: RunDir, model: Any) -> str:

@@ -51,7 +51,7 @@ def test_the_run_folder(full: Run) -> None:
     assert len(board) == 1
     assert full.files() - board == {
         "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
-        "summary.json", "lock", "job.json", "commands.jsonl", "modules/toys.py",
+        "summary.json", "saves.jsonl", "lock", "job.json", "commands.jsonl", "modules/toys.py",
         "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
         *(f"checkpoints/step_00000010/{name}" for name in ("state.pt", "manifest.json", "COMPLETE")),
     }  # fmt: skip
@@ -156,7 +156,7 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     seconds = full.records()[-1]["elapsed_seconds"]
     parts = summary.pop("seconds")
     assert summary == {"steps": 10, "samples": 160, "epochs": 0.625, "loss": loss, "evaluation_loss": evaluation,
-                       "training_seconds": seconds}  # fmt: skip
+                       "training_seconds": seconds, "failed_saves": 0, "failed_commands": 0}  # fmt: skip
     assert [*parts] == ["loading libraries", "reading checkpoints", "reading data", "building the model",
                         "building the engine", "training", "evaluating", "saving a checkpoint",
                         "writing the export"]  # fmt: skip

@@ -1,10 +1,13 @@
 """Checkpoints: written whole or not at all, read back against their manifest, found newest first.
 
-transaction writes one, manifest is what it says of itself, damage reads it again before it is taken up.
+saving decides when, transaction writes one, manifest is what it says of itself, damage reads it again before it is
+taken up.
 """
 
 from ortlaunch.worker.checkpoint.damage import set_aside_damaged
 from ortlaunch.worker.checkpoint.manifest import newest, samples_seen
+from ortlaunch.worker.checkpoint.saves import failures
+from ortlaunch.worker.checkpoint.saving import Saving
 from ortlaunch.worker.checkpoint.transaction import save
 
-__all__ = ["newest", "samples_seen", "save", "set_aside_damaged"]
+__all__ = ["Saving", "failures", "newest", "samples_seen", "save", "set_aside_damaged"]

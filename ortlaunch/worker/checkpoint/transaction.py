@@ -26,40 +26,58 @@ from ortlaunch.worker.stepping import Stepper
 def save(
     run: RunDir, recipe: Recipe, group: DistributedContext, stepper: Stepper, step: int, state: dict[str, Any]
 ) -> Path:
-    """Write the checkpoint after `step` steps (collective); older ones beyond `checkpoint.keep` go.
+    """Write the checkpoint after `step` steps (collective).
 
     Raises:
         CheckpointError: it could not be written; what was there before is as it was.
     """
     folder, partial = run.checkpoint(step), run.partial(step)
-    if group.rank == 0:
-        _require_room(run)
-        shutil.rmtree(partial, ignore_errors=True)  # one that was left half written
-        partial.mkdir(parents=True)
-    group.barrier()
-    with _told(run, partial):
+    with _agreed(run, group, partial):
+        if group.rank == 0:
+            _begin(run, partial)
+    with _agreed(run, group, partial):
         stepper.save(partial, dict(state))
-    group.barrier()
     listed = group.gather(json.dumps(_files_in(partial)))[0]  # hosts of a shared disk may see it later
-    with _told(run, partial):
+    files: dict[str, File] = {}
+    with _agreed(run, group, partial):
         files = _flushed(partial, json.loads(listed)[group.rank :: group.size])
     files = {name: file for found in group.gather(json.dumps(files)) for name, file in json.loads(found).items()}
-    if group.rank == 0:
-        with _told(run, partial):
+    with _agreed(run, group, partial):
+        if group.rank == 0:
             _complete(run, step, {"step": step, "samples": state["samples"], "ranks": group.size, "files": files})
-        _prune(run, recipe.checkpoint.keep)
     return folder
 
 
 @contextlib.contextmanager
-def _told(run: RunDir, partial: Path) -> Iterator[None]:
-    """A full disk and its like in words."""
+def _agreed(run: RunDir, group: DistributedContext, partial: Path) -> Iterator[None]:
+    """A part of a save: where it fails on one rank it has failed on all, and what was written is taken away.
+
+    Raises:
+        CheckpointError: on all ranks the same, in words.
+    """
+    wrong = ""
     try:
         yield
+    except CheckpointError as error:
+        wrong = str(error)
     except (OSError, RuntimeError) as error:  # either, by who writes
-        there = newest(run)
-        kept = f"; {there[1]} is whole" if there else ""
-        raise CheckpointError(f"{partial} could not be written: {type(error).__name__}: {error}{kept}") from error
+        wrong = f"{partial} could not be written: {type(error).__name__}: {error}"
+    told = next(filter(None, group.gather(wrong)), "")
+    if not told:
+        return
+    if group.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # it would fill the disk that it did not fit on
+    there = newest(run)
+    raise CheckpointError(f"{told}; {there[1]} is whole" if there else told)
+
+
+def _begin(run: RunDir, partial: Path) -> None:
+    """An empty folder; what was left half written goes, whatever its step."""
+    for left in run.checkpoints.glob("step_*"):
+        if left.suffix == ".partial" or not (left.suffix or (left / COMPLETE).exists()):
+            shutil.rmtree(left, ignore_errors=True)
+    _require_room(run)
+    partial.mkdir(parents=True)
 
 
 def _require_room(run: RunDir) -> None:
@@ -75,8 +93,8 @@ def _require_room(run: RunDir) -> None:
     free = shutil.disk_usage(run.path).free
     if free < needed:
         raise CheckpointError(
-            f"{run.checkpoints}: {human(free)} are free, and a checkpoint takes {human(needed)}; {there[1]} is whole. "
-            "Make room, or set checkpoint.keep lower"
+            f"{run.checkpoints}: {human(free)} are free, and a checkpoint takes {human(needed)}. Make room, or set "
+            "checkpoint.keep lower"
         )
 
 
@@ -100,7 +118,6 @@ def _complete(run: RunDir, step: int, manifest: dict[str, Any]) -> None:
     write_json(partial / MANIFEST, manifest)
     for inside in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
         _flush_folder(inside)
-    shutil.rmtree(folder, ignore_errors=True)  # one without its mark, of a version that wrote in place
     os.replace(partial, folder)
     write_text(folder / COMPLETE, f"{sum_of(folder / MANIFEST)}\n")
     _flush_folder(folder)
@@ -113,10 +130,3 @@ def _flush_folder(folder: Path) -> None:
     with contextlib.suppress(OSError):
         os.fsync(handle)
     os.close(handle)
-
-
-def _prune(run: RunDir, keep: int | None) -> None:
-    if keep is not None:
-        for _, folder in run.complete_checkpoints()[:-keep]:
-            (folder / COMPLETE).unlink()  # first, so that nobody takes it while it goes
-            shutil.rmtree(folder)

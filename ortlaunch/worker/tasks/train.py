@@ -55,6 +55,7 @@ def train(session: Session) -> TrainState:
     metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
     meter = Meter(session)
     parity = parity_steps(session, state.step)
+    saving = checkpoint.Saving(run, recipe, group, engine.stepper, state.step)
     progress = session.progress
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
@@ -92,10 +93,12 @@ def train(session: Session) -> TrainState:
             if metrics:
                 metrics.write(state.step, {"evaluation_loss": evaluated})
 
-        if last or _due(state.step, recipe.checkpoint.every_steps):
+        if saving.is_due(state.step):
             with meter.paused(), progress.during("saving a checkpoint"):
                 require_finite_weights(state.step, engine.stepper.weights())
-                checkpoint.save(run, recipe, group, engine.stepper, state.step, asdict(state))
+                saving.save(state.step, asdict(state))
+    with progress.during("saving a checkpoint"):
+        saving.finish()
     if metrics:
         metrics.close()
         write_json(run.engine, engine.report().to_json())

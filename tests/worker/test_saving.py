@@ -1,0 +1,190 @@
+"""When checkpoints are written, which stay, what a failed save does, and the command after each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker import checkpoint
+from ortlaunch.worker.checkpoint import clock as clocks
+from ortlaunch.worker.checkpoint.clock import Clock
+from ortlaunch.worker.checkpoint.on_complete import environment
+from ortlaunch.worker.checkpoint.saves import records
+from ortlaunch.worker.distributed import DistributedContext
+from tests.makers import recipe
+from tests.worker.test_checkpoint import GROUP, Writer
+
+STEPS = 100
+
+
+def saving(run: RunDir, step: int = 0, stepper: Any = None, **policy: Any) -> checkpoint.Saving:
+    """The policy of a training of a hundred steps."""
+    run.path.mkdir(exist_ok=True)
+    made = recipe(train={"max_steps": STEPS}, checkpoint={"every_minutes": None, **policy})
+    return checkpoint.Saving(run, made, GROUP, stepper or Writer(), step)
+
+
+def save_all(saver: checkpoint.Saving, steps: range) -> list[int]:
+    """Steps that were due."""
+    due = [step for step in steps if saver.is_due(step)]
+    for step in due:
+        saver.save(step, {"step": step, "samples": 8 * step})
+    return due
+
+
+def kept(run: RunDir) -> list[int]:
+    return [step for step, _ in run.complete_checkpoints()]
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"),
+    [
+        ({"keep": 1}, [100]),
+        ({"keep": 2}, [75, 100]),
+        ({"keep": None}, [25, 50, 75, 100]),
+        ({"keep": 1, "keep_every": 50}, [50, 100]),
+        ({"keep": 1, "keep_every": 30}, [50, 75, 100]),  # the first at or after 30, 60 and 90
+    ],
+)
+def test_older_ones_go(policy: dict[str, Any], left: list[int], tmp_path: Path) -> None:
+    """The newest `keep` stay, and one for good for every `keep_every` steps; the last step is always saved."""
+    run = RunDir(tmp_path)
+    assert save_all(saving(run, every_steps=25, **policy), range(1, STEPS + 1)) == [25, 50, 75, 100]
+    assert kept(run) == left
+    assert len(list(run.checkpoints.iterdir())) == len(left)
+
+
+class Hours:
+    """A clock that goes as the test says."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_time_decides_and_ranks_agree_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 30 minutes at a second a step, within a few steps; in between hardly a step asks the others."""
+    hours, looks, group = Hours(), [], DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    monkeypatch.setattr(clocks, "time", hours)
+    monkeypatch.setattr(group, "gather_numbers", lambda values: looks.append(values) or [values, [5.0]])
+    clock, saved = Clock(30, group, 0), []
+    for step in range(1, 4001):
+        hours.now += 1.0 if step < 2000 else 4.0  # slower from there on
+        if clock.is_over(step):
+            saved.append(step)
+            clock.set(step)
+    assert saved[0] == 1800
+    assert saved[1] - 2000 == pytest.approx((1800 - 199) / 4, abs=90)
+    assert [b - a for a, b in zip(saved[1:], saved[2:])] == [450] * len(saved[2:])
+    assert len(looks) < 40 * (len(saved) + 1)
+    assert not Clock(None, group, 0).is_over(1)
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`stop` ends the run; `continue` tells, counts and tries again; at the end it is a failure with either."""
+    run, writer = RunDir(tmp_path), Writer()
+    saver = saving(run, stepper=writer, every_steps=10, on_failure=policy)
+    save_all(saver, range(1, 11))
+    writer.fails = True
+    if policy == "stop":
+        with pytest.raises(CheckpointError, match="No space left on device; .*00010 is whole"):
+            save_all(saver, range(11, 21))
+    else:
+        assert save_all(saver, range(11, 31)) == [20, 30]
+        writer.fails = False
+        assert save_all(saver, range(31, 41)) == [40]
+        assert kept(run) == [10, 40]
+        said = capsys.readouterr().out.splitlines()
+        assert [line[:10] for line in said] == ["NOT SAVED:", "NOT SAVED:"]
+        assert said[0].endswith("step_00000010 is whole; training goes on (checkpoint.on_failure: continue)")
+        writer.fails = True
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_all(saver, range(100, 101))
+        assert checkpoint.failures(run) == (3, 0)
+    assert not list(run.checkpoints.glob("*.partial"))
+
+
+def test_a_command_after_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once each, in order, with the checkpoint in its environment; training does not wait, the end does."""
+    run = RunDir(tmp_path)
+    command = "sleep 0.2; test -e $ORTLAUNCH_CHECKPOINT/COMPLETE && echo $ORTLAUNCH_STEP >> $ORTLAUNCH_RUN/done"
+    saver, began = saving(run, every_steps=20, keep=1, on_complete=command), time.perf_counter()
+    save_all(saver, range(1, 81))
+    assert time.perf_counter() - began < 0.5
+    assert kept(run) == [20, 40, 60, 80]  # at work on
+    saver.finish()
+    assert (tmp_path / "done").read_text().split() == ["20", "40", "60", "80"]
+    assert kept(run) == [80]
+    assert capsys.readouterr().out == "waiting for checkpoint.on_complete of step 80\n"
+    ended = [line for line in records(run) if "status" in line]
+    assert [(line["step"], line["status"]) for line in ended] == [(20, 0), (40, 0), (60, 0), (80, 0)]
+    again = saving(run, step=80, every_steps=20, keep=1, on_complete=command)
+    again.finish()
+    assert len((tmp_path / "done").read_text().split()) == 4
+
+
+@pytest.mark.parametrize(("command", "how"), [
+    ("echo some words; exit 3", "exit status 3"), ("kill -9 $$", "exit status 137"),
+    ("sleep 60 & echo $! >> $ORTLAUNCH_RUN/pids; wait", "ended after 0.005 minutes"),
+])  # fmt: skip
+def test_a_command_that_fails(command: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told and counted; what it started ends with it; an unfinished one is run again at the next start."""
+    run = RunDir(tmp_path)
+    saver = saving(run, every_steps=50, on_complete=command, on_complete_minutes=0.005)
+    save_all(saver, range(1, 51))
+    saver.finish()
+    said = capsys.readouterr().out
+    assert f"checkpoint.on_complete failed for step 50: {how}" in said
+    assert checkpoint.failures(run) == (0, 1)
+    assert run.on_complete.read_text().startswith("step 50\n")
+    for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
+        assert not alive(int(pid))
+    lines = [line for line in run.saves.read_text().splitlines() if "status" not in json.loads(line)]
+    run.saves.write_text("".join(f"{line}\n" for line in lines))  # as if the run had been killed before
+    saving(run, step=50, on_complete="echo again", on_complete_minutes=0.5).finish()
+    assert run.on_complete.read_text().endswith("step 50\nagain\n")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_command_ends_with_its_rank(tmp_path: Path) -> None:
+    """Also where the rank is killed and can do nothing about it."""
+    run, mark = RunDir(tmp_path), tmp_path / "pid"
+    if (pid := os.fork()) == 0:
+        saver = saving(run, every_steps=50, on_complete=f"echo $$ > {mark}; sleep 60; :")
+        save_all(saver, range(1, 51))
+        time.sleep(60)
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (mark.exists() and mark.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    command = int(mark.read_text())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    while alive(command) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(command)
+
+
+def test_a_command_is_no_rank(tmp_path: Path) -> None:
+    """What tells a rank its place is not handed on: an ortlaunch that evaluates would take itself for one."""
+    found = environment({"RANK": "0", "WORLD_SIZE": "2", "HOME": "/h"}, RunDir("r"), Path("r/c"), 7)
+    assert found == {"HOME": "/h", "ORTLAUNCH_RUN": f"{Path.cwd()}/r", "ORTLAUNCH_CHECKPOINT": f"{Path.cwd()}/r/c",
+                     "ORTLAUNCH_STEP": "7"}  # fmt: skip
