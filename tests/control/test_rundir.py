@@ -41,6 +41,8 @@ PATHS = {
     "trial": "trial.json",
     "tensorboard": "tensorboard",
     "checkpoints": "checkpoints",
+    "saves": "saves.jsonl",
+    "on_complete": "logs/on_complete.log",
     "export": "export",
     "choice": "choice.json",
     "bench": "bench.json",

@@ -99,7 +99,7 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
     save_all(saver, range(1, 11))
     writer.fails = True
     if policy == "stop":
-        with pytest.raises(CheckpointError, match="No space left on device; .*00010 is whole"):
+        with pytest.raises(CheckpointError, match=r"No space left on device; .*00010 is whole"):
             save_all(saver, range(11, 21))
     else:
         assert save_all(saver, range(11, 31)) == [20, 30]
