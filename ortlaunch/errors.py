@@ -13,6 +13,7 @@
     ├── FileError             a file or the output of ours cannot be read or written; made by file_errors.py
     ├── NonFiniteError        a loss or a gradient is inf or nan, and would spoil the weights
     └── CheckpointError       a checkpoint cannot be written or read
+        └── NotSaved          a stop that was asked for found nowhere to save: 128 + its signal
 
 Imports nothing of ortlaunch.
 """
@@ -84,3 +85,11 @@ class NonFiniteError(OrtlaunchError):
 
 class CheckpointError(OrtlaunchError):
     """A checkpoint cannot be written or read."""
+
+
+class NotSaved(CheckpointError):
+    """A stop was asked for, and its checkpoint could not be written; leaves as the signal alone would have."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        self.exit_status = exit_status
+        super().__init__(message)

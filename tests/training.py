@@ -13,6 +13,7 @@ from torch import nn
 
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.agreement import agreement
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
@@ -57,4 +58,5 @@ def train_here(
     held_out = None if evaluation is None else OwnSamples(evaluation)
     data: Any = SimpleNamespace(train=batches.samples, evaluation=held_out, tokenizer=None)
     session = Session(made, planned, run, group, data, batches, wrapped, engine)
-    return Trained(run, model, train(session))
+    with agreement(group) as agreed:
+        return Trained(run, model, train(session, agreed))

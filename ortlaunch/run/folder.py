@@ -11,6 +11,7 @@ runs/<name>-<timestamp>/
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
   saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
+  requests/{stop,save}.json stopped.json                               asked for from outside; how a stop ended
   lock job.json                                                        held while the run lives; state and verdict
   choice.json                                                          how engine.name: auto was decided
   bench.json order.json results.jsonl                                  of a variant of `ortlaunch bench`
@@ -51,6 +52,11 @@ class RunDir:
         self.errors = self.path / "errors"
         self.failure_printed = self.errors / "printed"
         self.ready = self.path / "ready"
+        self.requests = self.path / "requests"
+        self.stop_request = self.requests / "stop.json"
+        self.save_request = self.requests / "save.json"
+        self.cancelled = self.requests / "cancel"
+        self.stopped = self.path / "stopped.json"
         self.lock = self.path / "lock"
         self.job = self.path / "job.json"
         self.metrics = self.path / "metrics.jsonl"

@@ -82,7 +82,8 @@ def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, Any] | 
     write_text(run.request, f"{request}\n")
     if choice is not None:
         write_json(run.choice, choice)
-    for old in (*run.errors.glob("*"), run.trial, *(() if choice is not None else (run.choice,))):
+    left = (*run.errors.glob("*"), *run.requests.glob("*"), run.stopped, run.trial)
+    for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)
     return request
 

@@ -101,6 +101,20 @@ class Summary:
 
 
 @dataclass
+class Stopped:
+    """How a stop ended that was asked for; written once all is saved, and gone with the next start."""
+
+    step: int
+    """Optimizer steps that the newest checkpoint has."""
+    steps: int
+    """Optimizer steps that the run is to have."""
+    by: str
+    """What asked for it: a signal's name, or the words of `requests/stop.json`."""
+    exit_status: int
+    """85: saved, run me again; 130 after a person's Ctrl-C, saved all the same."""
+
+
+@dataclass
 class MetricsLine:
     """A line for each logged step (`log.every_steps`).
 

@@ -23,6 +23,7 @@ _FILES = {
     "engine.json": "EngineReport",
     "memory.json": "MemoryReport",
     "summary.json": "Summary",
+    "stopped.json": "Stopped",
     "metrics.jsonl": "MetricsLine",
     "metrics.jsonl, evaluations": "EvaluationLine",
     "saves.jsonl": "SaveLine",

@@ -31,8 +31,8 @@ def main() -> int:
         return error.exit_status
 
 
-def live(run: RunDir, rank: Rank) -> None:
-    """Read what to do, join the world, build, do it, leave."""
+def live(run: RunDir, rank: Rank) -> int:
+    """Read what to do, join the world, build, do it, leave with this exit status."""
     progress = Progress(rank.rank)
     progress.doing("loading libraries")
     from ortlaunch.recipe import parse_resolved  # here, so that guardian and logs are there before pydantic is loaded
@@ -56,7 +56,7 @@ def live(run: RunDir, rank: Rank) -> None:
 
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
         distributed.agree_on_files(group, run, texts)
-        tasks.run(build_session(recipe, plan, run, group, progress, freed))
+        return tasks.run(build_session(recipe, plan, run, group, progress, freed))
 
 
 if __name__ == "__main__":

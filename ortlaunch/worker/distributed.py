@@ -79,6 +79,13 @@ class DistributedContext:
                 print(line, flush=True)
 
 
+def side_group() -> Any:
+    """Another group of all ranks, on the CPU, whose messages pass those of the first (collective)."""
+    made = dist.new_group(backend="gloo", timeout=JOIN_TIMEOUT)
+    _KEPT.append(made)
+    return made
+
+
 @contextlib.contextmanager
 def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     """Join the planned world.

@@ -33,8 +33,8 @@ _FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has le
 _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
 
 
-def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
-    """Run `live` as this rank in a child process; returns the exit status, or dies of the rank's own signal."""
+def watch(rank: Rank, run: RunDir, live: Callable[[], int | None]) -> int:
+    """Run `live` as this rank in a child process; returns its exit status, or dies of the rank's own signal."""
     die_with_parent(signal.SIGTERM, os.getppid())
     if launcher_is_gone(os.environ, Plan.read(run.plan).launcher):
         return 128 + signal.SIGTERM
@@ -58,7 +58,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[], None]) -> int:
     return _end_alike(code)
 
 
-def _be_the_rank(account: Account, guardian: int, live: Callable[[], None], ends: dict[str, int]) -> NoReturn:
+def _be_the_rank(account: Account, guardian: int, live: Callable[[], int | None], ends: dict[str, int]) -> NoReturn:
     """The child: live, say how it went, leave without finalizers that could hang or change the status."""
     die_with_parent(signal.SIGKILL, guardian)
     for number in NOTICES:  # until the user's own code handles them
@@ -68,9 +68,9 @@ def _be_the_rank(account: Account, guardian: int, live: Callable[[], None], ends
     os.dup2(ends["err"], 2)
     status = 1
     try:
-        live()
+        code = live() or 0
         os.write(ends["finished"], _FINISHED)
-        status = 0
+        status = code
     except BaseException as error:
         status = account.of_exception(error, ends["last"])
     finally:
@@ -146,7 +146,7 @@ def _conclude(account: Account, child: Child, status: int, finished: bool, oom_k
     """Account for what the rank could not tell itself; returns its status, negative for the signal that it died of."""
     if finished:  # whatever became of it in exit handlers
         child.forget_request()
-        return 0
+        return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
     number, echo = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None
     if number == signal.SIGKILL and not child.was_killed_late:
         echo = False  # nobody here sent that

@@ -19,6 +19,6 @@ TASKS = {
 }
 
 
-def run(session: Session) -> None:
-    """Do what the plan says."""
-    import_module(TASKS[session.plan.task]).run(session)
+def run(session: Session) -> int:
+    """Do what the plan says; the exit status."""
+    return import_module(TASKS[session.plan.task]).run(session) or 0

@@ -16,14 +16,16 @@ from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import write_json
 from ortlaunch.worker import checkpoint
+from ortlaunch.worker.agreement import Agreement, agreement
 from ortlaunch.worker.data import Samples, collate
 from ortlaunch.worker.data.corpus import DataError
 from ortlaunch.worker.finish import finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
-from ortlaunch.worker.metrics import Metrics, measured_peak_flops, wait_for
+from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait_for
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.schedule import factor
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.stopping import saved_for, stop
 from ortlaunch.worker.summary import announce
 
 
@@ -37,20 +39,26 @@ class TrainState:
     learning_rate: float | None = None  # the last step's; checkpoints of earlier versions lack it
 
 
-def run(session: Session) -> None:
-    """Train, and leave the trained model."""
+def run(session: Session) -> int:
+    """Train, and leave the trained model; or what a stop leaves, with its exit status."""
     announce(session)
-    train(session)
+    with agreement(session.group) as agreed:
+        train(session, agreed)
+    if agreed.stopped.stops:
+        return agreed.stopped.exit_status
     finish(session)
+    return 0
 
 
-def train(session: Session) -> TrainState:
-    """Train to `train.max_steps`, from the newest checkpoint of this run if it has one."""
+def train(session: Session, agreed: Agreement) -> TrainState:
+    """Train to `train.max_steps`, from the newest checkpoint of this run if it has one, or until a stop is agreed on.
+
+    A stop leaves all saved, and in `agreed.stopped` what was asked for.
+    """
     recipe, run, group, engine, batches = session.recipe, session.run, session.group, session.engine, session.batches
     state = _resume(session)
     if state.step >= recipe.train.steps:
-        if group.rank == 0:
-            print(f"nothing to train: {state.step} of {recipe.train.steps} steps are done", flush=True)
+        nothing_to_train(session, state)
         return state
     metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
     meter = Meter(session)
@@ -60,18 +68,19 @@ def train(session: Session) -> TrainState:
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")
-    while state.step < recipe.train.steps:
+    while state.step < recipe.train.steps and not agreed.stopped.stops:
         if parity is not None:
             with meter.paused():
                 parity.check(state.step)
-        loss, stepped, rate = train_step(session, state)
+        loss, stepped, rate = train_step(session, state, agreed)
         state.step += 1
         state.samples = batches.seen(state.step)
         meter.losses.append(loss)
         progress.step()
         last = state.step == recipe.train.steps
+        asked = agreed.end()
 
-        if state.step % recipe.log.every_steps == 0 or last:
+        if state.step % recipe.log.every_steps == 0 or last or asked.stops:
             losses, read = meter.losses, meter.read()
             require_finite_loss(read["loss"], group, batches, state.step - len(losses), losses)
             values = {
@@ -89,14 +98,17 @@ def train(session: Session) -> TrainState:
 
         if session.data.evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
             with meter.paused(), progress.during("evaluating"):
-                evaluated = evaluate(session, session.data.evaluation)
-            if metrics:
+                evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
+            asked = max(asked, agreed.now())
+            if metrics and evaluated is not None:
                 metrics.write(state.step, {"evaluation_loss": evaluated})
 
-        if saving.is_due(state.step):
-            with meter.paused(), progress.during("saving a checkpoint"):
+        if asked or saving.is_due(state.step):
+            with meter.paused(), progress.during("saving a checkpoint"), saved_for(session, asked):
                 require_finite_weights(state.step, engine.stepper.weights())
                 saving.save(state.step, asdict(state))
+            asked = max(asked, agreed.saved())
+        agreed.stopped = stop(session, asked, state.step)
     with progress.during("saving a checkpoint"):
         saving.finish()
     if metrics:
@@ -119,11 +131,16 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return recipe.optimizer.learning_rate * factor(recipe.schedule, step, recipe.train.steps)
 
 
-def train_step(session: Session, state: TrainState) -> tuple[torch.Tensor, Any, float]:
-    """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate)."""
+def train_step(session: Session, state: TrainState, agreed: Agreement | None = None) -> tuple[torch.Tensor, Any, float]:
+    """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate).
+
+    What the ranks are asked for is sent between passes and update, where they have just waited for each other.
+    """
     engine, group = session.engine, session.group
     rate = state.learning_rate = learning_rate(session.recipe, state.step)
     losses = _passes(session, state.step)
+    if agreed is not None:
+        agreed.begin()
     if engine.memory:
         engine.memory.look(engine.stepper)
     stepped = engine.stepper.apply(rate)
@@ -153,13 +170,35 @@ def _passes(session: Session, step: int) -> list[torch.Tensor]:
     ]
 
 
+def nothing_to_train(session: Session, state: TrainState) -> None:
+    """All steps are done; the last evaluation may not be, where the run was stopped in it."""
+    if session.group.rank == 0:
+        print(f"nothing to train: {state.step} of {session.recipe.train.steps} steps are done", flush=True)
+    if session.data.evaluation is None:
+        return
+    mine = [r for r in records(session.run) if r["step"] == state.step and "evaluation_loss" in r]
+    if not session.group.gather_numbers([len(mine)])[0][0]:
+        with session.progress.during("evaluating"):
+            evaluated = evaluate(session, session.data.evaluation)
+        if session.group.rank == 0:
+            metrics = Metrics(session.recipe, session.run, state.step)
+            metrics.write(state.step, {"evaluation_loss": evaluated})
+            metrics.close()
+
+
 @torch.no_grad()
-def evaluate(session: Session, samples: Samples) -> float:
-    """Mean loss over the evaluation corpus, weighted as in training; ranks take turns, micro batch by micro batch."""
+def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None) -> float | None:
+    """Mean loss over the evaluation corpus, weighted as in training; ranks take turns, micro batch by micro batch.
+
+    None where the ranks agreed to stop meanwhile.
+    """
     engine, group, micro = session.engine, session.group, session.plan.batch.micro_samples
     module, total, seen = engine.eval_module, 0.0, 0.0
     module.eval()
     for turn in range(0, len(samples), group.size * micro):
+        if agreed is not None and agreed.now().stops:
+            module.train()
+            return None
         first = turn + group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
         # A rank without samples left still runs: with ZeRO 3 a forward pass is a collective.

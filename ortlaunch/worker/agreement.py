@@ -1,0 +1,69 @@
+"""One decision of all ranks at the same step's edge: to save, to stop, or neither.
+
+A number is agreed on beside the step's own work, on a process group of its own: begun before the optimizer's step, read
+after it (benchmarks/agreement.py: what it costs). With one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ortlaunch.worker.distributed import DistributedContext, side_group
+from ortlaunch.worker.requests import Ask, Requests
+
+
+class Agreement:
+    """What any rank is asked for, known to all of them at once.
+
+    In a loop: `begin`, some work, `end`; the same calls on every rank, in the same order. `ask` is for this process's
+    own reasons, such as a clock: what one rank asks for, all do.
+    """
+
+    def __init__(self, group: DistributedContext, requests: Requests) -> None:
+        self.requests, self.stopped = requests, Ask.NOTHING
+        self._channel = side_group() if group.size > 1 else None
+        self._number = torch.zeros(1, dtype=torch.int32)
+        self._work: Any = None
+
+    def ask(self, what: Ask) -> None:
+        """Ask all ranks, from this one."""
+        self.requests.ask(what)
+
+    def begin(self) -> None:
+        """Send what this rank is asked for; does not wait."""
+        if self._channel is not None:
+            self._number[0] = int(self.requests.asked)
+            self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._channel, async_op=True)
+
+    def end(self) -> Ask:
+        """What all ranks do now; a request that came since `begin` is the next one's."""
+        if self._channel is None:
+            return self.requests.asked
+        self._work.wait()
+        return Ask(int(self._number))
+
+    def now(self) -> Ask:
+        """Both at once, after something long."""
+        self.begin()
+        return self.end()
+
+    def saved(self) -> Ask:
+        """A checkpoint was written: whoever asked for one has it. What all ranks are asked for now."""
+        if self.requests.asked is Ask.SAVE:
+            self.requests.asked = Ask.NOTHING
+        return self.now()
+
+
+@contextmanager
+def agreement(group: DistributedContext) -> Iterator[Agreement]:
+    """Open while a training may be asked for something (collective)."""
+    requests = Requests()
+    try:
+        yield Agreement(group, requests)
+    finally:
+        requests.close()

@@ -1,0 +1,40 @@
+"""Two ranks that are asked for things at steps of their own; each says what it decided at each step's edge."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ortlaunch.rank import Rank
+from ortlaunch.worker.agreement import agreement
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.requests import Ask
+
+STEPS = 300
+
+
+def main(rank: int, folder: Path) -> None:
+    """Ask as the plan says: {rank: {step: what}}."""
+    plan = json.loads((folder / "plan.json").read_text())[str(rank)]
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    group, decided = DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu")), []
+    with agreement(group) as agreed:
+        for step in range(STEPS):
+            if str(step) in plan:
+                agreed.ask(Ask[plan[str(step)]])
+            agreed.begin()
+            dist.all_reduce(torch.ones(1000))  # the step's own, on the first group
+            asked = agreed.end()
+            if asked is Ask.SAVE:
+                agreed.saved()
+            decided.append(asked.name)
+    (folder / f"decided_{rank}.json").write_text(json.dumps(decided))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
