@@ -25,7 +25,9 @@ INSIDE = "inside"
 LAUNCHERS = {
     "local": Launcher("ortlaunch.launch.local", "", "none: one process"),
     "torchrun": Launcher(
-        "ortlaunch.launch.torchrun", "torchrun", "a file in the run folder; no port is opened beyond this host"
+        "ortlaunch.launch.torchrun",
+        "torchrun",
+        "a file in the run folder; on one host no port is opened, else one of rank 0's address",
     ),
     "mpi": Launcher(
         "ortlaunch.launch.mpi",

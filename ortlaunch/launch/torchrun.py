@@ -1,12 +1,17 @@
-"""The ranks of this host through torchrun.
+"""The ranks through torchrun: one on this host, or one on each of several, started through ssh (launch/over_ssh.py).
 
 Its rendezvous would listen on every interface and unpickle what anybody puts there. Here it is a file of the run
-folder, new for each start, and the ranks meet in another (worker/distributed.py).
+folder, new for each start; ranks of one host meet in another, those of several at a port of rank 0's address that is
+told through the folder (worker/distributed.py). A world of several hosts has as many ranks on each: torchrun
+documents no other.
 """
 
 from __future__ import annotations
 
+import json
+
 from ortlaunch import start
+from ortlaunch.errors import PlanError
 from ortlaunch.launch import Request, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
@@ -15,7 +20,7 @@ from ortlaunch.run.folder import RunDir
 
 __all__ = ["cancel", "request", "state", "submit", "wait"]
 
-_KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; for torchrun's other hosts, of which there are none
+_KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; a lost host is seen by ssh
 # A guardian ends its rank after the grace; one that is stopped is killed soon after it, not after torchrun's 30 s.
 _GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{GRACE_SECONDS + 2:.0f}"}
 _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a port for a store of the ranks
@@ -23,20 +28,46 @@ _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
     """torchrun with a rendezvous in the run folder; it never restarts ranks by itself."""
-    argv = (
+    # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
+    env = {"OMP_NUM_THREADS": str(plan.threads or 1), **_GRACE, **_NO_STORE, **dict(plan.env)}
+    if len(plan.nodes) > 1:
+        return _of_several_hosts(plan, run_dir, env)
+    argv = _torchrun(plan, run_dir, "localhost")
+    files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
+    return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False)
+
+
+def _of_several_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
+    """One torchrun on each host; they count themselves in the order of the names that they are given."""
+    slots = sorted({node.slots for node in plan.nodes})
+    if len(slots) > 1:
+        raise PlanError(
+            f"launcher torchrun takes as many ranks on every host, and they have {' and '.join(map(str, slots))} "
+            "slots; make them equal, or use launcher mpi"
+        )
+    if plan.threads is None:
+        env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS" or name in dict(plan.env)}
+    agents = [
+        {"host": node.host, "argv": _torchrun(plan, run_dir, f"{number:05d}.{node.host}")}
+        for number, node in enumerate(plan.nodes)
+    ]
+    work = {"agents": agents, "env": dict(sorted(env.items())), "forward": plan.forward}
+    files = ((str(run_dir.rendezvous), ""), (str(run_dir.meeting), ""), (str(run_dir.agents), json.dumps(work) + "\n"))
+    return Request((*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents)), files=files)
+
+
+def _torchrun(plan: Plan, run_dir: RunDir, name: str) -> tuple[str, ...]:
+    """The command on one host; ranks are counted in the order of `name`."""
+    return (
         *start.command("torch.distributed.run", plan.argv[0]),
-        "--nnodes=1",
-        f"--nproc-per-node={plan.world_size}",
+        f"--nnodes={len(plan.nodes)}",
+        f"--nproc-per-node={plan.nodes[0].slots}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={run_dir.rendezvous}",
         f"--rdzv-conf=store_type=file,keep_alive_interval={_KEEP_ALIVE_SECONDS}",
-        "--local-addr=localhost",
+        f"--local-addr={name}",
         "--max-restarts=0",
         "--no-python",
         *plan.argv,
         str(run_dir),
     )
-    # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
-    env = {"OMP_NUM_THREADS": str(plan.threads or 1), **_GRACE, **_NO_STORE, **dict(plan.env)}
-    files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
-    return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False)

@@ -59,7 +59,7 @@ def make_plan(
         rendezvous=rendezvous(world.launcher),
         modules=modules,
         argv=tuple(worker),
-        env=tuple(sorted(recipe.launch.env.items())),
+        env=tuple(sorted({**_interface(recipe), **recipe.launch.env}.items())),
         forward=_forwarded(recipe, environ),
         memory=estimate(recipe, batch.micro_samples, first, world.device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, first),
@@ -79,6 +79,12 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
         memory=estimate(recipe, batch.micro_samples, ranks, plan.device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, ranks),
     )
+
+
+def _interface(recipe: Recipe) -> dict[str, str]:
+    """What tells gloo and NCCL where to listen."""
+    name = recipe.launch.interface
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name) if name else {}
 
 
 def _forwarded(recipe: Recipe, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.plan import LOCAL_NAMES
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
+from ortlaunch.planning.slurm_names import hosts_of_step
 from ortlaunch.rank import Rank, detect
 from ortlaunch.recipe import Recipe
 
@@ -56,7 +57,7 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
     found = _enclosing(environ)
     gpus = machine.visible_gpus(environ)
     device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")
-    hosts, notes = _hosts(recipe, options, gpus if device == "cuda" else 0, found[0] if found else None)
+    hosts, notes = _hosts(recipe, options, gpus if device == "cuda" else 0, found, environ)
     launcher = _launcher(recipe, options, hosts, found)
     _check_nodes(recipe, hosts, options)
     _check_job(recipe, hosts, options, environ)
@@ -89,19 +90,21 @@ def _threads(recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]
 
 
 def _hosts(
-    recipe: Recipe, options: LaunchOptions, gpus: int, inside: Rank | None
+    recipe: Recipe, options: LaunchOptions, gpus: int, found: tuple[Rank, str] | None, environ: Mapping[str, str]
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     per_node = options.processes_per_node or recipe.launch.processes_per_node
     if options.hostfile:
         return _from_file(options, per_node)
     if options.include or options.exclude:
         raise PlanError("--include and --exclude choose from a host file: give --hostfile")
-    if inside is not None and not options.processes_per_node:
-        return _of_launcher(inside), ()
+    if found is not None and not options.processes_per_node:
+        return _of_slurm(found, environ) or _of_launcher(found[0]), ()
+    if (recipe.launch.nodes or 1) > 1 and options.planned_only:
+        return _declared(recipe, per_node)
     if (recipe.launch.nodes or 1) > 1:
         raise PlanError(
-            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or start under a scheduler, "
-            "or override launch.nodes=1 to train on this host alone"
+            f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or start under a scheduler "
+            "(ortlaunch submit), or override launch.nodes=1 to train on this host alone"
         )
     slots = per_node or gpus or 1
     return (Host("localhost", slots, tuple(range(slots))),), ()
@@ -128,6 +131,25 @@ def _first_slots(host: Host, slots: int) -> Host:
     return host._replace(slots=slots, devices=host.devices[:slots])
 
 
+def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Hosts that do not exist yet, as the recipe counts them."""
+    nodes = recipe.launch.nodes or 1
+    if per_node is None:
+        raise PlanError(
+            f"launch.nodes is {nodes}, and their ranks are not known here; give launch.processes_per_node, or "
+            "--hostfile"
+        )
+    names = (Host(f"node{number}", per_node, tuple(range(per_node))) for number in range(nodes))
+    return tuple(names), (f"{nodes} hosts that launch.nodes declares; a scheduler or a host file will name them",)
+
+
+def _of_slurm(found: tuple[Rank, str], environ: Mapping[str, str]) -> tuple[Host, ...] | None:
+    """The nodes of a step by Slurm's names; one node alone is this one."""
+    if found[1] != "Slurm" or found[0].local_world_size == found[0].world_size:
+        return None
+    return hosts_of_step(environ)
+
+
 def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     """Hosts as the enclosing launcher made them; it does not tell their names."""
     per_node = inside.local_world_size
@@ -152,6 +174,8 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
         )
     ranks = sum(host.slots for host in hosts)
     here = len(hosts) == 1 and is_this_host(hosts[0].name)
+    if chosen == "auto" and _are_declared(options, hosts):
+        return "inside"  # of what starts them there
     if chosen == "auto":
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
     if chosen == "local" and (ranks > 1 or not here):
@@ -159,13 +183,11 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
             f"launcher local is one process on this host, and {ranks} ranks on {len(hosts)} hosts are asked for; "
             "use torchrun or mpi"
         )
-    if chosen == "torchrun" and not here:
-        raise PlanError(
-            "launcher torchrun starts the ranks of this host only, and the hosts are "
-            f"{', '.join(h.name for h in hosts[:4])}; use mpi, or run "
-            "`torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each"
-        )
     return chosen
+
+
+def _are_declared(options: LaunchOptions, hosts: tuple[Host, ...]) -> bool:
+    return len(hosts) > 1 and options.hostfile is None
 
 
 def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions) -> None:

@@ -276,6 +276,9 @@ class Launch(Section):
     """Hosts that the run must have; it never trains on fewer."""
     processes_per_node: Optional[Annotated[int, Field(ge=1, le=9999)]] = None
     """Ranks on each host; null: one per GPU, or one."""
+    interface: Optional[Text] = None
+    """Network interface of every host that ranks meet on, as `ib0`; null: that of the route to the other hosts. Same as
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in `env`, which come first."""
     env: dict[str, str] = {}
     """Environment variables for every rank, as `{NCCL_DEBUG: WARN}`. No secrets: export those in your shell."""
     forward: Words = ()

@@ -325,12 +325,6 @@ def _launch(recipe: Recipe) -> Iterator[Problem]:
             ("launch.launcher", "launch.processes_per_node", "launch.nodes"),
             f"got local, which is one process, for {nodes * per_node} processes; use torchrun, mpi or auto",
         )
-    if launch.launcher == "torchrun" and nodes > 1:
-        yield (
-            ("launch.launcher", "launch.nodes"),
-            f"got torchrun, which starts the ranks of one host, for {nodes} nodes; use mpi, or run "
-            "`torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each of them with launcher auto",
-        )
     for name in launch.env:
         if not _VARIABLE.fullmatch(name):
             yield (f"launch.env.{name}",), "is no name of a variable: letters, digits and `_`"

@@ -4,6 +4,7 @@ runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
   commands.jsonl modules/                                              each start's command and commit; the user's code
   store rendezvous                                                     how ranks of one host meet, without a port
+  agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   steps.json summary.json                                              train.epochs in steps; the end of the run
@@ -48,6 +49,8 @@ class RunDir:
         self.hostfile = self.path / "hostfile"
         self.store = self.path / "store"
         self.rendezvous = self.path / "rendezvous"
+        self.meeting = self.path / "meeting"
+        self.agents = self.path / "agents.json"
         self.logs = self.path / "logs"
         self.errors = self.path / "errors"
         self.failure_printed = self.errors / "printed"

@@ -24,6 +24,7 @@ from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.worker import interface
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
 # end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.
@@ -97,7 +98,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     device = _device(plan, rank)
     found = detect(os.environ)
     launcher = found[1] if found else ""
-    _join(rank, run, launcher, "nccl" if device.type == "cuda" else "gloo")
+    _join(plan, rank, run, "nccl" if device.type == "cuda" else "gloo")
     _export(rank)
     yield DistributedContext(rank, device)
     _KEPT.append(dist.group.WORLD)
@@ -164,8 +165,10 @@ def _on_one_host(rank: Rank) -> bool:
     return rank.local_world_size == rank.world_size
 
 
-def _join(rank: Rank, run: RunDir, launcher: str, backend: str) -> None:
+def _join(plan: Plan, rank: Rank, run: RunDir, backend: str) -> None:
     """Start torch.distributed by the means that the launcher gives."""
+    found = detect(os.environ)
+    launcher = found[1] if found else ""
     if _on_one_host(rank):
         _stay_on_loopback(os.environ)  # one rank alone listens, too
     if rank.world_size == 1:
@@ -173,10 +176,12 @@ def _join(rank: Rank, run: RunDir, launcher: str, backend: str) -> None:
         return
     if _on_one_host(rank):
         store: Any = _file_store(run.store, rank.world_size)
-    elif launcher == "torchrun":
-        store = None  # torchrun's own, on the address that it was given
+    elif launcher == "torchrun" and plan.launcher != "torchrun":
+        store = None  # of the user's own torchrun, on the address that it was given
+        interface.use(interface.source_address(os.environ["MASTER_ADDR"]) or "", os.environ)
     else:
-        store = _through_mpi(rank) if _uses_mpi(launcher) else _through_folder(rank, run)
+        hosts = [node.host for node in plan.nodes]
+        store = _through_mpi(rank) if _uses_mpi(launcher) else _through_folder(rank, _meeting(run, launcher), hosts)
     dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT)
 
 
@@ -203,21 +208,27 @@ def _through_mpi(rank: Rank) -> Any:
             f"installations ({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your mpirun"
         )
     hosts = world.allgather(socket.gethostname())
-    listener = _listener(routable_address(hosts)) if world.rank == 0 else None
+    listener = _listener(interface.own_address(hosts, os.environ)) if world.rank == 0 else None
     where = world.bcast(listener and listener.getsockname(), root=0)
     return _tcp_store(rank, where, listener)
 
 
-def _through_folder(rank: Rank, run: RunDir) -> Any:
-    """The store of rank 0, whose place is told through the run folder (Slurm steps without MPI)."""
+def _meeting(run: RunDir, launcher: str) -> Path:
+    """Where rank 0 writes its place: emptied by ortlaunch's own torchrun, new for each step of Slurm's."""
+    if launcher == "torchrun":
+        return run.meeting
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")  # a requeued job keeps its first two
-    path = run.ready / f"rendezvous-{'.'.join(os.environ.get(name, '') for name in names)}"
+    return run.ready / f"rendezvous-{'.'.join(os.environ.get(name, '') for name in names)}"
+
+
+def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> Any:
+    """The store of rank 0, whose place is told through a file (torchrun on each host; Slurm's steps without MPI)."""
     if rank.rank == 0:
-        listener = _listener(routable_address([]))
+        listener = _listener(interface.own_address(hosts, os.environ))
         write_json(path, listener.getsockname())
         return _tcp_store(rank, listener.getsockname(), listener)
     deadline = time.monotonic() + 300
-    while not path.exists():
+    while not (path.exists() and path.stat().st_size):
         if time.monotonic() > deadline:
             raise LaunchError(f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?")
         time.sleep(0.05)
@@ -236,27 +247,9 @@ def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None)
     """The store at (address, port), held by the rank that has the listener."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where[0], str(where[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    interface.use(where[0] if listener else interface.source_address(where[0]) or "", os.environ)
     held = {"master_listen_fd": listener.detach()} if listener else {}
     return dist.TCPStore(where[0], where[1], rank.world_size, is_master=bool(held), timeout=JOIN_TIMEOUT, **held)
-
-
-def routable_address(hosts: list[str]) -> str:
-    """This host's address as the other hosts reach it: the source address of a route to one of them."""
-    here = socket.gethostname()
-    for host in (name for name in hosts if name != here):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # no packet is sent: the kernel only picks the route
-            address: str = probe.getsockname()[0]
-            if not address.startswith("127."):
-                return address
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(here)
-        if not address.startswith("127."):
-            return address
-    raise LaunchError(
-        f"{here} knows no address of its own that other hosts can reach ({', '.join(sorted(set(hosts)))}); "
-        "give its name a routable address in DNS or /etc/hosts"
-    )
 
 
 def _export(rank: Rank) -> None:

@@ -1,4 +1,4 @@
-"""A cluster on one machine: hosts with a network, a name, processes, an sshd and a private disk each, and Slurm on them.
+"""A cluster on one machine: hosts with a network, a name, processes, an sshd and a private disk each, and Slurm.
 
 Every host is a set of namespaces that lives as long as its first process, and that dies with whoever made the lab: a
 crash leaves nothing but a folder, which the next lab takes away. All addresses are inside these namespaces. Takes root
@@ -85,7 +85,7 @@ InactiveLimit=0
 SchedulerParameters=sched_interval=2,requeue_delay=1,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=host[1-{hosts}] CPUs={cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=4000 Gres=gpu:2
+NodeName=host[1-{hosts}] CPUs={cpus} CoresPerSocket={cpus} RealMemory=4000 Gres=gpu:2
 PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=15
 PartitionName=urgent Nodes=ALL MaxTime=1:00:00 State=UP PriorityTier=10 PreemptMode=OFF
 """
@@ -248,7 +248,7 @@ class Lab:
         munge = ("--key-file", "--pid-file", "--seed-file", "--log-file", "--socket")
         files = (f"{option}={self.folder}/munge.{option[2:].partition('-')[0]}" for option in munge)
         self._daemon(LOGIN, "munged", "--foreground", "--force", *files)
-        _wait_for(lambda: (self.folder / "munge.socket").exists(), "munged")
+        _wait_for((self.folder / "munge.socket").exists, "munged")
         self._daemon(LOGIN, "slurmctld", "-D")
         for name in (LOGIN, *self.names):
             self._daemon(name, shutil.which("sshd", path=_TOOLS) or "sshd", "-D", "-f", f"{self.folder}/{name}.sshd")

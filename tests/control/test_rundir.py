@@ -22,6 +22,8 @@ PATHS = {
     "hostfile": "hostfile",
     "store": "store",
     "rendezvous": "rendezvous",
+    "meeting": "meeting",
+    "agents": "agents.json",
     "steps": "steps.json",
     "logs": "logs",
     "errors": "errors",

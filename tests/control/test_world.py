@@ -117,6 +117,37 @@ def test_inside_slurm(environ: dict[str, str], inside: Rank | None, hosts: tuple
     assert found.launcher == ("inside" if inside else "local")
 
 
+@pytest.mark.parametrize(
+    ("names", "layout", "rank", "hosts"),
+    [
+        ("gpu[08-09]", "2,1", Rank(2, 3, 0, 1), (host("gpu08", 2), host("gpu09", 1))),
+        ("a,r[1-2]n[3,5]-ib", "1(x4),2", Rank(0, 6, 0, 1),
+         (host("a", 1), *(host(f"r{r}n{n}-ib", 1) for r, n in ((1, 3), (1, 5), (2, 3))), host("r2n5-ib", 2))),
+    ],
+)  # fmt: skip
+def test_slurm_names_its_hosts(names: str, layout: str, rank: Rank, hosts: tuple[Host, ...]) -> None:
+    """Tasks as unequal as they are, on nodes by name."""
+    environ = slurm(rank.rank, rank.world_size, rank.local_rank, layout, len(hosts) - 1 if rank.rank else 0)
+    found = resolved(None, LaunchOptions(), **{**environ, "SLURM_STEP_NODELIST": names})
+    assert (found.hosts, found.inside) == (hosts, rank)
+
+
+def test_slurm_names_that_do_not_fit() -> None:
+    """Names of two nodes and tasks of three are refused."""
+    environ = {**slurm(0, 3, 0, "1(x3)"), "SLURM_STEP_NODELIST": "a[1-2]"}
+    with pytest.raises(PlanError, match=r"Slurm names 2 nodes \(a\[1-2\]\), and tasks for 3 \(1\(x3\)\)"):
+        resolved(None, LaunchOptions(), **environ)
+
+
+def test_declared_hosts_can_be_planned() -> None:
+    """Hosts that do not exist yet, as launch counts them, on a host without GPUs; ranks a host must be told."""
+    launch = {"nodes": 2, "processes_per_node": 8, "device": "cuda"}
+    found = resolved(launch, LaunchOptions(planned_only=True))
+    assert (found.hosts, found.launcher, found.device) == ((host("node0", 8), host("node1", 8)), "inside", "cuda")
+    with pytest.raises(PlanError, match=r"their ranks are not known here; give launch\.processes_per_node"):
+        resolved({"nodes": 2}, LaunchOptions(planned_only=True))
+
+
 def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
     """What a batch script sees; seen in Slurm 22.05, `sbatch -N2 -n2`: no SLURM_STEP_ID there."""
     first = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
@@ -238,8 +269,8 @@ def test_no_note_where_the_device_is_clear(launch: dict[str, Any], environ: dict
         (None, {}, LaunchOptions(exclude="a"), {}, "--include and --exclude choose from a host file: give --hostfile"),
         (
             None, {"nodes": 4}, LaunchOptions(), {},
-            "launch.nodes is 4, and there is no --hostfile; give one, or start under a scheduler, or override "
-            "launch.nodes=1 to train on this host alone",
+            "launch.nodes is 4, and there is no --hostfile; give one, or start under a scheduler "
+            "(ortlaunch submit), or override launch.nodes=1 to train on this host alone",
         ),
         ("a slots=2\nb slots=1\n", {}, LaunchOptions(processes_per_node=2), {},
          "--nproc-per-node is 2, and b has 1 slots in the host file"),
@@ -266,9 +297,6 @@ def test_no_note_where_the_device_is_clear(launch: dict[str, Any], environ: dict
          "launcher local is one process on this host, and 2 ranks on 1 hosts are asked for; use torchrun or mpi"),
         ("a slots=1\n", {}, LaunchOptions("local"), {},
          "launcher local is one process on this host, and 1 ranks on 1 hosts are asked for; use torchrun or mpi"),
-        ("a slots=1\nb slots=1\n", {}, LaunchOptions("torchrun"), {},
-         "launcher torchrun starts the ranks of this host only, and the hosts are a, b; use mpi, or run "
-         "`torchrun --nnodes ... --no-python ortlaunch train RECIPE` on each"),
         ("localhost slots=5\n", {}, LaunchOptions(), {},
          "localhost has 4 cores and no GPU, and the host file gives it 5 slots; lower them, or use --nproc-per-node "
          "without a host file to put more ranks than cores on this machine"),

@@ -53,6 +53,27 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
+def test_torchrun_on_several_hosts() -> None:
+    """An agent on each host, counted in the plan's order; values of forwarded variables are nowhere."""
+    request = backend("torchrun").request(made("torchrun", (host("a", 2), host("me@b", 2))), RUN)
+    assert request.argv == ("/venv/bin/python", start.__file__, "ortlaunch.launch.over_ssh", "runs/x/agents.json")
+    files = dict(request.files)
+    work = json.loads(files["runs/x/agents.json"])
+    assert [agent["host"] for agent in work["agents"]] == ["a", "me@b"]
+    assert [agent["argv"][3:5] for agent in work["agents"]] == [["--nnodes=2", "--nproc-per-node=2"]] * 2
+    assert [agent["argv"][8] for agent in work["agents"]] == ["--local-addr=00000.a", "--local-addr=00001.me@b"]
+    assert work["agents"][0]["argv"][-4:] == [*WORKER, "runs/x"]
+    assert set(NAMES) - {"NCCL_DEBUG", "NOTE"} <= set(work["forward"])
+    assert (files["runs/x/rendezvous"], files["runs/x/meeting"]) == ("", "")
+    assert "s3cret" not in str(request)
+
+
+def test_torchrun_takes_equal_hosts() -> None:
+    """It documents no others."""
+    with pytest.raises(PlanError, match="they have 1 and 2 slots; make them equal, or use launcher mpi"):
+        backend("torchrun").request(made("torchrun"), RUN)
+
+
 def test_local() -> None:
     """One process is the worker's own command."""
     request = backend("local").request(made("local", (host("localhost", 1),)), RUN)

@@ -18,7 +18,7 @@ from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
-from ortlaunch.worker import distributed
+from ortlaunch.worker import distributed, interface
 from tests.makers import host, plan, recipe
 
 HOSTS = (host("a", 2), Host("b", 2, (1, 3)))
@@ -150,7 +150,7 @@ def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         distributed.dist, "init_process_group", lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"])
     )
-    distributed._join(Rank(0, 1, 0, 1), RunDir("x"), "", "gloo")
+    distributed._join(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), "gloo")
     assert told == ["lo"]
 
 
@@ -188,18 +188,38 @@ def test_the_address_that_others_reach(
 ) -> None:
     """The source of a route to another host comes first, then this host's name; loopback is neither."""
     network(monkeypatch, routes, name)
-    assert distributed.routable_address(["box", "b", "c"]) == address
+    assert interface.own_address(["box", "b", "c"], {}) == address
 
 
 def test_no_address_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that knows only loopback says so and what to do."""
     network(monkeypatch, {}, "127.0.1.1")
     with pytest.raises(LaunchError) as caught:
-        distributed.routable_address(["b", "box", "c"])
+        interface.own_address(["b", "box", "c"], {})
     assert str(caught.value) == (
         "box knows no address of its own that other hosts can reach (b, box, c); give its name a routable address in "
-        "DNS or /etc/hosts"
+        "DNS or /etc/hosts, or name the interface: launch.interface=eth0"
     )
+
+
+def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is this host's, and both libraries use it; one that is not here is named with those that are."""
+    environ = {"GLOO_SOCKET_IFNAME": "lo"}
+    assert interface.own_address(["b"], environ) == "127.0.0.1"
+    interface.use("10.0.0.1", environ)
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    with pytest.raises(LaunchError, match=r"is ib7, and box has no such interface with an address; it has lo"):
+        interface.use("10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib7"})
+
+
+def test_the_interface_of_an_address() -> None:
+    """The one that has the address of the route; another address changes nothing."""
+    environ = {"NCCL_SOCKET_IFNAME": "ib0"}
+    interface.use("127.0.0.1", environ)
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib0"}
+    interface.use("10.9.9.9", environ := {})
+    assert environ == {}
 
 
 def network(monkeypatch: pytest.MonkeyPatch, routes: dict[str, str], name: str) -> None:
@@ -229,10 +249,11 @@ def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A Slurm step without MPI meets through a file that belongs to this start of this step."""
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(distributed, "routable_address", lambda hosts: "127.0.0.2")
+    monkeypatch.setattr(interface, "own_address", lambda hosts, environ: "127.0.0.2")
     run = RunDir(tmp_path)
+    path = distributed._meeting(run, "Slurm")
     with ThreadPoolExecutor() as pool:
-        stores = [pool.submit(distributed._through_folder, Rank(rank, 2, 0, 1), run) for rank in range(2)]
+        stores = [pool.submit(distributed._through_folder, Rank(rank, 2, 0, 1), path, []) for rank in range(2)]
         mine, others = (each.result() for each in stores)
     mine.set("key", "value")
     assert others.get("key") == b"value"
@@ -243,10 +264,9 @@ def test_meeting_through_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch
     """A rank that never sees rank 0's file asks about the disk."""
     clock = iter((0.0, 400.0))
     monkeypatch.setattr(distributed.time, "monotonic", lambda: next(clock))
-    run = RunDir(tmp_path)
+    path = tmp_path / "rendezvous"
     with pytest.raises(LaunchError) as caught:
-        distributed._through_folder(Rank(1, 2, 1, 2), run)
-    path = run.ready / "rendezvous-.."
+        distributed._through_folder(Rank(1, 2, 1, 2), path, [])
     message = f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
     assert str(caught.value) == message
 

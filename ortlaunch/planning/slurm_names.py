@@ -1,0 +1,63 @@
+"""Slurm's short forms: `host[1-2,04]` for names of nodes, `2(x3),1` for tasks on each of them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from ortlaunch.errors import PlanError
+from ortlaunch.planning.hosts import Host
+
+_GROUP = re.compile(r"([^\[\],]*)\[([^\]]*)\]")
+
+
+def hosts_of_step(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
+    """The nodes of the step that this process is a task of, with the tasks on each; None where Slurm names none.
+
+    Raises:
+        PlanError: names and tasks do not fit together.
+    """
+    names = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    layout = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if not names or not layout:
+        return None
+    nodes, tasks = node_names(names), tasks_per_node(layout)
+    if len(nodes) != len(tasks):
+        raise PlanError(f"Slurm names {len(nodes)} nodes ({names}), and tasks for {len(tasks)} ({layout})")
+    return tuple(Host(name, count, tuple(range(count))) for name, count in zip(nodes, tasks))
+
+
+def node_names(text: str) -> list[str]:
+    """`a,host[1-2,04]-ib` -> a, host1-ib, host2-ib, host04-ib, in Slurm's order."""
+    return [name for part in _parts(text) for name in _expanded(part)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """`2(x3),1` -> 2, 2, 2, 1.
+
+    Raises:
+        PlanError: it is no such text.
+    """
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
+        if match is None:
+            raise PlanError(f"{text!r} is no layout of tasks; Slurm writes for example 2(x3),1")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _parts(text: str) -> Iterator[str]:
+    """What commas outside brackets separate."""
+    return (match[0] for match in re.finditer(r"(?:[^,\[]|\[[^\]]*\])+", text))
+
+
+def _expanded(part: str) -> Iterator[str]:
+    match = _GROUP.match(part)
+    if match is None:
+        yield part
+        return
+    for number in match[2].split(","):
+        first, dash, last = number.partition("-")
+        for value in range(int(first), int(last) + 1) if dash else [first]:
+            yield from (f"{match[1]}{str(value).zfill(len(first))}{rest}" for rest in _expanded(part[match.end() :]))
