@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,18 @@ _LEFT_BY_LAUNCHERS = (
     "OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_", "HYDI_", "MV2_", "PALS_", "SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_",
     "ROLE_", "CUDA_VISIBLE_DEVICES", "ORTLAUNCH_PROGRESS",
 )  # fmt: skip
+
+
+@functools.cache
+def _leave_out_of_collections(modules: int) -> None:
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _libraries_are_no_garbage() -> None:
+    """Garbage is not looked for in what was loaded: each of ORT's exports asks for a collection, over all of torch."""
+    _leave_out_of_collections(len(sys.modules) // 50)
 
 
 @pytest.fixture(autouse=True)

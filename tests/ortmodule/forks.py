@@ -19,11 +19,12 @@ Process = subprocess.CompletedProcess[str]
 Run = Callable[..., Process]
 
 _SERVER = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 import torch, torch.onnx, torch._dynamo, torch.distributed.tensor, torch.utils.cpp_extension, onnx, pydantic, pytest
 import ortlaunch.recipe
 for loaded in ("onnxruntime", "transformers", "deepspeed"):
     assert loaded not in sys.modules, loaded
+gc.freeze()
 print("ready", flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
