@@ -14,6 +14,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.allocator import keep_freed_memory
 from ortlaunch.worker.child import be_ended_first
+from ortlaunch.worker.garbage import look_as_usual, look_rarely
 from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.rank_supervisor import watch
 
@@ -35,6 +36,7 @@ def live(run: RunDir, rank: Rank) -> int:
     """Read what to do, join the world, build, do it, leave with this exit status."""
     progress = Progress(rank.rank)
     progress.doing("loading libraries")
+    look_rarely()
     from ortlaunch.recipe import parse_resolved  # here, so that guardian and logs are there before pydantic is loaded
     from ortlaunch.user_modules import make_importable
 
@@ -56,7 +58,9 @@ def live(run: RunDir, rank: Rank) -> int:
 
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
         distributed.agree_on_files(group, run, texts)
-        return tasks.run(build_session(recipe, plan, run, group, progress, freed))
+        session = build_session(recipe, plan, run, group, progress, freed)
+        look_as_usual()
+        return tasks.run(session)
 
 
 if __name__ == "__main__":

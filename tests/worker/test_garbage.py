@@ -1,0 +1,32 @@
+"""Garbage collection around the start of a rank."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from ortlaunch.worker.garbage import look_as_usual, look_rarely
+
+
+class Cycle:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_garbage_of_the_start_is_collected_and_what_stays_is_left_out() -> None:
+    """Afterwards collections are as frequent as before, and go through new objects alone."""
+    usual = gc.get_threshold()
+    try:
+        look_rarely()
+        assert gc.get_threshold()[0] > 10 * usual[0]
+        gone, stays = weakref.ref(Cycle()), Cycle()
+        look_as_usual()
+        assert (gone(), gc.get_threshold()) == (None, usual)
+        later = weakref.ref(Cycle())
+        assert not any(one is stays for one in gc.get_objects())
+        gc.collect()
+        assert later() is None
+    finally:
+        gc.set_threshold(*usual)
