@@ -11,7 +11,9 @@
     ├── EngineError           the chosen engine cannot run this model
     │   └── ParityError       it runs the model, and what comes out is not what plain PyTorch computes
     ├── FileError             a file or the output of ours cannot be read or written; made by file_errors.py
-    ├── NonFiniteError        a loss or a gradient is inf or nan, and would spoil the weights
+    ├── BadStepError          the numbers of a step are bad
+    │   ├── NonFiniteError    a loss or a gradient is inf or nan, and would spoil the weights
+    │   └── LossSpikeError    a loss jumped, and train.on_spike asks for an end
     └── CheckpointError       a checkpoint cannot be written or read
         └── NotSaved          a stop that was asked for found nowhere to save: 128 + its signal
 
@@ -21,6 +23,7 @@ Imports nothing of ortlaunch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class OrtlaunchError(Exception):
@@ -79,8 +82,20 @@ class FileError(OrtlaunchError):
         super().__init__(message)
 
 
-class NonFiniteError(OrtlaunchError):
+class BadStepError(OrtlaunchError):
+    """The numbers of a step are bad; ``found`` is its record where the step was not taken, else None."""
+
+    def __init__(self, message: str, found: Any = None) -> None:
+        self.found = found
+        super().__init__(message)
+
+
+class NonFiniteError(BadStepError):
     """A loss or a gradient is inf or nan; the message names the step, the samples and the parameter."""
+
+
+class LossSpikeError(BadStepError):
+    """A loss is far above those before it; the message names the step and the samples."""
 
 
 class CheckpointError(OrtlaunchError):

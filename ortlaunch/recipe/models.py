@@ -27,6 +27,8 @@ from ortlaunch.recipe.section import (
     tuple_of,
 )
 
+BadStepAction = Literal["stop", "skip", "rollback"]
+
 
 def _kind(value: object) -> str:
     """Which branch of "a name or a mapping" a value belongs to."""
@@ -212,6 +214,18 @@ class Zero(Section):
     """Raw DeepSpeed settings, merged last; keys that the recipe owns are refused."""
 
 
+class Spike(Section):
+    """What counts as a jump of the loss, and what follows."""
+
+    action: BadStepAction = "stop"
+    """As `train.on_nonfinite`: `stop`, `skip` or `rollback`."""
+    deviations: Annotated[float, Field(gt=0)] = 10.0
+    """The loss of a step jumped where it is above the median of the last `window` losses by more than this many of
+    their standard deviations (robust: 1.4826 x their median distance from the median; at least 1 % of the median)."""
+    window: Annotated[int, Field(ge=8, le=10_000)] = 100
+    """Losses to compare with, each the mean over all ranks; no step is judged before this start has seen so many."""
+
+
 class Train(Section):
     """How long, and how steps are taken."""
 
@@ -231,6 +245,19 @@ class Train(Section):
     for task custom."""
     evaluate_every_steps: Optional[Positive] = None
     """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
+    on_nonfinite: BadStepAction = "stop"
+    """What follows a loss or gradient that is inf or nan and that no fp16 loss scale brought about. `stop`: the run
+    ends. `skip`: this step changes no weight, no optimizer state and no buffer. `rollback`: the newest checkpoint is
+    taken up in the same process, and the batch is left out: the step takes the samples that follow (without a
+    checkpoint one is written before step 1). In each case the step, the samples and the first bad parameter are
+    printed, and recorded in bad_steps.jsonl. `skip` and `rollback` look at the loss of every step before its update, on
+    all ranks."""
+    on_spike: Optional[Spike] = None
+    """The same for a loss that jumps, as `{action: rollback}`; null: no loss is too high."""
+    max_skips: Positive = 10
+    """After so many skipped bad steps in a run the next one ends it."""
+    max_rollbacks: Positive = 3
+    """After so many rollbacks of a run, over all its starts, the next bad step ends it."""
 
     @property
     def steps(self) -> int:

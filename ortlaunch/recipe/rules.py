@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
+from ortlaunch.recipe.bad_step_rules import bad_step_rules
 from ortlaunch.recipe.checkpoint_rules import checkpoint_rules
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
@@ -52,6 +53,7 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         deepspeed_rules,
         _train,
         checkpoint_rules,
+        bad_step_rules,
         _launch,
     )
     for rule in rules:

@@ -11,6 +11,7 @@ runs/<name>-<timestamp>/
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
   saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed
+  bad_steps.jsonl                                                      losses and gradients that were not trained on
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
   requests/{stop,save}.json stopped.json                               asked for from outside; how a stop ended
   lock job.json                                                        held while the run lives; state and verdict
@@ -64,6 +65,7 @@ class RunDir:
         self.job = self.path / "job.json"
         self.metrics = self.path / "metrics.jsonl"
         self.steps = self.path / "steps.json"
+        self.bad_steps = self.path / "bad_steps.jsonl"
         self.summary = self.path / "summary.json"
         self.parity = self.path / "parity.jsonl"
         self.engine = self.path / "engine.json"

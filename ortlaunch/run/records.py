@@ -92,6 +92,8 @@ class Summary:
     """The last evaluation's loss; null: there was none."""
     training_seconds: float
     """Time of the training loop, over all starts."""
+    bad_steps: dict[str, int]
+    """Bad steps by what followed, `skip` or `rollback`, over all starts; their samples are in bad_steps.jsonl."""
     seconds: dict[str, float]
     """What each part of the last start took on rank 0, from loading libraries to writing the export."""
     failed_saves: int = 0
@@ -115,6 +117,28 @@ class Stopped:
 
 
 @dataclass
+class BadStep:
+    """A line for each step whose loss or gradient was bad, in the order in which they came up, over all starts."""
+
+    step: int
+    """The optimizer step, from 1."""
+    kind: str
+    """`loss` or `gradient`: it was inf or nan; `spike`: the loss jumped."""
+    message: str
+    """What was wrong, for a person."""
+    samples: list[int]
+    """The samples of data.train that the step took, of all ranks and passes."""
+    parameter: str | None
+    """The first parameter, in the model's order, whose gradient is inf or nan; null: none is."""
+    action: str = "stop"
+    """What followed: `stop`, `skip` or `rollback`."""
+    checkpoint: int | None = None
+    """The step of the checkpoint that was taken up again (rollback)."""
+    places: list[int] | None = None
+    """Where these samples are in the order of all epochs: first, and the one after the last (rollback)."""
+
+
+@dataclass
 class MetricsLine:
     """A line for each logged step (`log.every_steps`).
 
@@ -123,20 +147,22 @@ class MetricsLine:
 
     step: int
     """Optimizer steps taken, from 1."""
-    loss: float
-    """Mean training loss since the last line, over all ranks."""
+    loss: float | None
+    """Mean training loss since the last line, over all ranks; null: all these steps were left out as bad ones."""
     samples_per_second: float
     """Speed since the last line; evaluations and checkpoints do not count as time."""
     learning_rate: float
     """Of the last step."""
     gradient_norm: float | None
-    """Of the last step, before clipping; null: fp16 skipped that step."""
+    """Of the last step, before clipping; null: that step was skipped."""
     samples: int
     """Samples trained on so far."""
     epoch: float
     """The same in passes over the data."""
     skipped_steps: int
     """Steps that fp16's loss scaling left out so far."""
+    left_out_steps: int
+    """Bad steps whose update was left out so far (`train.on_nonfinite: skip`, `train.on_spike`)."""
     elapsed_seconds: float
     """Time of the training loop so far, over all starts."""
     tokens_per_second: float | None = None

@@ -28,6 +28,7 @@ _FILES = {
     "metrics.jsonl, evaluations": "EvaluationLine",
     "saves.jsonl": "SaveLine",
     "saves.jsonl, commands": "CommandLine",
+    "bad_steps.jsonl": "BadStep",
 }
 _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null", "Any": "any value"}
 

@@ -77,7 +77,8 @@ class Status:
         if self.step is None:
             return "no step is logged yet" if not self.state.is_end else "no step was logged"
         of = f" of {self.steps}" if self.steps is not None else ""
-        values = [form.format(float(self.metrics[name])) for name, form in _SHOWN.items() if name in self.metrics]
+        known = {name: value for name, value in self.metrics.items() if value is not None}
+        values = [form.format(float(known[name])) for name, form in _SHOWN.items() if name in known]
         ago = self.logged_seconds_ago
         when = "" if self.state.is_end else ", of an earlier start" if ago is None else f", {duration(ago)} ago"
         return ", ".join([f"step {self.step}{of}", *values]) + when

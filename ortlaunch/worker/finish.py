@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from ortlaunch.plan import Plan
@@ -9,6 +10,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.run.records import Summary, as_json
 from ortlaunch.units import duration
+from ortlaunch.worker.bad_steps import recorded
 from ortlaunch.worker.checkpoint import failures, samples_seen
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
@@ -50,6 +52,7 @@ def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) 
         loss=last.get("loss"),
         evaluation_loss=last.get("evaluation_loss"),
         training_seconds=last["elapsed_seconds"],
+        bad_steps=dict(Counter(line.action for line in recorded(run) if line.action != "stop")),
         seconds=seconds,
         failed_saves=saves,
         failed_commands=commands,
@@ -70,7 +73,15 @@ def summary_lines(summary: Summary) -> list[str]:
         *([f"{summary.failed_saves} saves failed: saves.jsonl"] if summary.failed_saves else []),
         *([f"{summary.failed_commands} of checkpoint.on_complete failed: saves.jsonl, logs/on_complete.log"]
           if summary.failed_commands else []),
+        *_bad_steps(summary.bad_steps),
     ]  # fmt: skip
+
+
+def _bad_steps(actions: dict[str, int]) -> list[str]:
+    """What was left out, and where that is recorded."""
+    words = {"skip": "skipped", "rollback": "rolled back and left out"}
+    found = ", ".join(f"{number} {words[action]}" for action, number in actions.items())
+    return [f"bad steps: {found}; see bad_steps.jsonl"] if found else []
 
 
 def _loaded_by(recipe: Recipe, run: RunDir, model: Any) -> str:

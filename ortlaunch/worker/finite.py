@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ortlaunch.errors import NonFiniteError
+from ortlaunch.run.records import BadStep
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.distributed import DistributedContext
@@ -43,35 +44,43 @@ def bad_losses(group: DistributedContext, losses: Sequence[torch.Tensor]) -> lis
 
 def bad_loss(step: int, found: BadLoss, samples: list[int]) -> str:
     """The line about one loss; `step` from 0."""
-    return f"step {step + 1}: the loss is {found.loss} on rank {found.rank}, samples {_some(samples)} of data.train"
+    return f"step {step + 1}: the loss is {found.loss} on rank {found.rank}, samples {some(samples)} of data.train"
 
 
 def bad_step(
-    group: DistributedContext, batches: Batches, step: int, losses: list[BadLoss], gradients: Named
+    group: DistributedContext,
+    batches: Batches,
+    step: int,
+    losses: list[BadLoss],
+    gradients: Named,
+    *,
+    again: bool = True,
 ) -> NonFiniteError:
-    """The error of a step (from 0) whose passes were made again, so that gradients can be looked at (collective)."""
+    """The error of a step (from 0), from its gradients (collective); `again`: the passes were made again for them."""
     lines = [bad_loss(step, bad, batches.indices(step, bad.place, bad.rank)) for bad in losses[:_SHOWN]]
+    samples = batches.indices_of_step(step)
     if not losses:
-        samples = _some(batches.indices_of_step(step))
-        lines = [f"step {step + 1}: every loss is finite, and a gradient is not; samples {samples} of data.train"]
+        lines = [f"step {step + 1}: every loss is finite, and a gradient is not; samples {some(samples)} of data.train"]
     first = _first(group, gradients)
-    where = f"the first parameter whose gradient is not finite: {first}" if first else _NOT_AGAIN
-    return NonFiniteError("\n".join([*lines, where, _ADVICE]))
+    without = _NOT_AGAIN if again else "every gradient is finite"
+    lines.append(f"the first parameter whose gradient is not finite: {first}" if first else without)
+    found = BadStep(step + 1, "loss" if losses else "gradient", "\n".join(lines), samples, first)
+    return NonFiniteError(f"{found.message}\n{_ADVICE}", found)
 
 
 def require_finite_loss(
-    mean: float, group: DistributedContext, batches: Batches, first: int, losses: Sequence[torch.Tensor]
+    mean: float | None, group: DistributedContext, batches: Batches, first: int, losses: Sequence[torch.Tensor]
 ) -> None:
     """Look at the mean of all ranks' losses: some are not finite, and their gradients are (collective).
 
     Args:
-        mean: the same on all ranks.
+        mean: the same on all ranks; None: there are no losses.
         losses: this rank's, a step each from step `first` (from 0) on.
 
     Raises:
         NonFiniteError: on all ranks the same.
     """
-    if math.isfinite(mean):
+    if mean is None or math.isfinite(mean):
         return
     lines = []
     for bad in bad_losses(group, losses)[:_SHOWN]:
@@ -111,6 +120,7 @@ def _bad(tensors: Named) -> Iterator[tuple[int, str]]:
             yield place, name.removeprefix("model.")  # that of LossModule
 
 
-def _some(samples: list[int]) -> str:
+def some(samples: list[int]) -> str:
+    """Samples for a person, the first of many."""
     shown = ", ".join(map(str, samples[:_SHOWN]))
     return shown if len(samples) <= _SHOWN else f"{shown} and {len(samples) - _SHOWN} more"

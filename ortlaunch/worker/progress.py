@@ -58,9 +58,9 @@ class Progress:
         if self.bar is not None:
             self.bar.update()
 
-    def show_loss(self, loss: float) -> None:
+    def show_loss(self, loss: float | None) -> None:
         """The newest loss that is known, beside the bar."""
-        if self.bar is not None:
+        if self.bar is not None and loss is not None:
             self.bar.set_postfix_str(f"loss {loss:.4f}")
 
     @contextlib.contextmanager

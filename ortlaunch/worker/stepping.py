@@ -54,6 +54,9 @@ class Stepper(Protocol):
     def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Each parameter's name and what this rank has of its gradient, after the passes of a step."""
 
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step's passes, whether or not `apply` has seen them; nothing else changes."""
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each trained parameter's name and what this rank holds of it."""
 
@@ -139,6 +142,9 @@ class TorchStepper:
     def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, p.grad) for name, p in self.model.named_parameters())
 
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
@@ -214,6 +220,13 @@ class DeepSpeedStepper:
     def gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, _piece(p) if p.requires_grad else None) for name, p in self.model.named_parameters())
 
+    def drop_gradients(self) -> None:
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()
+        self.engine.zero_grad()
+        if self.engine.zero_optimization_stage() in (1, 2) and hasattr(optimizer, "averaged_gradients"):
+            _forget_averaged(optimizer)
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, getattr(p, "ds_tensor", p)) for name, p in self.model.named_parameters() if p.requires_grad)
 
@@ -271,6 +284,18 @@ def _piece(parameter: Any) -> torch.Tensor | None:
         return parameter.grad
     fragment: torch.Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
     return fragment
+
+
+def _forget_averaged(optimizer: Any) -> None:
+    """What DeepSpeed's ZeRO 1 and 2 do after an overflow: later passes would else add to these gradients."""
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    optimizer._release_preflattened_grad_buffers()
+    if optimizer.cpu_offload:
+        optimizer.reset_cpu_buffers()
+    for group in optimizer.averaged_gradients:
+        optimizer.averaged_gradients[group] = optimizer.all_grad_tensors[group] = None
 
 
 @contextlib.contextmanager

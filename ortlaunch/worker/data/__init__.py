@@ -23,6 +23,7 @@ from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.models import Corpus, MaskedLm
 from ortlaunch.worker.data.corpus import DataError, documents, fingerprint, rows
+from ortlaunch.worker.data.left_out import LeftOut
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.distributed import DistributedContext
 
@@ -301,6 +302,7 @@ class Batches:
                 "them: give it in parts, or make samples longer"
             )
         self.samples, self.batch, self.seed = samples, batch, seed
+        self.left_out = LeftOut()
         self._step, self._seen = 0, 0
         self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0))
 
@@ -309,8 +311,13 @@ class Batches:
         self._step, self._seen = step, seen
 
     def seen(self, step: int) -> int:
-        """Samples that the steps before `step` (from 0) took."""
-        return self._seen + (step - self._step) * self.batch.global_samples
+        """Samples that the steps before `step` (from 0) took, with those that were left out before one they took."""
+        taken = (step - self._step) * self.batch.global_samples
+        return self.left_out.place(self._seen, taken - 1) + 1 if taken else self._seen
+
+    def stretch(self, step: int) -> tuple[int, int]:
+        """Where the samples of step `step` (from 0) are in the order of all epochs: first, and after the last."""
+        return self.left_out.place(self._seen, (step - self._step) * self.batch.global_samples), self.seen(step + 1)
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> dict[str, torch.Tensor]:
         """What `rank` takes in pass `accumulation` of step `step` (both from 0); tensors are (micro_samples, ...)."""
@@ -329,9 +336,9 @@ class Batches:
     def _places(self, step: int, accumulation: int, rank: int) -> Iterator[tuple[int, int]]:
         """(index, epoch) of each sample."""
         b = self.batch
-        first = self.seen(step) + (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
+        first = (step - self._step) * b.global_samples + (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
         for number in range(first, first + b.micro_samples):
-            epoch, place = divmod(number, len(self.samples))
+            epoch, place = divmod(self.left_out.place(self._seen, number), len(self.samples))
             if self._order[0] != epoch:
                 shuffle = np.random.Generator(np.random.Philox([self.seed, epoch]))
                 self._order = (epoch, shuffle.permutation(len(self.samples)))

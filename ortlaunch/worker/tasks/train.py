@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from ortlaunch.errors import BadStepError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import write_json
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.agreement import Agreement, agreement
+from ortlaunch.worker.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.data import Samples, collate
 from ortlaunch.worker.data.corpus import DataError
 from ortlaunch.worker.finish import finish
@@ -25,6 +27,7 @@ from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.schedule import factor
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.stepping import Stepped
 from ortlaunch.worker.stopping import saved_for, stop
 from ortlaunch.worker.summary import announce
 
@@ -37,6 +40,7 @@ class TrainState:
     samples: int = 0  # that these steps took, in whatever batches
     skipped: int = 0
     learning_rate: float | None = None  # the last step's; checkpoints of earlier versions lack it
+    left_out: int = 0  # bad steps whose update was skipped
 
 
 def run(session: Session) -> int:
@@ -55,15 +59,23 @@ def train(session: Session, agreed: Agreement) -> TrainState:
 
     A stop leaves all saved, and in `agreed.stopped` what was asked for.
     """
+    bad_steps = BadSteps(session)
+    while True:
+        with contextlib.suppress(RollBack), contextlib.ExitStack() as ending:
+            return _train(session, agreed, bad_steps, ending)
+
+
+def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: contextlib.ExitStack) -> TrainState:
     recipe, run, group, engine, batches = session.recipe, session.run, session.group, session.engine, session.batches
     state = _resume(session)
     if state.step >= recipe.train.steps:
         nothing_to_train(session, state)
         return state
-    metrics = Metrics(recipe, run, state.step) if group.rank == 0 else None
+    metrics = _metrics(session, state.step, ending)
     meter = Meter(session)
     parity = parity_steps(session, state.step)
     saving = checkpoint.Saving(run, recipe, group, engine.stepper, state.step)
+    bad_steps.begin(saving, state)
     progress = session.progress
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
@@ -72,10 +84,10 @@ def train(session: Session, agreed: Agreement) -> TrainState:
         if parity is not None:
             with meter.paused():
                 parity.check(state.step)
-        loss, stepped, rate = train_step(session, state, agreed)
+        loss, stepped, rate = _step(session, state, agreed, bad_steps)
         state.step += 1
         state.samples = batches.seen(state.step)
-        meter.losses.append(loss)
+        meter.took(loss)
         progress.step()
         last = state.step == recipe.train.steps
         asked = agreed.end()
@@ -90,6 +102,7 @@ def train(session: Session, agreed: Agreement) -> TrainState:
                 "samples": state.samples,
                 "epoch": round(state.samples / len(batches.samples), 4),
                 "skipped_steps": state.skipped,
+                "left_out_steps": state.left_out,
             }
             progress.show_loss(values["loss"])
             if metrics:
@@ -112,9 +125,17 @@ def train(session: Session, agreed: Agreement) -> TrainState:
     with progress.during("saving a checkpoint"):
         saving.finish()
     if metrics:
-        metrics.close()
         write_json(run.engine, engine.report().to_json())
     return state
+
+
+def _metrics(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics | None:
+    """What rank 0 writes from this step on, closed at the end."""
+    if session.group.rank > 0:
+        return None
+    metrics = Metrics(session.recipe, session.run, step)
+    ending.callback(metrics.close)
+    return metrics
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
@@ -131,18 +152,40 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return recipe.optimizer.learning_rate * factor(recipe.schedule, step, recipe.train.steps)
 
 
-def train_step(session: Session, state: TrainState, agreed: Agreement | None = None) -> tuple[torch.Tensor, Any, float]:
+def _step(
+    session: Session, state: TrainState, agreed: Agreement, bad_steps: BadSteps
+) -> tuple[torch.Tensor | None, Any, float]:
+    """`train_step`; None in place of the loss where the step was left out."""
+    try:
+        return train_step(session, state, agreed, bad_steps)
+    except BadStepError as error:
+        agreed.end()  # its sending has begun
+        bad_steps.answer(error, state)
+        agreed.begin()
+        return None, Stepped(None, skipped=True), learning_rate(session.recipe, state.step)
+
+
+def train_step(
+    session: Session, state: TrainState, agreed: Agreement | None = None, bad_steps: BadSteps | None = None
+) -> tuple[torch.Tensor, Any, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate).
 
     What the ranks are asked for is sent between passes and update, where they have just waited for each other.
+
+    Raises:
+        BadStepError: on all ranks the same; weights and optimizer are as before the step.
     """
     engine, group = session.engine, session.group
     rate = state.learning_rate = learning_rate(session.recipe, state.step)
+    if bad_steps is not None:
+        bad_steps.before()
     losses = _passes(session, state.step)
     if agreed is not None:
         agreed.begin()
     if engine.memory:
         engine.memory.look(engine.stepper)
+    if bad_steps is not None:
+        bad_steps.look(state.step, losses)
     stepped = engine.stepper.apply(rate)
     if engine.memory:
         engine.memory.look(engine.stepper)
@@ -220,18 +263,20 @@ def _resume(session: Session) -> TrainState:
     if found is None:
         return TrainState()
     step, folder = found
+    batches.go_on(0, 0)
+    usual = batches.seen(step)
     seen = checkpoint.samples_seen(folder, step, batches.batch)
     state = TrainState(**{"samples": seen, **session.engine.stepper.load(folder)})
     batches.go_on(state.step, state.samples)
     if session.group.rank == 0:
-        notes = *_batch_notes(state, batches.batch), *_schedule_notes(session.recipe, state)
+        notes = *_batch_notes(state, batches.batch, usual), *_schedule_notes(session.recipe, state)
         print(f"resumed after step {step} from {folder}", *notes, sep="\n", flush=True)
     return state
 
 
-def _batch_notes(state: TrainState, batch: BatchPlan) -> Iterator[str]:
-    """Where the steps so far were of other sizes."""
-    if state.samples != state.step * batch.global_samples:
+def _batch_notes(state: TrainState, batch: BatchPlan, usual: int) -> Iterator[str]:
+    """Where the steps so far were of other sizes, so that they did not take the `usual` number of samples."""
+    if state.samples != usual:
         yield (
             f"a step now takes {batch.global_samples:,} samples; the {state.step:,} steps so far took "
             f"{state.samples:,} of them, and the next takes those that follow"
@@ -269,14 +314,21 @@ class Meter:
 
     def restart(self) -> None:
         """Count losses, steps and time from now on."""
-        self.losses: list[torch.Tensor] = []  # this rank's mean of each step
+        self.losses: list[torch.Tensor] = []  # this rank's mean of each step that was taken
+        self.steps = 0
         self.started = time.perf_counter()
+
+    def took(self, loss: torch.Tensor | None) -> None:
+        """Count a step; None: it was left out."""
+        self.steps += 1
+        if loss is not None:
+            self.losses.append(loss)
 
     def read(self) -> dict[str, Any]:
         """Values since the last reading (collective)."""
-        steps = len(self.losses)
-        loss = self.group.mean(float(_sum(self.losses)) / steps)
-        seconds = (time.perf_counter() - self.started) / steps
+        taken = len(self.losses)
+        loss = self.group.mean(float(_sum(self.losses)) / taken) if taken else None
+        seconds = (time.perf_counter() - self.started) / self.steps
         tokens = self.batch.tokens_per_step
         values: dict[str, Any] = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
         if tokens:

@@ -1,0 +1,29 @@
+"""Rules about what follows a bad step: (paths involved, message) for each one that is broken. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ortlaunch.recipe.models import Recipe, Train
+from ortlaunch.recipe.place import Problem
+
+_LIMITS = {"max_skips": "skip", "max_rollbacks": "rollback"}
+
+
+def actions(train: Train) -> set[str]:
+    """What may follow a bad step."""
+    return {train.on_nonfinite, *([train.on_spike.action] if train.on_spike else [])}
+
+
+def bad_step_rules(recipe: Recipe) -> Iterator[Problem]:
+    """A limit of what never happens does nothing."""
+    train = recipe.train
+    for name, action in _LIMITS.items():
+        limit = getattr(train, name)
+        if limit != Train.model_fields[name].default and action not in actions(train):
+            paths = (f"train.{name}", "train.on_nonfinite", "train.on_spike")
+            yield paths, f"got {limit}, and nothing is answered by {action}; set train.on_nonfinite: {action}, too"
+    raw = recipe.zero.deepspeed.get("bf16") if recipe.zero else None
+    if isinstance(raw, dict) and raw.get("check_grad_overflow") is False and actions(train) != {"stop"}:
+        paths = ("zero.deepspeed", "train.on_nonfinite", "train.on_spike")
+        yield paths, "has bf16.check_grad_overflow: false, with which DeepSpeed takes steps that are bad; leave it out"

@@ -1,0 +1,25 @@
+"""Stretches of the endless order of samples that no step takes: those of batches that spoiled a training."""
+
+from __future__ import annotations
+
+
+class LeftOut:
+    """Places (from 0, epoch after epoch) that are passed over."""
+
+    def __init__(self) -> None:
+        self._stretches: list[tuple[int, int]] = []  # [first, after), ascending, apart from each other
+
+    def add(self, first: int, after: int) -> None:
+        """Pass over the places from `first` to before `after`."""
+        apart = [each for each in self._stretches if each[1] < first or each[0] > after]
+        joined = [each for each in self._stretches if each not in apart]
+        whole = (min([first, *(each[0] for each in joined)]), max([after, *(each[1] for each in joined)]))
+        self._stretches = sorted([*apart, whole])
+
+    def place(self, begin: int, number: int) -> int:
+        """Where the sample `number` (from 0) is that follows on the place `begin`."""
+        place = begin + number
+        for first, after in self._stretches:
+            if after > begin and place >= max(first, begin):
+                place += after - max(first, begin)
+        return place

@@ -1,0 +1,190 @@
+"""What follows a bad step: weights, optimizer and buffers are those of plain PyTorch without that batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import LossSpikeError, NonFiniteError
+from ortlaunch.plan import BatchPlan
+from ortlaunch.recipe.models import Spike
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.bad_steps import Spikes, recorded
+from ortlaunch.worker.data import Batches, OwnSamples, collate
+from ortlaunch.worker.data.left_out import LeftOut
+from tests.training import Trained, records, train_here
+from tests.worker.test_train import SHARDINGS, alone, world
+
+__all__ = ["alone", "world"]
+ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
+STEPS, BAD_STEP, SIZE = 6, 3, 4  # of two passes of two samples
+ORDER = Batches(OwnSamples(ROWS), BatchPlan(SIZE, 2, 2, 1, None), 42)
+BAD = ORDER.indices(BAD_STEP, 1, 0)[0]
+SETTINGS: dict[str, Any] = {
+    "optimizer": {"name": "adamw", "learning_rate": 0.05}, "schedule": {"name": "linear"},
+    "batch": {"micro_size": 2, "accumulation_steps": 2}, "log": {"every_steps": 1}, "checkpoint": {"every_steps": 2},
+}  # fmt: skip
+
+
+class Line(nn.Module):
+    """A weighted sum with a running mean, and its squared error; `how` says what of a bad sample is not finite."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight, self.other = how, nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        loss = ((x @ self.weight - y) ** 2).mean()
+        if self.how == "loss":
+            loss = loss + torch.where(bad.any(), torch.nan, 0.0) * self.weight.sum()
+        elif self.how == "constant":
+            loss = loss + torch.where(bad.any(), torch.inf, 0.0)
+        elif self.how == "spike":
+            loss = loss * torch.where(bad.any(), 1000.0, 1.0)
+        else:
+            slope = torch.where(bad.any(), self.other * 0, self.other.abs() + 1)
+            loss = loss + slope.sqrt().sum()  # whose slope at 0 is infinite
+        if self.training:
+            self.mean.mul_(0.5).add_(0.5 * loss.detach())
+        return loss
+
+
+def rows(*bad: int) -> list[dict[str, Any]]:
+    return [{**row, "bad": torch.tensor(i in bad)} for i, row in enumerate(ROWS)]
+
+
+def reference(how: str, steps: Sequence[int | None], rate: Any) -> nn.Module:
+    """Plain PyTorch: step i takes the batch `steps[i]`, or none."""
+    model, samples = Line(how), rows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
+    for step, batch in enumerate(steps):
+        if batch is None:
+            continue
+        optimizer.param_groups[0]["lr"] = rate(step)
+        for number in range(2):
+            micro = collate([samples[i] for i in ORDER.indices(batch, number, 0)])
+            (model(**micro) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def rate(step: int) -> float:
+    return 0.05 * (1 - step / STEPS)
+
+
+def trained(folder: Path, how: str, zero: dict[str, Any] | None, *bad: int, **train: Any) -> Trained:
+    settings = {**SETTINGS, "train": {"max_steps": STEPS, **train}, "zero": zero}
+    return train_here(folder, Line(how), rows(*(bad or (BAD,))), **settings)
+
+
+def close(found: nn.Module, expected: nn.Module, buffers: bool = True) -> None:
+    for name, value in expected.state_dict().items():
+        if value.numel() == found.state_dict()[name].numel() and (buffers or name != "mean"):
+            torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("zero", SHARDINGS, ids=str)
+@pytest.mark.parametrize("how", ["loss", "gradient", "constant"])
+def test_a_skipped_step_changes_nothing(how: str, zero: dict | None, tmp_path: Path, world: None) -> None:
+    """Weights and running means are those of a training whose step 4 has no batch; the sample is named and counted."""
+    done = trained(tmp_path, how, zero, on_nonfinite="skip")
+    if (zero or {}).get("stage") != 3:  # where the weights are pieces
+        close(done.model, reference(how, [0, 1, 2, None, 4, 5], rate))
+    (line,) = recorded(done.run)
+    assert (line.step, line.action, done.state.left_out) == (BAD_STEP + 1, "skip", 1)
+    assert BAD in line.samples
+    assert line.parameter == {"loss": "weight", "gradient": "other", "constant": None}[how]
+    assert [value for _, value in done.values("left_out_steps")] == [0, 0, 0, 1, 1, 1]
+    assert done.values("loss")[BAD_STEP] == (BAD_STEP + 1, None)
+
+
+@pytest.mark.parametrize("zero", SHARDINGS, ids=str)
+@pytest.mark.parametrize("how", ["loss", "gradient", "constant"])
+def test_a_rollback_takes_the_samples_that_follow(
+    how: str, zero: dict | None, tmp_path: Path, world: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on from step 2's checkpoint in plain PyTorch's steps without the bad batch."""
+    done = trained(tmp_path, how, zero, on_nonfinite="rollback")
+    if (zero or {}).get("stage") != 3:
+        close(done.model, reference(how, [0, 1, 2, 4, 5, 6], rate))
+    (line,) = recorded(done.run)
+    assert (line.action, line.checkpoint, line.places) == ("rollback", 2, [12, 16])
+    assert done.state.samples == (STEPS + 1) * SIZE
+    assert [record["step"] for record in records(done.run)] == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().out
+    assert "train.on_nonfinite is rollback: back to the checkpoint after step 2" in said
+    assert "a step now takes" not in said
+
+
+def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
+    """There is one of step 0, and two bad batches in a row are both left out; the next start leaves them out, too."""
+    bad = ORDER.indices(0, 0, 0)[0], ORDER.indices(1, 1, 0)[1]
+    done = trained(tmp_path, "loss", None, *bad, on_nonfinite="rollback")
+    close(done.model, reference("loss", [2, 3, 4, 5, 6, 7], rate))
+    assert [(line.checkpoint, line.places) for line in recorded(done.run)] == [(0, [0, 4]), (0, [4, 8])]
+    longer = trained(tmp_path, "loss", None, *bad, on_nonfinite="rollback", max_steps=STEPS + 1)
+    assert longer.state.samples == (STEPS + 3) * SIZE
+
+
+@pytest.mark.parametrize(("train", "said"), [
+    ({"on_nonfinite": "skip", "max_skips": 1}, "train.max_skips (1) steps have been skipped"),
+    ({"on_nonfinite": "rollback", "max_rollbacks": 1}, "train.max_rollbacks (1) rollbacks have been made"),
+])  # fmt: skip
+def test_one_too_many_ends_the_run(train: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """The second bad step is the first's like, and its error says why this one ends the run."""
+    with pytest.raises(NonFiniteError) as caught:
+        trained(tmp_path, "loss", None, BAD, ORDER.indices(BAD_STEP + 1, 0, 0)[0], **train)
+    assert said in str(caught.value)
+    assert [line.action for line in recorded(RunDir(tmp_path))] == [train["on_nonfinite"], "stop"]
+
+
+@pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
+def test_a_loss_that_jumps(action: str, tmp_path: Path) -> None:
+    """It is answered before its update, and its samples are named."""
+    bad = ORDER.indices(9, 0, 0)[0]
+    settings = {**SETTINGS, "schedule": {"name": "constant"}}
+    train = {"max_steps": 12, "on_spike": {"action": action, "window": 8, "deviations": 100.0}}
+    if action == "stop":
+        with pytest.raises(LossSpikeError, match="step 10: the loss jumped to"):
+            train_here(tmp_path, Line("spike"), rows(bad), train=train, **settings)
+    else:
+        done = train_here(tmp_path, Line("spike"), rows(bad), train=train, **settings)
+        taken = [*range(9), None, 10, 11] if action == "skip" else [*range(9), 10, 11, 12]
+        close(done.model, reference("spike", taken, lambda step: 0.05))
+    (line,) = recorded(RunDir(tmp_path))
+    assert (line.step, line.kind, line.action, bad in line.samples) == (10, "spike", action, True)
+    json.loads(RunDir(tmp_path).bad_steps.read_text(), parse_constant=pytest.fail)
+
+
+def test_what_a_spike_is() -> None:
+    """Noise and a falling loss are none; before the window is full nothing is."""
+    falling = Spikes(Spike(deviations=6.0, window=8))
+    assert [falling.look(10.0 / (1 + i) + 0.01 * (i % 3)) for i in range(50)] == [None] * 50
+    fresh = Spikes(Spike(deviations=6.0, window=8))
+    assert [fresh.look(loss) for loss in (1.0, 100.0, 1.0)] == [None] * 3
+    flat = Spikes(Spike(deviations=6.0, window=8))
+    assert [flat.look(2.0) for _ in range(8)] == [None] * 8
+    assert flat.look(2.1) is None  # at least 1 % of the median is a deviation
+    assert flat.look(2.2) == (
+        "the loss jumped to 2.2: the last 8 have median 2 and deviation 0.02, so that 2.12 is the most (train.on_spike)"
+    )
+
+
+def test_stretches_that_are_left_out() -> None:
+    """Neighbours and overlaps are one stretch; what follows on a place inside one begins after it."""
+    left = LeftOut()
+    for first, after in ((8, 12), (20, 24), (12, 16), (14, 18)):
+        left.add(first, after)
+    taken = [place for place in range(32) if not (8 <= place < 18 or 20 <= place < 24)]
+    for begin in range(32):
+        assert [left.place(begin, number) for number in range(6)] == [
+            *[place for place in [*taken, *range(32, 40)] if place >= begin][:6]
+        ]
