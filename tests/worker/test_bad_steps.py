@@ -19,9 +19,8 @@ from ortlaunch.worker.bad_steps import Spikes, recorded
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from ortlaunch.worker.data.left_out import LeftOut
 from tests.training import Trained, records, train_here
-from tests.worker.test_train import SHARDINGS, alone, world
 
-__all__ = ["alone", "world"]
+SHARDINGS = [None, *({"stage": stage} for stage in range(4))]
 ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
 STEPS, BAD_STEP, SIZE = 6, 3, 4  # of two passes of two samples
 ORDER = Batches(OwnSamples(ROWS), BatchPlan(SIZE, 2, 2, 1, None), 42)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ortlaunch.errors import NonFiniteError
@@ -20,23 +18,6 @@ from tests.training import records, train_here
 STEPS = {"max_steps": 6}
 SHARDINGS = [None, *({"stage": stage} for stage in range(4))]
 ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def world(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What DeepSpeed asks for; and what its ZeRO 3 replaces in torch, for good, comes back for other tests."""
-    monkeypatch.setattr(nn.functional, "linear", nn.functional.linear)
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in {**ranks, "DS_ACCELERATOR": "cpu"}.items():
-        monkeypatch.setenv(name, value)
 
 
 class Line(nn.Module):
