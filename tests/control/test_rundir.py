@@ -25,6 +25,7 @@ PATHS = {
     "meeting": "meeting",
     "agents": "agents.json",
     "steps": "steps.json",
+    "bad_steps": "bad_steps.jsonl",
     "logs": "logs",
     "errors": "errors",
     "failure_printed": "errors/printed",
