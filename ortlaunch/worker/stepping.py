@@ -1,7 +1,7 @@
 """One optimizer step, with and without DeepSpeed, behind one small interface.
 
-`backward` takes a micro batch's loss, `apply` changes the weights; saving and loading the state that belongs to them
-is here too, because only a stepper knows what it shards.
+`backward` takes a micro batch's loss, `apply` changes the weights; `named_state` says where it keeps what a checkpoint
+holds, because only a stepper knows what it shards.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from ortlaunch.errors import CheckpointError
 from ortlaunch.worker.averaging import Averaging
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.named_state import NamedState, buffers_of, grad_scaler, trained_shapes, whole_parts
 
-_STATE_FILE = "state.pt"
 Batch = dict[str, torch.Tensor]
 
 
@@ -60,11 +58,8 @@ class Stepper(Protocol):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each trained parameter's name and what this rank holds of it."""
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write weights, optimizer and `state` (collective)."""
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Read what `save` wrote (collective); returns `state`."""
+    def named_state(self) -> NamedState:
+        """What training changes, by parameter name: a checkpoint is written from it and read into it."""
 
     def whole_weights(self) -> contextlib.AbstractContextManager[object]:
         """While open, the model's parameters are whole on rank 0 (collective)."""
@@ -148,23 +143,14 @@ class TorchStepper:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        if self.group.rank == 0:
-            optimizer, scaler = self.optimizer.state_dict(), self.scaler.state_dict()
-            torch.save(
-                {"model": _trained_state(self.model), "optimizer": optimizer, "scaler": scaler, "state": state},
-                folder / _STATE_FILE,
-            )
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        if not (folder / _STATE_FILE).exists():
-            raise CheckpointError(f"{folder} was written with DeepSpeed; continue it with the same `zero`")
-        saved = torch.load(folder / _STATE_FILE, map_location="cpu", weights_only=True)
-        _load_trained(saved["model"], self.model)
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.scaler.load_state_dict(saved["scaler"])
-        state: dict[str, Any] = saved["state"]
-        return state
+    def named_state(self) -> NamedState:
+        return NamedState(
+            trained_shapes(self.model),
+            whole_parts(self.model.named_parameters(), self.optimizer),
+            self.optimizer,
+            buffers_of(self.model),
+            loss_scale=grad_scaler(self.scaler),
+        )
 
     def whole_weights(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -188,7 +174,7 @@ class DeepSpeedStepper:
             )
         self.module: Any = self.engine
         self.scales = bool(config.get("fp16", {}).get("enabled"))
-        self.partly_frozen = not all(p.requires_grad for p in model.parameters())
+        self.named_state()  # now, that a run whose state cannot be saved does not begin
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -230,26 +216,10 @@ class DeepSpeedStepper:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, getattr(p, "ds_tensor", p)) for name, p in self.model.named_parameters() if p.requires_grad)
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        self.engine.save_checkpoint(
-            str(folder.parent),
-            tag=folder.name,
-            client_state={"ortlaunch": state},
-            save_latest=False,
-            exclude_frozen_parameters=self.partly_frozen,
-        )
+    def named_state(self) -> NamedState:
+        from ortlaunch.worker.deepspeed.named_state import named_state
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        _, client = self.engine.load_checkpoint(
-            str(folder.parent),
-            tag=folder.name,
-            load_lr_scheduler_states=False,
-            custom_load_fn=_load_trained if self.partly_frozen else None,
-        )
-        if client is None:
-            raise CheckpointError(f"{folder} was written without DeepSpeed; continue it with the same `zero`")
-        state: dict[str, Any] = client["ortlaunch"]
-        return state
+        return named_state(self.engine, self.model, self.group.rank)
 
     def whole_weights(self) -> contextlib.AbstractContextManager[object]:
         import deepspeed
@@ -316,22 +286,3 @@ def _only_what_training_needs(deepspeed: Any) -> None:
     # On CPU DeepSpeed would compile, for half a minute, an all-reduce that only its inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated", category=FutureWarning)
-
-
-def _trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights that training changes, and buffers; frozen weights come from where they came from."""
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    return {name: value for name, value in model.state_dict().items() if name not in frozen}
-
-
-def _load_trained(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
-    """Load what `_trained_state` gave into a model; its frozen weights stay as it was built (DeepSpeed's names)."""
-    lost, unknown = set(_trained_state(dst)) - set(src), set(src) - set(dst.state_dict())
-    if lost or unknown:
-        raise CheckpointError(
-            f"the checkpoint is of another model: it lacks {sorted(lost)}, and has {sorted(unknown)} besides"
-        )
-    try:
-        dst.load_state_dict(src, strict=False)
-    except RuntimeError as error:  # other shapes
-        raise CheckpointError(f"the checkpoint is of another model: {error}") from None

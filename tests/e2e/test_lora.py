@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.e2e.runs import BERT, EAGER, SMALL, TWO_RANKS, Run, Train, ended_well, merged
 from tests.ort import needs_ort
@@ -33,9 +34,10 @@ def eager(train: Train) -> Run:
 
 
 def adapters(run: Run) -> dict[str, torch.Tensor]:
-    """The model in the last checkpoint of a run without DeepSpeed."""
-    saved = torch.load(run.folder / "checkpoints/step_00000006/state.pt", weights_only=True)
-    return dict(saved["model"])
+    """The model in the last checkpoint of a run of one rank, as safetensors reads it."""
+    saved = load_file(run.folder / "checkpoints/step_00000006/rank_00000.safetensors")
+    names = {key.partition(":")[2].partition("@")[0]: key for key in saved if key.startswith(("weight:", "buffer:"))}
+    return {name: saved[key] for name, key in names.items()}
 
 
 @needs_ort
@@ -78,10 +80,9 @@ def test_adapters_on_inductor(train: Train, eager: Run) -> None:
 
 
 def saved_names(folder: Path) -> set[str]:
-    """Names of every tensor in DeepSpeed's files of weights."""
-    files = [torch.load(path, weights_only=False) for path in folder.glob("*model_states.pt")]
-    names = {name for file in files for name in file["module"]}
-    return names | {name for file in files for name in file.get("frozen_param_fragments") or {}}
+    """Names of every weight and buffer in the files of all ranks."""
+    keys = {key for path in folder.glob("rank_*.safetensors") for key in load_file(path)}
+    return {key.partition(":")[2].partition("@")[0] for key in keys}
 
 
 @needs_ort

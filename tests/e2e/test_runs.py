@@ -36,6 +36,8 @@ from tests.e2e.runs import (
 )
 from tests.ort import needs_ort
 
+SHARD = "rank_00000.safetensors"
+
 # --------------------------------------------------------------------------------- one run, looked at from all sides
 
 
@@ -53,7 +55,7 @@ def test_the_run_folder(full: Run) -> None:
         "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
         "summary.json", "saves.jsonl", "lock", "job.json", "commands.jsonl", "modules/toys.py",
         "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
-        *(f"checkpoints/step_00000010/{name}" for name in ("state.pt", "manifest.json", "COMPLETE")),
+        *(f"checkpoints/step_00000010/{name}" for name in ("index.json", SHARD, "manifest.json", "COMPLETE")),
     }  # fmt: skip
     assert full.out.splitlines()[-2].startswith("done: full, in 0:")
     shown = [line for line in full.out.splitlines() if line.startswith("step ")]
@@ -73,8 +75,8 @@ def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
     """keep: 1 leaves the last; its manifest names every file with size and sum."""
     folder = full.folder / "checkpoints/step_00000010"
     manifest = json.loads((folder / "manifest.json").read_text())
-    state = (folder / "state.pt").read_bytes()
-    files = {"state.pt": {"bytes": len(state), "crc32": zlib.crc32(state)}}
+    contents = {name: (folder / name).read_bytes() for name in ("index.json", SHARD)}
+    files = {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in contents.items()}
     assert manifest == {"step": 10, "samples": 160, "ranks": 1, "files": files}
 
 
@@ -262,9 +264,9 @@ def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -
         recipe = merged(TOY, {"engine": {"name": engine}, "zero": zero, "train": {"max_steps": 2}, "data": held_out})
         run = ended_well(train(f"names-{engine}-{bool(zero)}", recipe))
         last = run.folder / "checkpoints/step_00000002"
-        state = torch.load(next(last.glob("*model_states.pt" if zero else "state.pt")), weights_only=not zero)
+        state = json.loads((last / "index.json").read_text())
         exported = load_file(run.folder / "export/model.safetensors")
-        saved[engine] = list(state["module" if zero else "model"]), sorted(exported)
+        saved[engine] = [*state["weights"], *state["buffers"]], sorted(exported)
         assert run.truth()["engine"]["used"] == engine
         ort = run.truth()["onnxruntime"]
         assert engine == "eager" or ort["re_exports"] == 0

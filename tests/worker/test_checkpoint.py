@@ -13,30 +13,45 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker import checkpoint
+from ortlaunch.worker.checkpoint import transaction
 from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.stepping import DeepSpeedStepper, TorchStepper
 
 GROUP: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
 
 
 class Writer:
-    """A stepper that writes one file, or fails in the middle."""
+    """A stepper whose snapshots are two files, or fail in the middle."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
+        self.state: dict[str, Any] = {}
 
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
+    def named_state(self) -> Writer:
+        return self
+
+    def write(self, folder: Path) -> None:
         (folder / "part").mkdir()
         (folder / "part" / "weights").write_text("12345")
         if self.fails:
             raise OSError("No space left on device")
-        (folder / "state").write_text(json.dumps(state))
+        (folder / "state").write_text(json.dumps(self.state))
+
+
+def take(writer: Writer, state: dict[str, Any], group: DistributedContext) -> Writer:
+    """Its snapshot."""
+    writer.state = state
+    return writer
+
+
+@pytest.fixture(autouse=True)
+def writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are what a Writer writes."""
+    monkeypatch.setattr(transaction, "take", take)
 
 
 def save(run: RunDir, step: int, fails: bool = False) -> Path:
@@ -164,61 +179,3 @@ def test_a_disk_without_room_is_told_before(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match=r"20 B are free, and a checkpoint takes 32 B. .*00010 is whole"):
         save(run, 20)
     assert not run.partial(20).exists()
-
-
-# ------------------------------------------------------------------------------------------------- what is inside
-
-
-def stepper(model: nn.Module) -> TorchStepper:
-    return TorchStepper(
-        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), GROUP, "fp32", 1, None
-    )
-
-
-def net(frozen: bool = False, width: int = 3) -> nn.Module:
-    model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
-    model[0].requires_grad_(not frozen)
-    return model
-
-
-def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
-    """A checkpoint has what training changes, and buffers; frozen weights stay those that the model was built with."""
-    model, other = net(frozen=True), net(frozen=True)
-    stepper(model).save(tmp_path, {"step": 3})
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)["model"]
-    assert set(saved) == {
-        "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked", "2.weight", "2.bias",
-    }  # fmt: skip
-    before = other[0].weight.clone()  # type: ignore[index]
-    assert stepper(other).load(tmp_path) == {"step": 3}
-    assert torch.equal(other[2].weight, model[2].weight)  # type: ignore[index]
-    assert torch.equal(other[0].weight, before)  # type: ignore[index]
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (net(width=4), "(?s)is of another model: .*size mismatch"),
-        (
-            nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
-            r"is of another model: it lacks \[\], and has \['2.bias', '2.weight'\]",
-        ),
-        (nn.Sequential(*net(), nn.Linear(1, 1)), r"is of another model: it lacks \['3.bias', '3.weight'\]"),
-    ],
-)
-def test_a_checkpoint_of_another_model(other: nn.Module, message: str, tmp_path: Path) -> None:
-    """Other shapes, missing and unknown weights are an error, never a half loaded model."""
-    stepper(net()).save(tmp_path, {})
-    with pytest.raises(CheckpointError, match=message):
-        stepper(other).load(tmp_path)
-
-
-def test_a_checkpoint_of_another_kind(tmp_path: Path) -> None:
-    """Written with DeepSpeed and read without it, or the other way round: said, with what would be right."""
-    with pytest.raises(CheckpointError, match="was written with DeepSpeed; continue it with the same `zero`"):
-        stepper(net()).load(tmp_path)
-    reader = DeepSpeedStepper.__new__(DeepSpeedStepper)
-    reader.partly_frozen = False
-    reader.engine = SimpleNamespace(load_checkpoint=lambda *args, **kwargs: (None, None))
-    with pytest.raises(CheckpointError, match="was written without DeepSpeed; continue it with the same `zero`"):
-        reader.load(tmp_path)

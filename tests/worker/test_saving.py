@@ -22,7 +22,9 @@ from ortlaunch.worker.checkpoint.on_complete import environment
 from ortlaunch.worker.checkpoint.saves import records
 from ortlaunch.worker.distributed import DistributedContext
 from tests.makers import recipe
-from tests.worker.test_checkpoint import GROUP, Writer
+from tests.worker.test_checkpoint import GROUP, Writer, writers
+
+__all__ = ["writers"]  # a fixture of every test here
 
 STEPS = 100
 

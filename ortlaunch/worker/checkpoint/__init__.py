@@ -1,13 +1,14 @@
 """Checkpoints: written whole or not at all, read back against their manifest, found newest first.
 
 saving decides when, transaction writes one, manifest is what it says of itself, damage reads it again before it is
-taken up.
+taken up; snapshot is what is inside, restore puts it into an engine of any world.
 """
 
 from ortlaunch.worker.checkpoint.damage import set_aside_damaged
 from ortlaunch.worker.checkpoint.manifest import newest, samples_seen
+from ortlaunch.worker.checkpoint.restore import load
 from ortlaunch.worker.checkpoint.saves import failures
 from ortlaunch.worker.checkpoint.saving import Saving
 from ortlaunch.worker.checkpoint.transaction import save
 
-__all__ = ["Saving", "failures", "newest", "samples_seen", "save", "set_aside_damaged"]
+__all__ = ["Saving", "failures", "load", "newest", "samples_seen", "save", "set_aside_damaged"]

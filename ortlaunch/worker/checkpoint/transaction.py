@@ -19,6 +19,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.units import human
 from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, size_of, sum_of, sum_up
+from ortlaunch.worker.checkpoint.snapshot import take
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import Stepper
 
@@ -36,7 +37,7 @@ def save(
         if group.rank == 0:
             _begin(run, partial)
     with _agreed(run, group, partial):
-        stepper.save(partial, dict(state))
+        take(stepper.named_state(), dict(state), group).write(partial)
     listed = group.gather(json.dumps(_files_in(partial)))[0]  # hosts of a shared disk may see it later
     files: dict[str, File] = {}
     with _agreed(run, group, partial):

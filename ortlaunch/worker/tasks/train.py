@@ -266,7 +266,8 @@ def _resume(session: Session) -> TrainState:
     batches.go_on(0, 0)
     usual = batches.seen(step)
     seen = checkpoint.samples_seen(folder, step, batches.batch)
-    state = TrainState(**{"samples": seen, **session.engine.stepper.load(folder)})
+    loaded = checkpoint.load(folder, session.engine.stepper.named_state(), session.group)
+    state = TrainState(**{"samples": seen, **loaded})
     batches.go_on(state.step, state.samples)
     if session.group.rank == 0:
         notes = *_batch_notes(state, batches.batch, usual), *_schedule_notes(session.recipe, state)

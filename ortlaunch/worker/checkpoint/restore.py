@@ -1,0 +1,182 @@
+"""Reading a checkpoint into any world, ZeRO stage and engine: each rank reads the ranges that it holds.
+
+Nothing is unpickled: JSON, and tensors in the safetensors format.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.run.folder import read_json
+from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, file_of
+from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.named_state import NamedState, Part, counts_by_group, tensor_kinds
+
+
+class Shards:
+    """A checkpoint's files, as one set of named tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.index = folder, _index_of(folder)
+        self.pieces: dict[tuple[str, str], list[tuple[int, Entry]]] = {}
+        self.numbers: dict[str, dict[str, float]] = {}
+        self.buffers: list[dict[str, Entry]] = []
+        for rank in range(self.index["ranks"]):
+            self._take(*read_header(folder / file_of(rank)))
+        for pieces in self.pieces.values():
+            pieces.sort(key=lambda piece: piece[0])
+
+    def _take(self, entries: dict[str, Entry], metadata: dict[str, str]) -> None:
+        buffers = {}
+        for key, entry in entries.items():
+            (kind, _, rest), (_, _, start) = key.partition(":"), key.rpartition("@")
+            name = rest[: -len(start) - 1]
+            if kind == BUFFER:
+                buffers[name] = entry
+            else:
+                self.pieces.setdefault((kind, name), []).append((int(start), entry))
+        self.buffers.append(buffers)
+        for kind, numbers in json.loads(metadata.get("numbers", "{}")).items():
+            self.numbers.setdefault(kind, {}).update(numbers)
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether there is something of this kind for a parameter."""
+        return (kind, name) in self.pieces
+
+    def read(self, kind: str, part: Part, into: torch.Tensor) -> None:
+        """Fill a flat tensor with the values of a part.
+
+        Raises:
+            CheckpointError: some of them are in no file.
+        """
+        pieces = self.pieces.get((kind, part.name), [])
+        at, end = part.start, part.start + part.count
+        for start, entry in pieces[max(bisect.bisect_right([start for start, _ in pieces], at) - 1, 0) :]:
+            if at >= end or start > at:
+                break
+            count = min(end, start + entry.elements) - at
+            into[at - part.start :][:count].copy_(read_range(entry, at - start, count))
+            at += count
+        if at < end:
+            raise CheckpointError(f"{self.folder} lacks the {kind} of {part.name} from element {at:,} on")
+
+
+def _index_of(folder: Path) -> dict[str, Any]:
+    if not (folder / INDEX).exists():
+        raise CheckpointError(
+            f"{folder} was written by an earlier version of ortlaunch, whose files are not read any more: "
+            "go on with that version, or give a new --run-dir"
+        )
+    try:
+        index: dict[str, Any] = dict(read_json(folder / INDEX))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / INDEX} is no index of a checkpoint, and nothing else is read: {error}"
+        ) from None
+    if index.get("format") != FORMAT:
+        raise CheckpointError(f"{folder} is of format {index.get('format')!r}, and this version reads {FORMAT!r}")
+    return index
+
+
+@torch.no_grad()
+def load(folder: Path, named: NamedState, group: DistributedContext) -> dict[str, Any]:
+    """Read weights, optimizer state, buffers and loss scale (collective); returns the loop's state.
+
+    Raises:
+        CheckpointError: it is of another model, or a part is missing.
+    """
+    shards = Shards(folder)
+    _require_same_model(shards.index, named)
+    for part in named.parts:
+        _fill(shards, WEIGHT, part, part.master)
+    noted = _load_optimizer(shards, named)
+    _load_buffers(shards, named, group)
+    noted += _load_scale(shards.index["loss_scale"], named)
+    named.refresh()
+    group.print_all(noted)
+    state: dict[str, Any] = shards.index["state"]
+    return state
+
+
+def _require_same_model(index: dict[str, Any], named: NamedState) -> None:
+    there = {**index["weights"], **index["buffers"]}
+    here = {**named.shapes, **{name: value.shape for name, value in named.buffers.items()}}
+    lost, unknown = sorted(here.keys() - there), sorted(there.keys() - here)
+    if lost or unknown:
+        raise CheckpointError(f"the checkpoint is of another model: it lacks {lost}, and has {unknown} besides")
+    for name, shape in here.items():
+        if list(shape) != there[name]:
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name} is {there[name]} there and {list(shape)} here"
+            )
+
+
+def _fill(shards: Shards, kind: str, part: Part, tensor: torch.Tensor) -> None:
+    """Put the values of a part where it lies in a tensor as large as its master weights."""
+    if tensor.is_contiguous():
+        shards.read(kind, part, tensor.view(-1)[part.offset : part.offset + part.count])
+        return
+    values = tensor.reshape(-1).clone()  # laid out otherwise, such as channels last
+    shards.read(kind, part, values[part.offset : part.offset + part.count])
+    tensor.copy_(values.view(tensor.shape))
+
+
+def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
+    """The optimizer's state for each of its tensors; what to tell."""
+    by_master: dict[int, list[Part]] = {}
+    for part in named.parts:
+        by_master.setdefault(id(part.master), []).append(part)
+    kinds = {kind for kind, _ in shards.pieces if kind != WEIGHT}
+    for parts in by_master.values():
+        _load_master(shards, parts, named.optimizer)
+    wanted = tensor_kinds(named.optimizer.param_groups[0])
+    if kinds and wanted and not kinds.intersection(wanted):
+        there = shards.index["optimizer"]["class"]
+        return [f"the checkpoint has the state of {there}; {type(named.optimizer).__name__} begins with none"]
+    return []
+
+
+def _load_master(shards: Shards, parts: list[Part], optimizer: torch.optim.Optimizer) -> None:
+    master, group = parts[0].master, parts[0].group
+    state: dict[str, Any] = {}
+    for kind in tensor_kinds(group):
+        there = [part for part in parts if shards.has(kind, part.name)]
+        if there:
+            state[kind] = torch.zeros_like(master)
+        for part in there:
+            _fill(shards, kind, part, state[kind])
+    steps = [step for part in parts if (step := shards.numbers.get("step", {}).get(part.name)) is not None]
+    if state and steps and "betas" in group:
+        if counts_by_group(optimizer):
+            group["step"] = int(max(steps))
+        else:  # as torch's optimizers make it themselves
+            device = master.device if group.get("fused") or group.get("capturable") else "cpu"
+            state["step"] = torch.tensor(max(steps), dtype=torch.float32, device=device)
+    if state:
+        optimizer.state[master] = state
+
+
+def _load_buffers(shards: Shards, named: NamedState, group: DistributedContext) -> None:
+    """This rank's own in a world of the same size, else rank 0's."""
+    entries = shards.buffers[group.rank if len(shards.buffers) == group.size else 0]
+    for name, value in named.buffers.items():
+        entry = entries[name]
+        value.copy_(read_range(entry, 0, entry.elements).view(value.shape))
+
+
+def _load_scale(there: dict[str, float] | None, named: NamedState) -> list[str]:
+    if named.loss_scale is None or there is None:
+        return []
+    mine = named.loss_scale.read()
+    if mine.keys() == there.keys():
+        named.loss_scale.write(there)
+        return []
+    named.loss_scale.write({**mine, "scale": there["scale"]})
+    return [f"the loss scale goes on at {there['scale']:g}; its count of good steps begins anew"]

@@ -1,0 +1,125 @@
+"""A checkpoint's content: weights, optimizer state and buffers by name, each rank's share in one safetensors file.
+
+    index.json             format, ranks, the loop's state, shapes of the trained parameters, loss scale, optimizer
+    rank_00000.safetensors KIND:NAME@START, a range of the flattened tensor; metadata: single numbers such as `step`
+
+KIND is weight, buffer, or what the optimizer calls it. Not torch.distributed.checkpoint: its metadata is a pickle, and
+saving and planning are collective, where here each rank writes and reads by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.run.folder import write_json
+from ortlaunch.worker.checkpoint.tensor_file import write_tensors
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.named_state import NamedState, Part, counts_by_group, tensor_kinds
+
+FORMAT, INDEX, WEIGHT, BUFFER = "ortlaunch 1", "index.json", "weight", "buffer"
+Entry = tuple[str, tuple[int, ...], torch.Tensor]  # key, shape, flat
+
+
+def file_of(rank: int) -> str:
+    """What this rank writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's share of a checkpoint; its tensors are training's own."""
+
+    rank: int
+    index: dict[str, Any]
+    tensors: list[Entry]
+    numbers: dict[str, dict[str, float]]
+    """`step` and its like, by kind and parameter."""
+
+    def write(self, folder: Path) -> None:
+        """Write this rank's files; rank 0 also the index."""
+        write_tensors(folder / file_of(self.rank), self.tensors, {"numbers": json.dumps(self.numbers)})
+        if self.rank == 0:
+            write_json(folder / INDEX, self.index)
+
+
+def take(named: NamedState, state: dict[str, Any], group: DistributedContext) -> Snapshot:
+    """This rank's share of what the ranks hold; `state` is the loop's.
+
+    Raises:
+        CheckpointError: the optimizer or the model keeps what has no place in a checkpoint.
+    """
+    parts = _share(named.parts, group.rank, group.size) if named.replicated else named.parts
+    tensors: list[Entry] = [*_buffers(named)]
+    numbers: dict[str, dict[str, float]] = {}
+    for part in parts:
+        tensors.append(_entry(WEIGHT, part, part.master, named))
+        for kind, value in _state_of(part, named.optimizer):
+            if isinstance(value, torch.Tensor) and value.shape == part.master.shape and kind != "step":
+                tensors.append(_entry(kind, part, value, named))
+            else:
+                numbers.setdefault(kind, {})[part.name] = _number(kind, part, value)
+    return Snapshot(group.rank, _index(named, state, group.size), tensors, numbers)
+
+
+def _index(named: NamedState, state: dict[str, Any], ranks: int) -> dict[str, Any]:
+    group = named.optimizer.param_groups[0]
+    return {
+        "format": FORMAT,
+        "ranks": ranks,
+        "state": state,
+        "weights": {name: list(shape) for name, shape in named.shapes.items()},
+        "buffers": {name: list(value.shape) for name, value in named.buffers.items()},
+        "optimizer": {"class": type(named.optimizer).__name__, "tensors": list(tensor_kinds(group))},
+        "loss_scale": named.loss_scale.read() if named.loss_scale else None,
+    }
+
+
+def _share(parts: list[Part], rank: int, ranks: int) -> list[Part]:
+    """An equal share of what every rank holds: of all elements in a row, this rank's stretch."""
+    total, before, found = sum(part.count for part in parts), 0, []
+    first, last = total * rank // ranks, total * (rank + 1) // ranks
+    for part in parts:
+        begin, end = max(first - before, 0), min(last - before, part.count)
+        if begin < end:
+            found.append(Part(part.name, begin, end - begin, part.master, part.offset + begin, part.group))
+        before += part.count
+    return found
+
+
+def _entry(kind: str, part: Part, tensor: torch.Tensor, named: NamedState) -> Entry:
+    whole = named.shapes[part.name]
+    flat = tensor.detach().reshape(-1)[part.offset : part.offset + part.count]
+    shape = whole if part.count == torch.Size(whole).numel() else (part.count,)
+    return f"{kind}:{part.name}@{part.start}", shape, flat
+
+
+def _buffers(named: NamedState) -> Iterator[Entry]:
+    """Each rank writes its own: statistics of what it has seen, where nobody averages them."""
+    for name, value in named.buffers.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name} in the model's state is {type(value).__name__}; a checkpoint holds tensors only"
+            )
+        yield f"{BUFFER}:{name}@0", tuple(value.shape), value.detach().reshape(-1)
+
+
+def _state_of(part: Part, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """What the optimizer keeps for a part, by its names."""
+    kept = {name: value for name, value in optimizer.state.get(part.master, {}).items() if value is not None}
+    if kept and counts_by_group(optimizer) and "step" in part.group:
+        kept["step"] = part.group["step"]
+    yield from kept.items()
+
+
+def _number(kind: str, part: Part, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise CheckpointError(f"the optimizer's {kind} of {part.name} is neither a number nor as large as it") from None

@@ -1,0 +1,122 @@
+"""Where DeepSpeed's optimizers keep master weights and optimizer state, by parameter name.
+
+Known: no ZeRO (torch's optimizer, or masters of each parameter), ZeRO 1 and 2 (`_hp_mapping` of each parameter), ZeRO 3
+(`grad_position`). Seen in DeepSpeed 0.17.6 and 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.worker.named_state import LossScale, NamedState, Numbers, Part, buffers_of, trained_shapes, whole_parts
+
+_COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
+    """The state of a DeepSpeed engine around a model.
+
+    Raises:
+        CheckpointError: DeepSpeed keeps it where we cannot reach it.
+    """
+    kind, optimizer = type(engine.optimizer).__name__, engine.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        named = whole_parts(model.named_parameters(), optimizer)
+        return NamedState(trained_shapes(model), named, optimizer, buffers_of(model))
+    if kind not in _KINDS:
+        raise CheckpointError(
+            f"checkpoints of DeepSpeed's {kind} are not known here; change zero.stage or zero.deepspeed"
+        )
+    parts, refresh = _KINDS[kind]
+    return NamedState(
+        trained_shapes(model),
+        list(parts(optimizer, model, rank)),
+        optimizer.optimizer,
+        buffers_of(model),
+        replicated=kind == "FP16_UnfusedOptimizer",
+        loss_scale=_loss_scale(optimizer),
+        refresh=lambda: refresh(optimizer),
+    )
+
+
+def _masters(optimizer: Any, model: nn.Module, rank: int) -> list[Part]:
+    """No ZeRO in fp16 or bf16: one float32 copy of each parameter."""
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
+    masters = {weight: master for weights, copies in pairs for weight, master in zip(weights, copies)}
+    return whole_parts(model.named_parameters(), optimizer.optimizer, masters)
+
+
+def _copy_masters(optimizer: Any) -> None:
+    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups):
+        for weight, master in zip(weights, masters):
+            weight.data.copy_(master.data)
+
+
+def _fragments(optimizer: Any, model: nn.Module, rank: int) -> Iterator[Part]:
+    """ZeRO 1 and 2: this rank's pieces of parameters lie one behind another in one flat tensor for each group."""
+    for name, parameter in model.named_parameters():
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:
+            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+            group = optimizer.optimizer.param_groups[mapping.param_group_index]
+            yield Part(name, here.start, here.numel, group["params"][0], there.start, group)
+
+
+def _partitions(optimizer: Any, model: nn.Module, rank: int) -> Iterator[Part]:
+    """ZeRO 3: each parameter is cut into equal pieces, the last ones padded; they lie in flat tensors."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        held: Any = parameter
+        flat, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        master = optimizer.fp32_partitioned_groups_flat[flat]
+        if size != held.partition_numel() or master.numel() < offset + size:
+            raise CheckpointError(
+                f"DeepSpeed keeps {name} where it cannot be saved from (a swapped or nested partition)"
+            )
+        count = min(size, held.ds_numel - rank * size)
+        if count > 0:
+            group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[flat]]
+            yield Part(name, rank * size, count, master, offset, group)
+
+
+def _copy_partitions(optimizer: Any) -> None:
+    optimizer._partition_all_parameters()
+    for flat in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(flat)
+    if optimizer.persistent_parameters:  # whole on every rank
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+_Kind = tuple[Callable[[Any, nn.Module, int], Any], Callable[[Any], None]]
+_KINDS: dict[str, _Kind] = {
+    "FP16_UnfusedOptimizer": (_masters, _copy_masters),
+    "DeepSpeedZeroOptimizer": (_fragments, lambda optimizer: optimizer.update_lp_params()),
+    "BF16_Optimizer": (_fragments, lambda optimizer: optimizer.update_lp_params()),
+    "DeepSpeedZeroOptimizer_Stage3": (_partitions, _copy_partitions),
+}
+
+
+def _loss_scale(optimizer: Any) -> LossScale | None:
+    """A dynamic loss scale; one that the recipe sets is not the checkpoint's."""
+    kept = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))
+    dynamic = getattr(kept, "dynamic", getattr(kept, "dynamic_loss_scale", False))
+    if kept is None or not dynamic:
+        return None
+    return LossScale(lambda: _read_scale(kept), lambda numbers: _write_scale(kept, numbers))
+
+
+def _read_scale(kept: Any) -> Numbers:
+    return {"scale": kept.cur_scale, **{name: getattr(kept, name) for name in _COUNTERS if hasattr(kept, name)}}
+
+
+def _write_scale(kept: Any, numbers: Numbers) -> None:
+    kept.cur_scale = numbers["scale"]
+    for name in _COUNTERS:
+        if name in numbers:
+            setattr(kept, name, int(numbers[name]))

@@ -1,0 +1,168 @@
+"""Ranks that save a small training in the middle and go on from it, under every way that keeps its state otherwise.
+
+Started by torchrun from test_checkpoint_ranks.py and tools/resume_matrix.py; arguments: the folder of all checkpoints,
+the file to write. Two ranks come first and save; another number of ranks goes on from what they saved.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from ortlaunch.rank import Rank
+from ortlaunch.worker.checkpoint.restore import load
+from ortlaunch.worker.checkpoint.snapshot import take
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.lamb import Lamb
+from ortlaunch.worker.stepping import DeepSpeedStepper, Stepper, TorchStepper
+
+STEPS, SAVED, SAMPLES, RATE = 6, 3, 12, 1e-2
+# Stage (None: without DeepSpeed), optimizer, precision.
+WAYS: dict[str, tuple[int | None, str, str]] = {
+    "none": (None, "adamw", "fp32"),
+    "zero 0": (0, "adamw", "fp32"),
+    "zero 1": (1, "adamw", "fp32"),
+    "zero 2": (2, "adamw", "fp32"),
+    "zero 3": (3, "adamw", "fp32"),
+}
+ALONE: dict[str, tuple[int | None, str, str]] = {
+    "sgd": (None, "sgd", "fp32"),
+    "sgd, zero 1": (1, "sgd", "fp32"),
+    "sgd, zero 3": (3, "sgd", "fp32"),
+    "fused, zero 2": (2, "fused", "fp32"),
+    "lamb": (None, "lamb", "fp32"),
+    "bf16": (None, "adamw", "bf16"),
+    "bf16, zero 0": (0, "adamw", "bf16"),
+    "bf16, zero 1": (1, "adamw", "bf16"),
+    "bf16, zero 2": (2, "adamw", "bf16"),
+    "bf16, zero 3": (3, "adamw", "bf16"),
+}
+
+
+class Net(nn.Module):
+    """Odd sizes that no rank count divides, a frozen layer, an unused weight, a buffer, and a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.layers = nn.Sequential(nn.Linear(7, 301), nn.GELU(), nn.Linear(301, 33), nn.GELU(), nn.Linear(33, 1))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        here = x.to(self.scale.dtype) if not torch.is_autocast_enabled("cpu") else x
+        wanted = x.float().sum(1, keepdim=True)
+        return (self.layers(here + self.frozen(here)) * self.scale - wanted).float().square().mean()
+
+
+def build(way: tuple[int | None, str, str], group: DistributedContext) -> Stepper:
+    """A net that every rank begins alike, on a stepper."""
+    stage, name, precision = way
+    torch.manual_seed(0)
+    net = Net()
+    groups: Any = [
+        {"params": list(net.layers.parameters()), "weight_decay": 0.1},
+        {"params": [net.scale], "weight_decay": 0.0},
+    ]
+    optimizers: dict[str, Any] = {
+        "adamw": lambda: torch.optim.AdamW(groups, lr=RATE),
+        "fused": lambda: torch.optim.AdamW(groups, lr=RATE, fused=True),
+        "sgd": lambda: torch.optim.SGD(groups, lr=RATE, momentum=0.9),
+        "lamb": lambda: Lamb(groups, lr=RATE),
+    }
+    if stage is None:
+        return TorchStepper(net, optimizers[name](), group, precision, 1, 1.0)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": SAMPLES // group.size, "gradient_clipping": 1.0, "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10_000, "stage3_param_persistence_threshold": 400},
+        "zero_allow_untested_optimizer": True, **({precision: {"enabled": True}} if precision != "fp32" else {}),
+    }  # fmt: skip
+    return DeepSpeedStepper(net, optimizers[name](), group, config)
+
+
+def steps(stepper: Stepper, group: DistributedContext, which: range) -> list[float]:
+    """Losses of some steps, over all ranks."""
+    losses, share = [], SAMPLES // group.size
+    for step in which:
+        x = torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(step))
+        mine = x[group.rank * share : (group.rank + 1) * share]
+        losses.append(group.mean(float(stepper.micro_step({"x": mine}, last=True))))
+        stepper.apply(RATE / (step + 1))
+    return losses
+
+
+def weights(stepper: Stepper) -> list[float]:
+    """Numbers that every bit of this rank's master weights and optimizer state changes."""
+    named, found = stepper.named_state(), []
+    for part in named.parts:
+        kept = [value for _, value in sorted(named.optimizer.state[part.master].items())]
+        for value in (part.master, *(value for value in kept if isinstance(value, torch.Tensor))):
+            mine = value.detach().reshape(-1)[part.offset : part.offset + part.count] if value.dim() else value
+            found.append(float(mine.double().mul(torch.arange(1, mine.numel() + 1)).sum()))
+    return found
+
+
+def close(stepper: Stepper) -> None:
+    if isinstance(stepper, DeepSpeedStepper):
+        stepper.engine.destroy()
+
+
+def interrupted(way: tuple[int | None, str, str], folder: Path, group: DistributedContext) -> dict[str, Any]:
+    """A training in one piece, and in two, by a checkpoint in this folder."""
+    found: dict[str, Any] = {}
+    straight = build(way, group)
+    losses = steps(straight, group, range(STEPS))
+    found["straight"] = losses, weights(straight)
+    close(straight)
+    first = build(way, group)
+    steps(first, group, range(SAVED))
+    folder.mkdir(parents=True, exist_ok=True)
+    take(first.named_state(), {"step": SAVED}, group).write(folder)
+    close(first)
+    group.barrier()
+    found["resumed"] = resumed(way, folder, group, losses[:SAVED])
+    return found
+
+
+def resumed(
+    way: tuple[int | None, str, str], folder: Path, group: DistributedContext, before: list[float]
+) -> tuple[list[float], list[float]]:
+    """Losses and weights of a training that goes on."""
+    second = build(way, group)
+    state = load(folder, second.named_state(), group)
+    after = steps(second, group, range(state["step"], STEPS))
+    now = weights(second)
+    close(second)
+    return [*before, *after], now
+
+
+def main() -> None:
+    """Save and go on, each way; or go on each way from every way's checkpoint."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = DistributedContext(Rank(rank, size, rank, size), torch.device("cpu"))
+    folder, file = Path(sys.argv[1]), Path(sys.argv[2])
+    if size == 2:
+        found = {name: interrupted(way, folder / name, group) for name, way in {**WAYS, **ALONE}.items()}
+    else:
+        found = {f"{saved} -> {name}": resumed(way, folder / saved, group, []) for saved in WAYS
+                 for name, way in WAYS.items()}  # fmt: skip
+    every = [json.loads(text) for text in group.gather(json.dumps(found))]
+    if rank == 0:
+        file.write_text(json.dumps(every))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

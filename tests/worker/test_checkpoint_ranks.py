@@ -1,0 +1,62 @@
+"""Real ranks go on from a checkpoint: bit for bit in the same world, on the same curve in any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker.checkpoint_ranks import ALONE, SAVED, WAYS
+
+pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
+ROOT = Path(__file__).parents[2]
+
+
+def ranks(count: int, folder: Path) -> Any:
+    """What each rank of a world of this size found, in rank order."""
+    file = folder / f"found{count}.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*launcher, "-m", "tests.worker.checkpoint_ranks", str(folder / "checkpoints"), str(file)],
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, said = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-4000:]
+    return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Any:
+    return ranks(2, folder)
+
+
+@pytest.mark.parametrize("way", [*WAYS, *ALONE])
+def test_the_same_world_goes_on_bit_for_bit(way: str, two: Any) -> None:
+    """Losses, master weights and optimizer state of every rank are those of a training in one piece."""
+    for found in two:
+        assert found[way]["resumed"] == found[way]["straight"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_world_goes_on(count: int, two: Any, folder: Path) -> None:
+    """From two ranks to one and three, from every ZeRO stage and none to every other: the uninterrupted curve."""
+    straight = two[0]["none"]["straight"][0][SAVED:]
+    for name, (losses, _) in ranks(count, folder)[0].items():
+        assert losses == pytest.approx(straight, rel=1e-5), name

@@ -1,0 +1,250 @@
+"""What is in a checkpoint: by name, each rank's share, read into any world, safely; refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.rank import Rank
+from ortlaunch.worker.checkpoint.restore import load
+from ortlaunch.worker.checkpoint.snapshot import file_of, take
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.lamb import Lamb
+from ortlaunch.worker.named_state import NamedState
+from ortlaunch.worker.stepping import TorchStepper
+
+ALONE: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1),
+    "fused": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "lamb": lambda weights: Lamb(weights, lr=0.1),
+}
+
+
+def net(frozen: bool = False, width: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+def stepper(model: nn.Module, optimizer: str = "adamw", precision: str = "fp32") -> TorchStepper:
+    made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    return TorchStepper(model, made, ALONE, precision, 1, None)
+
+
+def train(trained: TorchStepper, steps: int = 2) -> None:
+    for step in range(steps):
+        x = torch.randn(4, 2, generator=torch.Generator().manual_seed(step))
+        trained.model(x).sum().backward()
+        trained.apply(0.1)
+
+
+def save(named: NamedState, folder: Path, ranks: int = 1, state: dict[str, Any] | None = None) -> None:
+    """As this many ranks would that hold the same."""
+    for rank in range(ranks):
+        take(named, state or {}, DistributedContext(Rank(rank, ranks, rank, ranks), torch.device("cpu"))).write(folder)
+
+
+def same(one: TorchStepper, other: TorchStepper) -> bool:
+    """Bit for bit, weights, buffers and optimizer."""
+    states = [[*s.model.state_dict().values(), *(v for kept in s.optimizer.state_dict()["state"].values()
+              for _, v in sorted(kept.items()))] for s in (one, other)]  # fmt: skip
+    return len(states[0]) == len(states[1]) and all(torch.equal(a, b) for a, b in zip(*states))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
+    """Whatever the optimizer keeps, and however many ranks shared the writing, the next steps are the same."""
+    first, second = stepper(net(), optimizer), stepper(net(), optimizer)
+    train(first)
+    save(first.named_state(), tmp_path, ranks, {"step": 3, "learning_rate": 0.1})
+    assert load(tmp_path, second.named_state(), ALONE) == {"step": 3, "learning_rate": 0.1}
+    assert same(first, second)
+    for one in (first, second):
+        train(one)
+    assert same(first, second)
+
+
+def test_ranks_share_the_writing(tmp_path: Path) -> None:
+    """What all ranks hold is written once, in equal shares; anyone reads the files with safetensors."""
+    one = stepper(net(width=300))
+    train(one)
+    save(one.named_state(), tmp_path, ranks=4)
+    parts = [load_file(tmp_path / file_of(rank)) for rank in range(4)]
+    counts = [sum(value.numel() for key, value in part.items() if "buffer" not in key) for part in parts]
+    assert sum(counts) == 3 * sum(p.numel() for p in one.model.parameters())
+    assert max(counts) - min(counts) <= 3
+    pieces = sorted((int(key.split("@")[1]), value) for part in parts for key, value in part.items()
+                    if key.startswith("weight:0.weight@"))  # fmt: skip
+    assert torch.equal(torch.cat([value.flatten() for _, value in pieces]), one.model[0].weight.flatten())  # type: ignore[index]
+    whole = {key: value for part in parts for key, value in part.items()}["weight:2.bias@0"]
+    assert torch.equal(whole, one.model[2].bias)  # type: ignore[index]
+
+
+def test_frozen_weights_are_not_saved(tmp_path: Path) -> None:
+    """A checkpoint has what training changes, and buffers; frozen weights stay those that the model was built with."""
+    first, second = stepper(net(frozen=True)), stepper(net(frozen=True))
+    train(first)
+    save(first.named_state(), tmp_path)
+    names = {key.split(":")[1].split("@")[0] for key in load_file(tmp_path / file_of(0))}
+    assert names == {
+        "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked", "2.weight", "2.bias",
+    }  # fmt: skip
+    with torch.no_grad():
+        second.model[0].weight.fill_(7.0)  # type: ignore[index]
+    load(tmp_path, second.named_state(), ALONE)
+    assert torch.equal(second.model[2].weight, first.model[2].weight)  # type: ignore[index]
+    assert (second.model[0].weight == 7.0).all()  # type: ignore[index]
+
+
+def test_weights_laid_out_otherwise(tmp_path: Path) -> None:
+    """Channels last, a single number, and weights of the user's own dtype come back as they were."""
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2).double())  # type: ignore[call-overload]
+        model.scale = nn.Parameter(torch.tensor(2.0))
+        return model
+
+    first, second = stepper(built()), stepper(built())
+    for parameter in first.model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    first.apply(0.1)
+    save(first.named_state(), tmp_path, ranks=2)
+    load(tmp_path, second.named_state(), ALONE)
+    assert same(first, second)
+    assert second.model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    """With its count of good steps; one of DeepSpeed's, which counts otherwise, gives its scale alone."""
+    scale: list[Any] = [stepper(net(), precision="fp16") for _ in range(3)]
+    scale[0].scaler.load_state_dict({**scale[0].scaler.state_dict(), "scale": 32.0, "_growth_tracker": 5})
+    save(scale[0].named_state(), tmp_path)
+    load(tmp_path, scale[1].named_state(), ALONE)
+    assert scale[1].scaler.state_dict() == scale[0].scaler.state_dict()
+    index = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**index, "loss_scale": {"scale": 8.0, "cur_iter": 7}}))
+    load(tmp_path, scale[2].named_state(), ALONE)
+    assert scale[2].scaler.get_scale() == 8.0
+    assert scale[2].scaler.state_dict()["_growth_tracker"] == 0
+
+
+def test_another_optimizer_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said; the weights are taken."""
+    first, second = stepper(net()), stepper(net(), "sgd")
+    train(first)
+    save(first.named_state(), tmp_path)
+    load(tmp_path, second.named_state(), ALONE)
+    assert "the checkpoint has the state of AdamW; SGD begins with none" in capsys.readouterr().out
+    assert torch.equal(second.model[2].weight, first.model[2].weight)  # type: ignore[index]
+    train(second)
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (net(width=4), r"is of another model: 0.weight is \[3, 2\] there and \[4, 2\] here"),
+        (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), r"it lacks \[\], and has \['2.bias', '2.weight'\]"),
+        (nn.Sequential(*net(), nn.Linear(1, 1)), r"is of another model: it lacks \['3.bias', '3.weight'\]"),
+    ],
+)
+def test_a_checkpoint_of_another_model(other: nn.Module, message: str, tmp_path: Path) -> None:
+    """Other shapes, missing and unknown weights are an error, never a half loaded model."""
+    save(stepper(net()).named_state(), tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, stepper(other).named_state(), ALONE)
+
+
+class Planted:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "index.json"])
+def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
+    """In place of any file of a checkpoint it is named, and nothing of it is run."""
+    one = stepper(net())
+    save(one.named_state(), tmp_path)
+    for planted in (pickle.dumps(Planted(tmp_path / "ran")), b"PK\x03\x04" + pickle.dumps(Planted(tmp_path / "ran"))):
+        (tmp_path / name).write_bytes(planted)
+        with pytest.raises(CheckpointError, match=f"{name} "):
+            load(tmp_path, one.named_state(), ALONE)
+    torch.save({"model": Planted(tmp_path / "ran")}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} "):
+        load(tmp_path, one.named_state(), ALONE)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
+    """Its state.pt, or DeepSpeed's files, are not read: said, with what to do."""
+    torch.save({}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"written by an earlier version of ortlaunch.*give a new --run-dir"):
+        load(tmp_path, stepper(net()).named_state(), ALONE)
+
+
+def test_a_later_format(tmp_path: Path) -> None:
+    """Both formats are named."""
+    (tmp_path / "index.json").write_text('{"format": "ortlaunch 9"}')
+    with pytest.raises(CheckpointError, match="of format 'ortlaunch 9', and this version reads 'ortlaunch 1'"):
+        load(tmp_path, stepper(net()).named_state(), ALONE)
+
+
+def test_a_missing_part(tmp_path: Path) -> None:
+    """Weights that no file has are named, with where they begin."""
+    one = stepper(net())
+    save(one.named_state(), tmp_path, ranks=2)
+    os.replace(tmp_path / file_of(0), tmp_path / file_of(1))
+    index = json.loads((tmp_path / "index.json").read_text())
+    (tmp_path / "index.json").write_text(json.dumps({**index, "ranks": 1}))
+    os.replace(tmp_path / file_of(1), tmp_path / file_of(0))
+    with pytest.raises(CheckpointError, match=r"lacks the weight of \S+ from element \d+ on"):
+        load(tmp_path, one.named_state(), ALONE)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100])
+def test_a_cut_file(size: int, tmp_path: Path) -> None:
+    """A file that ends too early is named."""
+    one = stepper(net())
+    save(one.named_state(), tmp_path)
+    os.truncate(tmp_path / file_of(0), size)
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is no safetensors file"):
+        load(tmp_path, one.named_state(), ALONE)
+
+
+def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
+    """A model's state that is no tensor, and a dtype that the format has not, are named when it is saved."""
+
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> Any:
+            return {"a": 1}
+
+    with pytest.raises(
+        CheckpointError, match="_extra_state in the model's state is dict; a checkpoint holds tensors only"
+    ):
+        save(stepper(Extra(2, 2)).named_state(), tmp_path)
+    model = net()
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(CheckpointError, match=r"buffer:odd@0 is of torch.complex64, which a checkpoint cannot hold"):
+        save(stepper(model).named_state(), tmp_path)
