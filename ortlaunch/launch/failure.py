@@ -35,7 +35,7 @@ def explain_end(
         oom_kills: processes of this control group that the kernel ended for memory meanwhile; None where unknown.
         shown: rank 0's output went to the terminal, and its end is not said again.
     """
-    records = [read_json(path) for path in sorted(run.errors.glob("rank_*.json"))]
+    records = _records(run)
     first = _first(records)
     if stopped_by is not None:
         return End(128 + stopped_by, _stopped_text(run, first, stopped_by))
@@ -48,7 +48,7 @@ def explain_end(
 
 def explain_silence(run: RunDir, command: str) -> End:
     """The end of a run whose command disappeared, and took the ranks with it."""
-    first = _first([read_json(path) for path in sorted(run.errors.glob("rank_*.json"))])
+    first = _first(_records(run))
     if first is not None and not first["secondary"]:
         return End(first["exit_status"], _text(first))
     gone = f"the command ({command}) disappeared without an error record (usually SIGKILL, often out of memory)"
@@ -87,6 +87,11 @@ def _without_cause(
         said = f"the launcher ended with status {status}, and no rank says why; see above, and {run.logs}"
         return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
     return End(first["exit_status"], _text(first))
+
+
+def _records(run: RunDir) -> list[dict[str, Any]]:
+    """What ranks and their guardians wrote of their ends, and who judged that the run stood still."""
+    return [read_json(path) for path in (*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json"))]
 
 
 def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from ortlaunch.recipe.section import (
     OneOrMore,
     Positive,
     PositiveOrAuto,
+    SecondsOrAuto,
     Section,
     Text,
     Words,
@@ -258,6 +259,11 @@ class Train(Section):
     """After so many skipped bad steps in a run the next one ends it."""
     max_rollbacks: Positive = 3
     """After so many rollbacks of a run, over all its starts, the next bad step ends it."""
+    stall_seconds: Optional[SecondsOrAuto] = "auto"
+    """A run without progress for so long is ended, with the ranks that are behind and where each stands. `auto`: in
+    steps 20 times as long as they take and at least 60 (ten times that while those ranks compute), and 600 where no
+    rank does anything in the first two steps, in an export, a save or an evaluation. A number holds for all of them,
+    but a rank that computes there has 30 times as long. null: never."""
 
     @property
     def steps(self) -> int:

@@ -6,6 +6,8 @@ runs/<name>-<timestamp>/
   store rendezvous                                                     how ranks of one host meet, without a port
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
+  errors/stall.json errors/stacks_00003.txt                            the run stood still: who, and where each rank was
+  attempts/1/{logs,errors}                                             of a failed start, once another has begun
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
@@ -55,6 +57,8 @@ class RunDir:
         self.logs = self.path / "logs"
         self.errors = self.path / "errors"
         self.failure_printed = self.errors / "printed"
+        self.stall = self.errors / "stall.json"
+        self.attempts = self.path / "attempts"
         self.ready = self.path / "ready"
         self.requests = self.path / "requests"
         self.stop_request = self.requests / "stop.json"
@@ -93,6 +97,14 @@ class RunDir:
     def error(self, rank: int) -> Path:
         """What ended one rank, written by that rank."""
         return self.errors / f"rank_{rank:05d}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Where a rank stood when the run stood still."""
+        return self.errors / f"stacks_{rank:05d}.txt"
+
+    def attempt(self, number: int) -> Path:
+        """What a failed attempt left in logs/ and errors/, from 1."""
+        return self.attempts / str(number)
 
     def asked(self, rank: int) -> Path:
         """There once a rank was asked to end by a signal: `NUMBER TIME`."""

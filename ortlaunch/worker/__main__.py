@@ -17,6 +17,8 @@ from ortlaunch.worker.child import be_ended_first
 from ortlaunch.worker.garbage import look_as_usual, look_rarely
 from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.rank_supervisor import watch
+from ortlaunch.worker.stall import MEETING
+from ortlaunch.worker.watchdog import Watchdog
 
 
 def main() -> int:
@@ -32,9 +34,9 @@ def main() -> int:
         return error.exit_status
 
 
-def live(run: RunDir, rank: Rank) -> int:
+def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     """Read what to do, join the world, build, do it, leave with this exit status."""
-    progress = Progress(rank.rank)
+    progress = Progress(rank.rank, watchdog.pulse)
     progress.doing("loading libraries")
     look_rarely()
     from ortlaunch.recipe import parse_resolved  # here, so that guardian and logs are there before pydantic is loaded
@@ -43,6 +45,7 @@ def live(run: RunDir, rank: Rank) -> int:
     texts = [path.read_text(encoding="utf-8") for path in (run.recipe, run.plan)]
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
     make_importable(recipe, Path(plan.modules))
+    watchdog.take(recipe.train.stall_seconds)
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
     if plan.task == "try":
@@ -54,13 +57,17 @@ def live(run: RunDir, rank: Rank) -> int:
 
     from ortlaunch.worker import distributed, tasks
     from ortlaunch.worker.matmul_precision import matmul_precision
+    from ortlaunch.worker.meeting import beating
     from ortlaunch.worker.session import build_session
 
+    if rank.world_size > 1:
+        progress.doing(MEETING)
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
         distributed.agree_on_files(group, run, texts)
-        session = build_session(recipe, plan, run, group, progress, freed)
-        look_as_usual()
-        return tasks.run(session)
+        with beating(group, watchdog):
+            session = build_session(recipe, plan, run, group, progress, freed)
+            look_as_usual()
+            return tasks.run(session)
 
 
 if __name__ == "__main__":

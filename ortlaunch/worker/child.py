@@ -37,7 +37,7 @@ class Child:
     def pass_on(self, number: int, frame: object = None) -> None:
         """Handle a signal to this process."""
         if number in NOTICES:
-            self._send(number)
+            self.send(number)
             return
         if self.asked is None and not self._has_ended():
             self.asked, self.asked_at = number, time.time()
@@ -45,8 +45,8 @@ class Child:
             with contextlib.suppress(OSError):  # mpirun may leave no time for more
                 self._mark.parent.mkdir(parents=True, exist_ok=True)
                 self._mark.write_text(f"{number} {self.asked_at}")
-        self._send(number)
-        self._send(signal.SIGCONT)  # what is stopped could not end
+        self.send(number)
+        self.send(signal.SIGCONT)  # what is stopped could not end
 
     def poll(self) -> int | None:
         """Its wait status once it has ended; it has to end with the launcher, and is killed when the grace is over."""
@@ -54,7 +54,7 @@ class Child:
             if os.getppid() != self._parent and self.asked is None:
                 self.pass_on(signal.SIGTERM)
             if time.monotonic() > self._deadline:
-                self._send(signal.SIGKILL)
+                self.send(signal.SIGKILL)
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = status if ended else None
         return self._status
@@ -76,7 +76,8 @@ class Child:
             return self._status is not None or os.waitid(os.P_PID, self.pid, look) is not None
         return hasattr(os, "waitid")
 
-    def _send(self, number: int) -> None:
+    def send(self, number: int) -> None:
+        """Send it a signal, if it has not been waited for."""
         if self._status is None:  # else the number may be another process's by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)

@@ -16,6 +16,7 @@ from typing import Any
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir, is_full, read_json, write_json
+from ortlaunch.worker.pulse import Pulse
 
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
@@ -28,8 +29,8 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 class Account:
     """What one rank's process and its guardian write of its end."""
 
-    def __init__(self, rank: Rank, run: RunDir) -> None:
-        self.rank, self.run = rank, run
+    def __init__(self, rank: Rank, run: RunDir, pulse: Pulse) -> None:
+        self.rank, self.run, self._pulse = rank, run, pulse
         self._path, self._spare = run.error(rank.rank), run.spare(rank.rank)
 
     def open(self) -> None:
@@ -84,7 +85,9 @@ class Account:
         host, rank = socket.gethostname(), self.rank
         place = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
         summary = f"{place} {what}; exit status {record['exit_status']}; log: {self.run.log(rank.rank, 'err')}"
-        where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": host, "pid": pid, "summary": summary}
+        seen = self._pulse.read()
+        where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": host, "pid": pid, "summary": summary,
+                 "step": seen.step, "phase": seen.phase}  # fmt: skip
         self._store({**where, "time": time.time(), **record})
 
     def is_an_echo(self) -> None:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from ortlaunch.run.folder import progress_width
+from ortlaunch.worker.pulse import BACKWARD, FORWARD, READING, TRAINING, Pulse
 from ortlaunch.worker.terminal import LIVE
 
+Batch = TypeVar("Batch")
 _FORM = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
 class Progress:
     """tqdm's line, handed to the guardian, which keeps it below all other output and out of the logs; and a clock."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, pulse: Pulse | None = None) -> None:
+        self.pulse = pulse or Pulse()
         self.width = progress_width() if rank == 0 else None
         self.bar: Any = None
         self._what, self._since, self._seconds = "", time.perf_counter(), dict[str, float]()
@@ -39,12 +42,14 @@ class Progress:
     def doing(self, what: str) -> None:
         """Say what goes on now, in place of the bar if there is one."""
         self._turn_to(what)
+        self.pulse.doing(what)
         if self.width is not None:
             _say(f"{what} ...")
 
     def begin(self, done: int, steps: int) -> None:
         """From here on steps are counted; `done` of them are."""
-        self._turn_to("training")
+        self._turn_to(TRAINING)
+        self.pulse.begin(done)
         if self.width is not None:
             from tqdm import tqdm
 
@@ -54,9 +59,26 @@ class Progress:
 
     def step(self) -> None:
         """One more."""
-        self._turn_to("training")
+        self._turn_to(TRAINING)
+        self.pulse.step()
         if self.bar is not None:
             self.bar.update()
+
+    def watch(self, module: Any) -> None:
+        """Note where this module's forward passes begin and end."""
+        module.register_forward_pre_hook(lambda *_: self.pulse.at(FORWARD))
+        module.register_forward_hook(lambda *_: self.pulse.at(BACKWARD))
+
+    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches, and that they are being read."""
+        source = iter(batches)
+        while True:
+            self.pulse.at(READING)
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            yield batch
 
     def show_loss(self, loss: float | None) -> None:
         """The newest loss that is known, beside the bar."""
@@ -70,6 +92,7 @@ class Progress:
         self.doing(what)
         yield
         self._turn_to(before)
+        self.pulse.doing(before)
         if self.bar is not None:
             self.bar.refresh()
 

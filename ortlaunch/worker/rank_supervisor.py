@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import resource
 import selectors
@@ -25,7 +26,9 @@ from ortlaunch.run.folder import RunDir, progress_width
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
 from ortlaunch.worker.failure import SEEN, Account
 from ortlaunch.worker.rank_log import RankLog
+from ortlaunch.worker.stall import EXIT_STATUS as STALLED
 from ortlaunch.worker.terminal import Screen, Stream, Taken
+from ortlaunch.worker.watchdog import Watchdog
 
 _FINISHED = b"finished"
 _EXIT_SECONDS = 30
@@ -33,32 +36,42 @@ _FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has le
 _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
 
 
-def watch(rank: Rank, run: RunDir, live: Callable[[], int | None]) -> int:
+def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> int:
     """Run `live` as this rank in a child process; returns its exit status, or dies of the rank's own signal."""
     die_with_parent(signal.SIGTERM, os.getppid())
     if launcher_is_gone(os.environ, Plan.read(run.plan).launcher):
         return 128 + signal.SIGTERM
     lock.share(run)
-    account, oom_kills = Account(rank, run), machine.oom_kills()
+    watchdog = Watchdog(rank, run)
+    account, oom_kills = Account(rank, run, watchdog.pulse), machine.oom_kills()
     account.open()
     streams = {name: os.pipe() for name in ("out", "err", "last", "finished")}
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is a rank to pass them on to
     guardian, pid = os.getpid(), os.fork()
     if pid == 0:
-        _be_the_rank(account, guardian, live, {name: ends[1] for name, ends in streams.items()})
+        _be_the_rank(
+            account,
+            guardian,
+            functools.partial(live, watchdog),
+            watchdog,
+            {name: ends[1] for name, ends in streams.items()},
+        )
     for _, write_end in streams.values():
         os.close(write_end)
     child = Child(pid, run.asked(rank.rank))
     for number in PASSED_ON:
         signal.signal(number, child.pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    finished, status = _relay(child, rank, run, {name: ends[0] for name, ends in streams.items()})
-    code = _conclude(account, child, status, finished, oom_kills)
+    finished, status = _relay(child, rank, run, {name: ends[0] for name, ends in streams.items()}, watchdog)
+    code = _conclude(account, child, status, finished, oom_kills, watchdog)
+    watchdog.leave()
     account.close()
     return _end_alike(code)
 
 
-def _be_the_rank(account: Account, guardian: int, live: Callable[[], int | None], ends: dict[str, int]) -> NoReturn:
+def _be_the_rank(
+    account: Account, guardian: int, live: Callable[[], int | None], watchdog: Watchdog, ends: dict[str, int]
+) -> NoReturn:
     """The child: live, say how it went, leave without finalizers that could hang or change the status."""
     die_with_parent(signal.SIGKILL, guardian)
     for number in NOTICES:  # until the user's own code handles them
@@ -66,6 +79,7 @@ def _be_the_rank(account: Account, guardian: int, live: Callable[[], int | None]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.dup2(ends["out"], 1)
     os.dup2(ends["err"], 2)
+    watchdog.listen()
     status = 1
     try:
         code = live() or 0
@@ -89,7 +103,7 @@ def _sign_off() -> None:
     ctypes.CDLL(None).exit(0)
 
 
-def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple[bool, int]:
+def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int], watchdog: Watchdog) -> tuple[bool, int]:
     """Copy output until the child is gone; rank 0's is also shown. Returns (finished, wait status)."""
     said = b""
     with (
@@ -108,6 +122,7 @@ def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int]) -> tuple
             ready = selector.select(timeout=0.1)
             screen.tick() if screen else None
             status = child.poll()
+            watchdog.look(child) if status is None else None
             for key, _ in ready if status is None else [(key, 0) for key in list(selector.get_map().values())]:
                 data = _read(key.fd)
                 if not data:
@@ -142,11 +157,15 @@ def _copy(taken: Taken, name: str, log: RankLog, screen: Screen | None) -> None:
         screen.draw(taken.live) if taken.live is not None else None
 
 
-def _conclude(account: Account, child: Child, status: int, finished: bool, oom_kills: int | None) -> int:
+def _conclude(
+    account: Account, child: Child, status: int, finished: bool, oom_kills: int | None, watchdog: Watchdog
+) -> int:
     """Account for what the rank could not tell itself; returns its status, negative for the signal that it died of."""
     if finished:  # whatever became of it in exit handlers
         child.forget_request()
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
+    if watchdog.ended_it:
+        return _conclude_stall(account, child, watchdog)
     number, echo = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None
     if number == signal.SIGKILL and not child.was_killed_late:
         echo = False  # nobody here sent that
@@ -164,6 +183,16 @@ def _conclude(account: Account, child: Child, status: int, finished: bool, oom_k
         account.is_an_echo()
     _tell(account, child)
     return -number if number else code
+
+
+def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
+    """The rank was ended because the run stood still; whose fault that is stands in errors/stall.json."""
+    watchdog.record()
+    if not account.is_written:
+        record = {"exit_status": STALLED, "signal": None, "type": "Stall", "secondary": True}
+        account.of_end(child.pid, "was ended, for the run stood still", record)
+    _tell(account, child)
+    return STALLED
 
 
 def _name(number: int) -> str:

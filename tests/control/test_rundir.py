@@ -29,6 +29,8 @@ PATHS = {
     "logs": "logs",
     "errors": "errors",
     "failure_printed": "errors/printed",
+    "stall": "errors/stall.json",
+    "attempts": "attempts",
     "ready": "ready",
     "commands": "commands.jsonl",
     "modules": "modules",

@@ -25,7 +25,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.rank_supervisor import watch
 
-def live():
+def live(watchdog):
     print("to stdout", flush=True)
     if "QUIET" not in os.environ:
         print("to stderr", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ from ortlaunch.worker.finish import finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait_for
 from ortlaunch.worker.parity_steps import parity_steps
+from ortlaunch.worker.pulse import STEPPING
 from ortlaunch.worker.schedule import factor
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.stepping import Stepped
@@ -77,6 +78,7 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
     saving = checkpoint.Saving(run, recipe, group, engine.stepper, state.step)
     bad_steps.begin(saving, state)
     progress = session.progress
+    progress.watch(engine.stepper.module) if group.size > 1 else None
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")
@@ -182,6 +184,7 @@ def train_step(
     losses = _passes(session, state.step)
     if agreed is not None:
         agreed.begin()
+    session.progress.pulse.at(STEPPING)
     if engine.memory:
         engine.memory.look(engine.stepper)
     if bad_steps is not None:
@@ -209,7 +212,9 @@ def _passes(session: Session, step: int) -> list[torch.Tensor]:
     last = session.plan.batch.accumulation_steps - 1
     return [
         engine.stepper.micro_step(engine.take(batch), accumulation == last, weight)
-        for accumulation, (batch, weight) in enumerate(engine.loss_weight.passes(session.batches, step, group))
+        for accumulation, (batch, weight) in enumerate(
+            session.progress.reading(engine.loss_weight.passes(session.batches, step, group))
+        )
     ]
 
 
@@ -247,6 +252,7 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
         # A rank without samples left still runs: with ZeRO 3 a forward pass is a collective.
         batch = collate([samples.sample(i, epoch=0) for i in counted or range(1)])
         weight = engine.loss_weight.of(batch, counted) if counted else 0.0
+        session.progress.pulse.tick()
         total, seen = total + float(module(**engine.take(batch))) * weight, seen + weight
     module.train()
     if not (of_all := group.sum(seen)):

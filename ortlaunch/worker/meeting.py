@@ -1,0 +1,65 @@
+"""The rank's own part of the heartbeats: where the guardians meet, and how many collectives it has begun."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from ortlaunch.errors import LaunchError
+from ortlaunch.worker.distributed import DistributedContext, routable_address
+from ortlaunch.worker.pulse import Pulse
+from ortlaunch.worker.watchdog import Watchdog
+
+_COUNT_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def beating(group: DistributedContext, watchdog: Watchdog) -> Iterator[None]:
+    """While open, the ranks' guardians tell each other how far they are (collective)."""
+    if group.size == 1:
+        yield
+        return
+    place, pulse = _place(group, watchdog.exchange.socket), watchdog.pulse
+    if place is not None:
+        pulse.place = place
+    ended = threading.Event()
+    threading.Thread(target=_count, args=(pulse, ended), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, object] | None:
+    """Address, port and key of rank 0's guardian; None where it has no address, which is said."""
+    hosts, told, error = group.gather(socket.gethostname()), "", ""
+    if group.rank == 0 and hub is not None:
+        try:
+            hub.bind((_address(group, hosts), 0))
+            address, port = hub.getsockname()
+            told = json.dumps({"address": address, "port": port, "host": hosts[0], "key": os.urandom(16).hex()})
+        except (OSError, LaunchError) as reason:
+            error = str(reason)
+    told = group.gather(told)[0]
+    if error:
+        print(f"no heartbeats between ranks, each is watched alone: {error}", flush=True)
+    return json.loads(told) if told else None
+
+
+def _address(group: DistributedContext, hosts: list[str]) -> str:
+    one_host = group.local.local_world_size == group.size
+    return "127.0.0.1" if one_host else routable_address(hosts)
+
+
+def _count(pulse: Pulse, ended: threading.Event) -> None:
+    """Tell once a second how many collectives this rank has begun, in all groups."""
+    while not ended.wait(_COUNT_SECONDS):
+        groups = list(getattr(dist.distributed_c10d._world, "pg_map", {}))
+        with contextlib.suppress(RuntimeError, AttributeError):
+            pulse.count_collectives(sum(group._get_sequence_number_for_group() for group in groups))

@@ -1,0 +1,198 @@
+"""What a rank is at, in memory that it shares with its guardian: step, phase, and how often it has moved on.
+
+The rank writes a few numbers where it goes on anyway; the guardian reads them, also while the rank's Python is busy in
+C, stopped or dead. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STAGES = ("", "reading a batch", "the forward pass", "the backward pass", "the optimizer step")
+READING, FORWARD, BACKWARD, STEPPING = range(1, len(STAGES))
+TRAINING = "training"
+_BYTES, _PHASE, _PLACE, _RING, _KEPT_STEPS = 4096, 1024, 2048, 64, 32
+_STEP, _MOVES, _STAGE, _COLLECTIVES, _STEPS_HERE, _RUNG = range(6)  # whole numbers
+_SINCE, _LIMIT, _OWN = range(8, 11)  # seconds
+AUTO, NEVER = -1.0, float("inf")
+
+
+class Seen(NamedTuple):
+    """A rank at one moment."""
+
+    step: int
+    phase: str
+    moves: int
+    """Marks that it has passed: all ranks pass the same ones, so that fewer is behind."""
+    still: float
+    """Seconds since the last."""
+    collectives: int
+    """Operations of all ranks that it has begun, as torch counts them, about a second ago."""
+    warm: bool
+    """In the steps, past the first two."""
+    step_seconds: float
+    """Median of the last steps; 0: too few."""
+    own_seconds: float
+    """Of all steps so far: reading batches and forward passes, in which no rank waits for another."""
+
+
+class Pulse:
+    """Made by the guardian before it forks; written by the rank, read by the guardian."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _BYTES)
+        view = memoryview(self._memory)
+        self._numbers, self._seconds = view[:_PHASE].cast("q"), view[:_PHASE].cast("d")
+        self._seconds[_SINCE], self._seconds[_LIMIT] = time.monotonic(), AUTO
+        self._phase, self._stepped_at = "", 0.0
+
+    def doing(self, phase: str) -> None:
+        """Another phase than before begins."""
+        self._phase, text = phase, phase.encode()[:200]
+        self._memory[_PHASE : _PHASE + 256] = text.ljust(256, b"\0")
+        self._numbers[_STAGE], self._stepped_at = 0, 0.0
+        self._move()
+
+    def at(self, stage: int) -> None:
+        """A part of a step begins."""
+        now, before = time.monotonic(), self._numbers[_STAGE]
+        if before in (READING, FORWARD):
+            self._seconds[_OWN] += now - self._seconds[_SINCE]
+        self._numbers[_STAGE] = stage
+        self._seconds[_SINCE] = now
+        self._numbers[_MOVES] += 1
+
+    def begin(self, done: int) -> None:
+        """Steps are counted from here; `done` of them are."""
+        self._numbers[_STEP], self._numbers[_STEPS_HERE] = done, 0
+        self.doing(TRAINING)
+
+    def step(self) -> None:
+        """A step is done."""
+        self.doing(TRAINING) if self._phase != TRAINING else self.at(0)
+        now, numbers = self._seconds[_SINCE], self._numbers
+        numbers[_STEP] += 1
+        numbers[_STEPS_HERE] += 1
+        if self._stepped_at and numbers[_STEPS_HERE] > 2:
+            self._seconds[_RING + numbers[_RUNG] % _KEPT_STEPS] = now - self._stepped_at
+            numbers[_RUNG] += 1
+        self._stepped_at = now
+
+    def tick(self) -> None:
+        """Something goes on within a phase, on every rank alike."""
+        self._move()
+
+    def _move(self) -> None:
+        self._seconds[_SINCE] = time.monotonic()
+        self._numbers[_MOVES] += 1
+
+    @property
+    def limit(self) -> float:
+        """`train.stall_seconds`: AUTO, NEVER, or seconds."""
+        return self._seconds[_LIMIT]
+
+    @limit.setter
+    def limit(self, seconds: float) -> None:
+        self._seconds[_LIMIT] = seconds
+
+    def count_collectives(self, number: int) -> None:
+        """So many were begun."""
+        self._numbers[_COLLECTIVES] = number
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Where the guardians meet; empty until the ranks have told it."""
+        text = self._memory[_PLACE:].rstrip(b"\0")
+        return json.loads(text) if text.endswith(b"}") else {}
+
+    @place.setter
+    def place(self, value: dict[str, Any]) -> None:
+        text = json.dumps(value).encode()
+        assert len(text) <= _BYTES - _PLACE
+        self._memory[_PLACE : _PLACE + len(text)] = text
+
+    def read(self) -> Seen:
+        """What it is at now."""
+        numbers, rungs = self._numbers, min(self._numbers[_RUNG], _KEPT_STEPS)
+        phase = self._memory[_PHASE : _PHASE + 256].rstrip(b"\0").decode(errors="replace")
+        stage = STAGES[numbers[_STAGE] % len(STAGES)] if phase == TRAINING else ""
+        steps = list(self._seconds[_RING : _RING + rungs])
+        return Seen(
+            step=numbers[_STEP],
+            phase=stage or phase or "starting",
+            moves=numbers[_MOVES],
+            still=max(0.0, time.monotonic() - self._seconds[_SINCE]),
+            collectives=numbers[_COLLECTIVES],
+            warm=phase == TRAINING and numbers[_STEPS_HERE] >= 2,
+            step_seconds=statistics.median(steps) if len(steps) >= 3 else 0.0,
+            own_seconds=self._seconds[_OWN],
+        )
+
+
+class Activity:
+    """Whether a process and what it started do anything: they compute, or read or write (Linux)."""
+
+    _SHARE, _BYTES = 0.03, 1 << 12  # of a core; a second
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._before, self._at, self._active = self._used(), time.monotonic(), time.monotonic()
+
+    def idle(self) -> float:
+        """Seconds since it last did something; call it about once a second."""
+        now, used = time.monotonic(), self._used()
+        passed = max(now - self._at, 1e-3)
+        if (
+            used is None
+            or self._before is None
+            or used[0] - self._before[0] > self._SHARE * passed
+            or used[1] - self._before[1] > self._BYTES * passed
+        ):
+            self._active = now
+        self._before, self._at = used, now
+        return now - self._active
+
+    def _differ(self, before: tuple[float, int], now: tuple[float, int], passed: float) -> bool:
+        return now[0] - before[0] > self._SHARE * passed or now[1] - before[1] > self._BYTES * passed
+
+    def _used(self) -> tuple[float, int] | None:
+        """Seconds of processor time and bytes passed to and from files and sockets; None where nothing says."""
+        try:
+            both = [(_cpu_seconds(pid), _bytes_moved(pid)) for pid in _family(self.pid)]
+        except (OSError, ValueError, IndexError):
+            return None
+        return sum(seconds for seconds, _ in both), sum(moved for _, moved in both)
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for what a process does: T stopped, t traced, D waiting for a disk, ...; "" if unknown."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of the process, and of its children that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _bytes_moved(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines[:2])
+
+
+def _family(pid: int) -> Iterator[int]:
+    """The process and its living descendants."""
+    yield pid
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            yield from _family(int(child))

@@ -1,0 +1,136 @@
+"""Whether a run stands still, and which ranks the others wait for; pure: beats in, verdict out.
+
+docs/ends.md has the table of limits for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ortlaunch.units import counted
+from ortlaunch.worker.pulse import AUTO, STAGES
+
+EXIT_STATUS = 124  # as timeout(1)
+MEETING = "meeting the other ranks"  # has torch's own limit, and who is late tells it himself
+SILENT_SECONDS = 5.0
+_LEAST, _TIMES_A_STEP = 60.0, 20.0  # of `auto`, in steps
+_ELSEWHERE = 600.0  # of `auto`, in all else
+_BUSY_TIMES = 10.0  # so much longer has a rank that computes, with `auto` in steps
+_BUSY_TIMES_ELSEWHERE = 30.0  # and with given seconds in all else
+_STATES = {
+    "T": "stopped: SIGSTOP, or a frozen control group",
+    "D": "waiting for a disk or a device",
+    "Z": "dead",
+}
+
+
+class Beat(NamedTuple):
+    """What a guardian tells of its rank."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    moves: int
+    collectives: int
+    still: float
+    """Seconds without a move."""
+    idle: float
+    """Seconds without computing, reading or writing."""
+    state: str
+    """The kernel's letter for what the process does."""
+    warm: bool
+    step_seconds: float
+    own_seconds: float
+    silent: float = 0.0
+    """Seconds since this was heard."""
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent > SILENT_SECONDS
+
+
+class Verdict(NamedTuple):
+    """A run that stands still."""
+
+    behind: tuple[Beat, ...]
+    beats: tuple[Beat, ...]
+    seconds: float
+
+    @property
+    def summary(self) -> str:
+        """One line: who, where, since when."""
+        return f"the run has stood still for {self.seconds:.0f} s: {_who(self.behind, self.beats)}"
+
+
+def limits(setting: float, warm: bool, step_seconds: float) -> tuple[float, float]:
+    """Seconds without progress for a run whose ranks are idle, and for one in which somebody computes.
+
+    Args:
+        setting: `train.stall_seconds`; AUTO learns from the steps so far.
+        warm: in the steps, past the first two.
+    """
+    if setting != AUTO:
+        return setting, setting * (1 if warm else _BUSY_TIMES_ELSEWHERE)
+    if not warm:
+        return _ELSEWHERE, float("inf")
+    learnt = max(_LEAST, _TIMES_A_STEP * step_seconds)
+    return learnt, learnt * _BUSY_TIMES
+
+
+def judge(beats: Sequence[Beat], setting: float, watched: float) -> Verdict | None:
+    """The verdict on what is known of the ranks, if they stand still.
+
+    Args:
+        watched: seconds since the judge itself began, or woke up: before that it saw nothing.
+    """
+    quiet = min(watched, *(beat.still + beat.silent for beat in beats))
+    late = behind(beats)
+    idle, busy = limits(setting, all(beat.warm for beat in late), max(beat.step_seconds for beat in beats))
+    if quiet <= idle or any(beat.state == "t" or beat.phase == MEETING for beat in beats):  # t: a debugger has it
+        return None
+    at_work = any(beat.idle <= idle and not beat.is_silent for beat in late)
+    return None if at_work and quiet <= busy else Verdict(late, tuple(beats), quiet)
+
+
+def behind(beats: Sequence[Beat]) -> tuple[Beat, ...]:
+    """Ranks that the others wait for: not heard of, else stopped, else with the fewest marks passed; else all."""
+    for late in (
+        [beat for beat in beats if beat.is_silent],
+        [beat for beat in beats if beat.state in ("T", "Z")],
+        [beat for beat in beats if _passed(beat) == min(map(_passed, beats))],
+    ):
+        if late:
+            return tuple(late)
+    return tuple(beats)
+
+
+def _passed(beat: Beat) -> tuple[int, int]:
+    return beat.moves, beat.collectives
+
+
+def _who(late: Sequence[Beat], beats: Sequence[Beat]) -> str:
+    names = ", ".join(_named(beat) for beat in late[:4])
+    more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+    waiting = [beat for beat in beats if beat not in late]
+    if not waiting:
+        return f"{names}{more}" + ("; no rank is behind the others" if len(beats) > 1 else "")
+    others = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{counted(len(waiting), 'other rank')} wait"
+    return f"{names}{more}; {others} {_place(waiting[0])}"
+
+
+def _named(beat: Beat) -> str:
+    if beat.is_silent:
+        said = f"nothing was heard for {beat.silent:.0f} s (its host, the way to it, or its guardian is stuck)"
+        return f"rank {beat.rank} on host {beat.host}: {said}; it was last seen {_place(beat)}"
+    state = f" ({_STATES[beat.state]})" if beat.state in _STATES else ""
+    return f"rank {beat.rank} on host {beat.host}, process {beat.pid}{state}, {_place(beat)}"
+
+
+def _place(beat: Beat) -> str:
+    """Where in its life it is."""
+    if beat.phase in STAGES:
+        return f"in step {beat.step + 1}, {beat.phase}"
+    return f"after step {beat.step}, {beat.phase}" if beat.step else beat.phase

@@ -1,0 +1,187 @@
+"""A guardian's watch over its rank's progress: it beats for it, and ends it where the run stands still.
+
+Rank 0's guardian judges for all ranks; the others judge only where nothing is heard of it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ortlaunch.plan import Plan
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker.child import Child
+from ortlaunch.worker.exchange import Exchange
+from ortlaunch.worker.pulse import AUTO, NEVER, Activity, Pulse, state_of
+from ortlaunch.worker.stall import EXIT_STATUS, Beat, Verdict, judge
+
+_BEAT_SECONDS = 1.0
+_ASLEEP_SECONDS = 5.0  # without a look: this guardian itself was stopped
+_STACK_SECONDS, _ALL_STACKS_SECONDS, _ORDER_SECONDS = 1.0, 2.0, 5.0
+_PY_SPY_SECONDS = 3
+_SHOWN_LINES = 12
+_WATCHED_TASKS = ("train", "parity")  # variants of a bench take turns
+
+
+class Watchdog:
+    """Made before the fork, for both sides of it."""
+
+    def __init__(self, rank: Rank, run: RunDir) -> None:
+        self.rank, self.run, self.pulse, self.exchange = rank, run, Pulse(), Exchange(rank)
+        self.verdict: Verdict | None = None
+        self.ended_it = False
+        self._plan = Plan.read(run.plan)
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the guardian lives
+        self._beat_at = self._since = time.monotonic()
+        self._asked_at: float | None = None
+        self._activity: Activity | None = None
+        if self._plan.task not in _WATCHED_TASKS:
+            self.pulse.limit = NEVER
+
+    def take(self, setting: float | str | None) -> None:
+        """In the rank: `train.stall_seconds` of its recipe."""
+        if self._plan.task in _WATCHED_TASKS:
+            self.pulse.limit = NEVER if setting is None else AUTO if isinstance(setting, str) else setting
+
+    def listen(self) -> None:
+        """In the rank: from now on SIGQUIT shows where its threads are, whatever Python is busy with."""
+        faulthandler.register(signal.SIGQUIT, file=self._stacks, all_threads=True)
+
+    def look(self, child: Child) -> None:
+        """Take in beats and orders, beat, judge; called all the time, and does something once a second."""
+        self.exchange.receive()
+        if self._asked_at is not None or self.exchange.orders:
+            self._go_on_ending(child)
+        elif time.monotonic() - self._beat_at >= _BEAT_SECONDS:
+            self._beat(child)
+
+    def _beat(self, child: Child) -> None:
+        now = time.monotonic()
+        if now - self._beat_at > _ASLEEP_SECONDS:
+            self._since = now
+            self.exchange.wake()
+        self._beat_at = now
+        if self.pulse.place and not self.exchange.has_met:
+            self._since = now
+            self.exchange.meet(self.pulse.place)
+        mine = self._seen(child.pid)
+        self.exchange.tell(mine)
+        beats = self.exchange.beats(mine)
+        found = judge(beats, self.pulse.limit, now - self._since) if beats else None
+        if found:
+            self._begin_ending(found, child)
+
+    def _seen(self, pid: int) -> Beat:
+        self._activity = self._activity or Activity(pid)
+        seen, host = self.pulse.read(), socket.gethostname()
+        return Beat(self.rank.rank, host, pid, seen.step, seen.phase, seen.moves, seen.collectives, seen.still,
+                    self._activity.idle(), state_of(pid), seen.warm, seen.step_seconds, seen.own_seconds)  # fmt: skip
+
+    def _begin_ending(self, verdict: Verdict, child: Child) -> None:
+        self.verdict = verdict
+        self.exchange.order("stacks")
+        self._ask(child)
+
+    def _ask(self, child: Child) -> None:
+        """Have the rank's stacks, and tell them."""
+        self._asked_at = time.monotonic()
+        text = _py_spy(child.pid)
+        child.send(signal.SIGQUIT)
+        child.send(signal.SIGCONT)  # what is stopped could not show anything
+        deadline = time.monotonic() + _STACK_SECONDS
+        while not self._shown() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.05)
+        self.exchange.tell_stacks(self._shown() + text or "it shows no stack\n")
+
+    def _go_on_ending(self, child: Child) -> None:
+        """One more look after the verdict: the rank is ended once all that answer have shown their stacks."""
+        if self._asked_at is None:
+            self._ask(child)
+        passed = time.monotonic() - (self._asked_at or 0.0)
+        if self.verdict is None:
+            over = "end" in self.exchange.orders or passed > _ORDER_SECONDS
+        else:
+            answering = {beat.rank for beat in self.verdict.beats if not beat.is_silent}
+            over = not self.exchange.is_hub or answering <= set(self.exchange.stacks) or passed > _ALL_STACKS_SECONDS
+        if over and not self.ended_it:
+            self.ended_it = True
+            self._say()
+            self.exchange.order("end") if self.exchange.is_hub else None
+            child.send(signal.SIGKILL)
+
+    def _say(self) -> None:
+        if self.verdict is not None:
+            print(f"ortlaunch: {self.summary}", file=sys.stderr, flush=True)
+
+    @property
+    def summary(self) -> str:
+        """The verdict's line, with what was never heard of."""
+        assert self.verdict is not None
+        never = self.exchange.never_heard() if self.exchange.is_hub and self.exchange.has_met else []
+        hosts = ", ".join(f"rank {rank} on host {self._plan.node_of(rank).host}" for rank in never[:4])
+        unknown = f"; no beat ever came from {hosts}{' and more' if len(never) > 4 else ''}" if never else ""
+        return f"{self.verdict.summary}{unknown}; exit status {EXIT_STATUS}; stacks: {self.run.errors}"
+
+    def record(self) -> None:
+        """After the rank's end: what its stacks were, and the verdict where it was this guardian's."""
+        with contextlib.suppress(OSError):
+            write_text(self.run.stacks(self.rank.rank), self.exchange.stacks.get(self.rank.rank, ""))
+            if self.verdict is not None:
+                write_json(self.run.stall, self._record_of(self.verdict))
+
+    def _record_of(self, verdict: Verdict) -> dict[str, Any]:
+        first, stacks = verdict.behind[0], self.exchange.stacks
+        shown = "".join(
+            f"rank {beat.rank}:\n{_first_lines(stacks[beat.rank])}" for beat in verdict.behind if beat.rank in stacks
+        )
+        who = {"rank": first.rank, "host": first.host, "pid": first.pid, "step": first.step, "phase": first.phase}
+        return {
+            **who, "type": "Stall", "message": verdict.summary, "summary": self.summary, "traceback": shown,
+            "exit_status": EXIT_STATUS, "signal": None, "secondary": False, "time": time.time(),
+            "still_seconds": round(verdict.seconds, 1), "behind": late,
+            "never_heard": self.exchange.never_heard() if self.exchange.is_hub else [],
+            "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
+        }  # fmt: skip
+
+    def leave(self) -> None:
+        """The rank has ended; nothing of it is awaited any more."""
+        with contextlib.suppress(OSError):
+            self.exchange.leave()
+
+    def _shown(self) -> str:
+        size = os.fstat(self._stacks.fileno()).st_size
+        return os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
+
+
+def _first_lines(stack: str) -> str:
+    """The innermost frames; all of them are in errors/."""
+    lines = stack.splitlines(keepends=True)
+    return "".join(lines[:_SHOWN_LINES]) + ("  ...\n" if len(lines) > _SHOWN_LINES else "")
+
+
+def _py_spy(pid: int) -> str:
+    """What py-spy says, which sees C's frames and idle threads, where it is installed and may."""
+    for program in _installed("py-spy"):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_SECONDS, check=False)
+            return f"py-spy:\n{ended.stdout}" if ended.returncode == 0 else ""
+    return ""
+
+
+def _installed(name: str) -> Iterator[str]:
+    beside = os.path.join(os.path.dirname(sys.executable), name)
+    found = beside if os.path.exists(beside) else shutil.which(name)
+    yield from [found] if found else []

@@ -1,0 +1,166 @@
+"""Who is stuck: the limits, the ranks that are behind, and guardians that hear of each other; without torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+
+from ortlaunch.rank import Rank
+from ortlaunch.worker.exchange import Exchange
+from ortlaunch.worker.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, Pulse
+from ortlaunch.worker.stall import MEETING, Beat, behind, judge, limits
+
+
+def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Beat:
+    """A rank's beat in a warm step, idle for as long as it stands still."""
+    known = {"host": "h", "pid": 10 + rank, "step": 6, "phase": "the backward pass", "collectives": 4, "idle": still,
+             "state": "S", "warm": True, "step_seconds": 0.1, "own_seconds": 0.0}  # fmt: skip
+    return Beat(rank=rank, moves=moves, still=still, **{**known, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "warm", "step_seconds", "found"),
+    [
+        (AUTO, True, 0.1, (60.0, 600.0)),
+        (AUTO, True, 30.0, (600.0, 6000.0)),
+        (AUTO, False, 0.0, (600.0, float("inf"))),
+        (20.0, True, 5.0, (20.0, 20.0)),
+        (20.0, False, 0.0, (20.0, 600.0)),
+        (NEVER, True, 1.0, (NEVER, NEVER)),
+    ],
+)
+def test_limits(setting: float, warm: bool, step_seconds: float, found: tuple[float, float]) -> None:
+    """Seconds without progress for idle ranks and for busy ones, in steps and elsewhere."""
+    assert limits(setting, warm, step_seconds) == found
+
+
+@pytest.mark.parametrize(
+    ("beats", "late"),
+    [
+        ([beat(0), beat(1, moves=8), beat(2)], [1]),
+        ([beat(0), beat(1), beat(2, collectives=3)], [2]),
+        ([beat(0, moves=8), beat(1, state="T")], [1]),
+        ([beat(0, moves=8, state="T"), beat(1, silent=9.0)], [1]),
+        ([beat(0), beat(1)], [0, 1]),
+    ],
+)
+def test_who_is_behind(beats: list[Beat], late: list[int]) -> None:
+    """Silence counts more than a stopped process, that more than marks, marks more than collectives."""
+    assert [one.rank for one in behind(beats)] == late
+
+
+def test_the_verdict_names_who_where_and_since_when() -> None:
+    """One line: rank, host, process, state, step, phase, and what the others do."""
+    found = judge([beat(0), beat(1, moves=8, still=31.0, state="T", phase="the forward pass")], 20.0, 99.0)
+    assert found is not None
+    assert found.summary == (
+        "the run has stood still for 30 s: rank 1 on host h, process 11 (stopped: SIGSTOP, or a frozen control group), "
+        "in step 7, the forward pass; rank 0 waits in step 7, the backward pass"
+    )
+    silent = judge([beat(0), beat(1, silent=30.0, phase="reading data")], 20.0, 99.0)
+    assert silent is not None
+    assert "rank 1 on host h: nothing was heard for 30 s" in silent.summary
+    assert "it was last seen after step 6, reading data" in silent.summary
+    alone = judge([beat(0, step=0, phase="reading data", warm=False)], 20.0, 99.0)
+    assert alone is not None
+    assert alone.summary == "the run has stood still for 30 s: rank 0 on host h, process 10, reading data"
+
+
+@pytest.mark.parametrize(
+    ("beats", "watched"),
+    [
+        ([beat(0), beat(1, still=3.0)], 99.0),  # it moves on
+        ([beat(0), beat(1)], 10.0),  # the guardian itself was stopped until then
+        ([beat(0), beat(1, state="t")], 99.0),  # a debugger has it
+        ([beat(0, phase=MEETING, warm=False), beat(1)], 99.0),
+        ([beat(0, warm=False), beat(1, warm=False, moves=8, idle=1.0)], 99.0),  # it computes, in an export
+    ],
+)
+def test_what_is_no_stall(beats: list[Beat], watched: float) -> None:
+    """With 20 seconds given."""
+    assert judge(beats, 20.0, watched) is None
+
+
+def test_a_rank_that_computes_has_longer() -> None:
+    """A busy one is a stall too in the end, and in steps at once where seconds are given."""
+    late = beat(1, moves=8, idle=0.0)
+    assert judge([beat(0), late], 20.0, 99.0) is not None
+    elsewhere = [one._replace(warm=False, still=700.0) for one in (beat(0), late)]
+    assert judge(elsewhere, 20.0, 999.0) is not None
+    assert judge(elsewhere, AUTO, 999.0) is None
+
+
+def test_a_pulse_tells_where_its_rank_is() -> None:
+    """Across a fork: step, stage, marks, and the time in which no rank waits for another."""
+    pulse = Pulse()
+    pid = os.fork()
+    if pid == 0:
+        pulse.doing("reading data")
+        pulse.begin(4)
+        for _ in range(6):
+            pulse.at(READING)
+            time.sleep(0.02)
+            pulse.at(FORWARD)
+            pulse.at(BACKWARD)
+            pulse.step()
+        pulse.at(FORWARD)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    seen = pulse.read()
+    assert (seen.step, seen.phase, seen.moves, seen.warm) == (10, "the forward pass", 27, True)
+    assert 0.02 <= seen.step_seconds < 1
+    assert 0.12 <= seen.own_seconds < 6
+
+
+def met(ranks: int) -> list[Exchange]:
+    """Guardians' ends that know of each other, through the loopback."""
+    ends = [Exchange(Rank(rank, ranks, rank, ranks)) for rank in range(ranks)]
+    hub = ends[0].socket
+    assert hub is not None
+    hub.bind(("127.0.0.1", 0))
+    address, port = hub.getsockname()
+    for end in ends:
+        end.meet({"address": address, "port": port, "host": "first", "key": "ab" * 16})
+    return ends
+
+
+def test_beats_reach_rank_0_and_its_word_the_others() -> None:
+    """Rank 0 judges all; another only when nothing is heard of it; what a stranger sends is dropped."""
+    hub, other = met(2)
+    other.tell(beat(1))
+    assert hub.socket is not None
+    stranger = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    stranger.sendto(b"0" * 16 + b'{"say": "bye", "rank": 1}', hub.socket.getsockname())
+    hub.tell(beat(0))
+    hub.receive()
+    assert [one.rank for one in hub.beats(beat(0)) or []] == [0, 1]
+    assert other.beats(beat(1)) is None
+    other.tell_stacks("where it is")
+    hub.order("stacks")
+    for end in (hub, other):
+        end.receive()
+    assert (hub.stacks, other.orders[0]) == ({1: "where it is"}, "stacks")
+    other.leave()
+    hub.receive()
+    assert [one.rank for one in hub.beats(beat(0)) or []] == [0]
+    assert hub.never_heard() == []
+
+
+def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen guardian or a dead link: the rank that is named is rank 0, on its host; its end is no silence."""
+    hub, other = met(2)
+    now = time.monotonic()
+    monkeypatch.setattr("ortlaunch.worker.exchange.time.monotonic", lambda: now + 40)
+    beats = other.beats(beat(1))
+    assert beats is not None
+    found = judge(beats, 20.0, 99.0)
+    assert found is not None
+    assert "rank 0 on host first: nothing was heard for 40 s" in found.summary
+    other.tell(beat(1))
+    hub.receive()
+    hub.leave()
+    other.receive()
+    assert other.beats(beat(1)) is None
