@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.worker.distributed import DistributedContext, routable_address
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.interface import own_address
 from ortlaunch.worker.pulse import Pulse
 from ortlaunch.worker.watchdog import Watchdog
 
@@ -54,7 +55,7 @@ def _place(group: DistributedContext, hub: socket.socket | None) -> dict[str, ob
 
 def _address(group: DistributedContext, hosts: list[str]) -> str:
     one_host = group.local.local_world_size == group.size
-    return "127.0.0.1" if one_host else routable_address(hosts)
+    return "127.0.0.1" if one_host else own_address(hosts, os.environ)
 
 
 def _count(pulse: Pulse, ended: threading.Event) -> None:

@@ -143,9 +143,8 @@ class Watchdog:
 
     def _record_of(self, verdict: Verdict) -> dict[str, Any]:
         first, stacks = verdict.behind[0], self.exchange.stacks
-        shown = "".join(
-            f"rank {beat.rank}:\n{_first_lines(stacks[beat.rank])}" for beat in verdict.behind if beat.rank in stacks
-        )
+        late = [beat.rank for beat in verdict.behind]
+        shown = "".join(f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late if rank in stacks)
         who = {"rank": first.rank, "host": first.host, "pid": first.pid, "step": first.step, "phase": first.phase}
         return {
             **who, "type": "Stall", "message": verdict.summary, "summary": self.summary, "traceback": shown,
