@@ -138,7 +138,7 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
     ("launcher", "guardian_sleeps"),
     [
         ("torchrun", 0),
-        pytest.param("mpi", 0, marks=needs_mpi),
+        pytest.param("mpi", 0, marks=[needs_mpi, pytest.mark.slow, pytest.mark.ci]),
         pytest.param("mpi", 2, marks=needs_mpi, id="mpi, where its peer would end first"),
     ],
 )

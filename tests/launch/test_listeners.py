@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, write_recipe
+from tests.launch.tiny import ORTLAUNCH, RECIPE, TORCHRUN_FIRST, write_recipe
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 # PRRTE's listener has no setting for its address (oob_tcp_listener.c says INADDR_ANY), which a note of the run tells.
@@ -83,7 +83,7 @@ def open_to_others(parent: int) -> set[tuple[str, str]]:
     return {(name, address) for name, address in listeners(parent) if address.partition(":")[0] not in LOOPBACK}
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", TORCHRUN_FIRST)
 def test_ranks_of_one_host_open_no_port(
     launcher: str, two_ranks: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
@@ -98,6 +98,8 @@ def test_ranks_of_one_host_open_no_port(
     assert [text for text in maps if "/mpi4py/" in text] == []
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_ranks_under_the_users_torchrun_open_no_port(two_ranks: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
     """Under a torchrun of the user's own, whose store is open, the ranks' own store and gloo are not."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from ortlaunch.launch import JobState
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.status import Status, look
+from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, processes_of, write_recipe
 
 
@@ -34,8 +36,9 @@ def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
     write_recipe(tmp_path, train={"max_steps": 1_000_000}, log={"every_steps": 1})
     run, ranks = RunDir(tmp_path / "run"), 1 if launcher == "local" else 2
     words = ["train", RECIPE, "--launcher", launcher, "--nproc-per-node", str(ranks), "--run-dir", str(run)]
+    command = [ORTLAUNCH] if launcher == "local" else [sys.executable, light.__file__]  # one has torch
     train = subprocess.Popen(
-        [ORTLAUNCH, *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*command, *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
         begun = until(run, lambda _: True)

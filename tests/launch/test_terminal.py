@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, write_recipe
+from tests.launch.tiny import ORTLAUNCH, TORCHRUN_FIRST, write_recipe
 
 ERASE = "\r\x1b[K"
 
@@ -41,7 +41,7 @@ def typed(folder: Path, *arguments: str, timeout: float = 60) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", TORCHRUN_FIRST)
 def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
     """Each logged step stays, what is going on is drawn and erased, and the logs hold plain lines."""
     recipe = write_recipe(tmp_path, train={"max_steps": 6}, log={"every_steps": 2})

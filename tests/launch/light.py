@@ -1,0 +1,73 @@
+"""`ortlaunch` with ranks that load no torch: the command, launchers and guardians are real, a rank's life is not.
+
+`python light.py train ...` is the command, whose plan has this file as worker: a rank that logs steps, and ends as the
+recipe's `how` says. For tests of what is around a rank, which start many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+
+from ortlaunch import start
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir
+
+
+def live(run: RunDir, rank: Rank) -> int:
+    """Log steps without end; rank 1 ends in its third if the recipe says how."""
+    import yaml
+
+    how = yaml.safe_load(run.recipe.read_text())["model"]["arguments"].get("how", "")
+    if how == "ignore SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for step in itertools.count(1):
+        if rank.rank == 1 and step == 3:
+            _end(how)
+        if rank.rank == 0:
+            with run.metrics.open("a") as file:
+                file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+        time.sleep(0.1)
+    raise AssertionError
+
+
+def _end(how: str) -> None:
+    if how == "exit 7":
+        sys.exit(7)
+    if how == "raise":
+        raise ValueError("planted")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "leave with 0":
+        os._exit(0)
+    if how == "kill the guardian":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+def _be_a_rank() -> int:
+    from ortlaunch.worker import __main__ as worker
+
+    worker.live = live
+    return worker.main()
+
+
+def _be_the_command() -> None:
+    from ortlaunch.cli import main
+
+    real = start.command
+    start.command = lambda module, *more: (
+        (sys.executable, __file__, "rank") if module == "ortlaunch.worker" else real(module, *more)
+    )
+    main()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "rank":
+        del sys.argv[1]
+        sys.exit(_be_a_rank())
+    _be_the_command()
