@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule import torch_modules
 from ortlaunch.ortmodule.export import Export, seen_of
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.source_guard import PACKAGE, PROCESSED, TRAINING, owner
@@ -40,9 +41,15 @@ def keep_buffers_exact() -> None:
 def buffers_kept(export: Export) -> Iterator[None]:
     """Modes and buffers are afterwards what they were; what a pass changes of them is known or refused."""
     module = export.module
-    with kept_modes(module), kept_buffers(module) as changed, _frozen_norms_written_out(export.training):
-        yield
-    layers = _layers(module, changed)
+    changed: dict[str, int] = {}
+    try:
+        with kept_modes(module), kept_buffers(module, changed), _frozen_norms_written_out(export.training):
+            yield
+    except Exception:
+        with contextlib.suppress(EngineError):  # it may be of what changes a buffer
+            _layers(export, changed)
+        raise
+    layers = _layers(export, changed)
     if export.training:
         export.seen["batch_norms"] = layers
 
@@ -114,8 +121,8 @@ class _Kept(NamedTuple):
 
 
 @contextlib.contextmanager
-def kept_buffers(module: nn.Module) -> Iterator[dict[str, int]]:
-    """Give every buffer back its object and its value; yields, filled at the end, the changed ones with their counts.
+def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> Iterator[None]:
+    """Give every buffer back its object and its value; fills `changed`, at the end, with their counts.
 
     A count is how often one pass added 1 to a single number, as BatchNorm does; 0 for other changes.
     """
@@ -128,20 +135,24 @@ def kept_buffers(module: nn.Module) -> Iterator[dict[str, int]]:
     passes: list[None] = []
     # A copy that ORT makes of the module takes the hook along.
     hook = module.register_forward_pre_hook(lambda who, _: passes.append(None) if who is module else None)
-    changed: dict[str, int] = {}
     try:
-        yield changed
-        for name, old in kept.items():
-            new = old.owner._buffers[old.name]
-            if _differs(old.value, new):
-                counts = old.value.dtype == torch.long and old.value.numel() == 1
-                changed[name] = int(new - old.value) // max(1, len(passes)) if counts else 0
+        yield
     finally:
         hook.remove()
+        if changed is not None:
+            changed.update(_changed(kept, len(passes)))
         with torch.no_grad():
             for old in kept.values():
                 old.owner._buffers[old.name] = old.tensor
                 old.tensor.copy_(old.value)
+
+
+def _changed(kept: dict[str, _Kept], passes: int) -> Iterator[tuple[str, int]]:
+    for name, old in kept.items():
+        new = old.owner._buffers[old.name]
+        if _differs(old.value, new):
+            counts = old.value.dtype == torch.long and old.value.numel() == 1
+            yield name, int(new - old.value) // max(1, passes) if counts else 0
 
 
 def _differs(before: torch.Tensor, after: torch.Tensor | None) -> bool:
@@ -149,25 +160,28 @@ def _differs(before: torch.Tensor, after: torch.Tensor | None) -> bool:
     return after is not None and before.shape == after.shape and not torch.equal(before, after)
 
 
-def _layers(module: nn.Module, changed: dict[str, int]) -> list[str]:
+def _layers(export: Export, changed: dict[str, int]) -> list[str]:
     """The BatchNorm layers that a pass updates, each once.
 
     Raises:
         EngineError: a buffer that ONNX Runtime's graph would not change as the model does.
+        OnceMore: its layer can run as torch.
     """
+    module, outer = export.module, torch_modules.paths(export)
+    changed = {name: count for name, count in changed.items() if not torch_modules.inside(name, outer)}
     layers = sorted({name.rpartition(".")[0] for name in changed})
     for path in layers:
         layer, name = module.get_submodule(path), _plain(path)
         if not isinstance(layer, _BatchNorm):
             buffers = ", ".join(_plain(buffer) for buffer in changed if buffer.startswith(f"{path}."))
-            raise EngineError(f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not")
+            why = f"a forward pass changes the model's {buffers}, and ONNX Runtime's graph would not"
+            raise torch_modules.instead(export, path, why)
         if layer.momentum is None:
-            raise EngineError(
-                f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average over all batches; "
-                "give it a momentum such as 0.1"
-            )
+            why = f"{name} is a BatchNorm with momentum=None, and ONNX Runtime's cannot average over all batches"
+            raise torch_modules.instead(export, path, f"{why}; give it a momentum such as 0.1")
         if changed.get(f"{path}.num_batches_tracked", 1) > 1:
-            raise EngineError(f"{name} is a BatchNorm that runs more than once in a pass; ONNX Runtime's cannot")
+            why = f"{name} is a BatchNorm that runs more than once in a pass; ONNX Runtime's cannot"
+            raise torch_modules.instead(export, path, why)
     return layers
 
 

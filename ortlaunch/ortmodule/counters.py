@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ortlaunch.ortmodule import torch_calls
 from ortlaunch.ortmodule.compat import import_ortmodule
 from ortlaunch.ortmodule.graph import Graph, read_graph
 from ortlaunch.ortmodule.patching import wrap_method
@@ -68,6 +69,7 @@ class Witness:
         self.fallback_reasons: list[str] = []
         for graph in self.graphs:
             graph.forward_passes = graph.backward_passes = 0
+        torch_calls.restart()
 
     def counts(self) -> dict[str, Any]:
         """For engine.json. Graphs are the newest ones; `nodes_run` counts the passes of each graph by its own nodes."""
@@ -91,11 +93,13 @@ class Witness:
     def uncounted(self) -> Iterator[None]:
         """While open, passes are not of the run: afterwards the counters are what they were."""
         before = {name: copy.copy(value) for name, value in vars(self).items()}
+        calls = torch_calls.snapshot()
         passes = [(graph, graph.forward_passes, graph.backward_passes) for graph in self.graphs]
         try:
             yield
         finally:
             vars(self).update(before)
+            torch_calls.restore(calls)
             for graph, forward, backward in passes:
                 graph.forward_passes, graph.backward_passes = forward, backward
 
@@ -127,7 +131,8 @@ def _install() -> None:
 
 def _count(owner: Any, method: str, counter: str, of_graph: str) -> None:
     def counted(original: Callable[..., Any], agent: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(agent, *args, **kwargs)
+        with torch_calls.timed_pass():
+            result = original(agent, *args, **kwargs)
         setattr(_current, counter, getattr(_current, counter) + 1)
         graph = getattr(agent, _GRAPH, None)
         if graph is not None:

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import nn
 
+from ortlaunch.ortmodule import torch_modules
 from ortlaunch.ortmodule.buffers import kept_buffers
 from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import Export, seen_of
@@ -42,7 +43,7 @@ def noted_state(export: Export) -> Iterator[None]:
     """Note what of Python's the passes read, and refuse what a graph cannot follow."""
     module = export.module
     if export.training:
-        _refuse_backward_hooks(module)
+        _refuse_backward_hooks(module, torch_modules.paths(export))
     with noted(module) as reads, _nothing_drawn():
         yield
         _refuse_memory(module, reads, export.inputs)
@@ -67,12 +68,12 @@ def _refuse_memory(module: nn.Module, reads: Reads, inputs: Any) -> None:
             )
 
 
-def _refuse_backward_hooks(module: nn.Module) -> None:
+def _refuse_backward_hooks(module: nn.Module, outer: list[str]) -> None:
     for path, layer in module.named_modules():
-        if any(getattr(layer, hooks, None) for hooks in _BACKWARD):
+        if not torch_modules.inside(path, outer) and any(getattr(layer, hooks, None) for hooks in _BACKWARD):
             raise RuntimeError(
                 f"{_plain(path) or 'the model'} has a backward hook, which ONNX Runtime's graph would never call; "
-                "hooks of parameters are called"
+                "hooks of parameters are called, and those of layers in Settings.torch_modules"
             )
 
 

@@ -28,7 +28,12 @@ from ortlaunch.ortmodule.settings import SettingError, Settings
 if TYPE_CHECKING:
     from torch import nn
 
-_NEEDS_INTEROP = ("sparsity_optimizer", "print_input_density", "memory_efficient_grad_management")
+_NEEDS_INTEROP = (
+    "sparsity_optimizer",
+    "print_input_density",
+    "memory_efficient_grad_management",
+    "torch_modules",
+)
 _INLINE = "_ortlaunch_inline"
 _report: dict[str, Any] = {}
 
@@ -69,7 +74,8 @@ def _require(settings: Settings) -> None:
     """Refuse settings that ORT would ignore on this stack."""
     refusal = extensions.interop_refusal()
     if refusal:
-        for name in (*_NEEDS_INTEROP, *(["custom_autograd"] if settings.custom_autograd == "python" else [])):
+        named = ["torch_operators"] if not isinstance(settings.torch_operators, str) else []
+        for name in (*_NEEDS_INTEROP, *named, *(["custom_autograd"] if settings.custom_autograd == "python" else [])):
             if getattr(settings, name):
                 problem = f"needs ONNX Runtime's extension {extensions.INTEROP}, which is not there, because {refusal}"
                 raise SettingError(name, f"{problem}; leave it out")

@@ -30,6 +30,8 @@ from ortlaunch.ortmodule import (
     patching,
     recurrent,
     symbolics,
+    torch_modules,
+    torch_operators,
     tracing,
 )
 from ortlaunch.ortmodule import python_values as values
@@ -94,6 +96,7 @@ def install() -> None:
     patching.replace_ort_export(_trace)
     patching.wrap_method(owner(TRANSITION), "_get_exported_model", _traced)
     patching.wrap_method(owner(TRANSITION), "_export_model", _exported)
+    torch_operators.install()
 
 
 def _exported(original: Callable[..., Any], **arguments: Any) -> Any:
@@ -113,11 +116,21 @@ def _traced(original: Callable[..., Any], **arguments: Any) -> Any:
         tally.note("ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from it")
         arguments["ortmodule_cache_dir"] = ""
     export = export_of(arguments)
+    while True:  # until no further layer is found, of which a model has so many
+        try:
+            return _traced_once(export, original, arguments)
+        except torch_modules.OnceMore:
+            continue
+
+
+def _traced_once(export: Export, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     export.seen.clear()
     with _counted():
         with contextlib.ExitStack() as contexts:
             for context in _in_force(_CONTEXTS):
                 contexts.enter_context(context(export))
+            contexts.enter_context(torch_operators.kept(export))
+            contexts.enter_context(torch_modules.called(export))
             model, schema = original(**arguments)  # calls _trace
         for rewrite in _in_force(_PASSES):
             rewrite(export, model)

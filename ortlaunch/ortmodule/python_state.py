@@ -36,6 +36,22 @@ GONE = object()
 _DEEP = 4
 
 
+_paused: list[None] = []
+
+
+@contextlib.contextmanager
+def unnoted() -> Iterator[None]:
+    """While open, nothing that passes read is noted."""
+    tracer = sys.gettrace()
+    _paused.append(None)
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        _paused.pop()
+        sys.settrace(tracer)
+
+
 class Reads:
     """What passes of a model read before they wrote it, as it was then, and the names in the code that ran."""
 
@@ -56,7 +72,11 @@ def noted(module: nn.Module) -> Iterator[Reads]:
 
     def getting(layer: Any, name: str) -> Any:
         value = object.__getattribute__(layer, name)
-        path = paths.get(id(layer)) if running and name not in _KEEPING and not name.startswith("__") else None
+        path = (
+            paths.get(id(layer))
+            if running and not _paused and name not in _KEEPING and not name.startswith("__")
+            else None
+        )
         if path is None or (path, name) in written or (path, name) in reads.places:
             return value
         if isinstance(value, _KINDS) or name in vars(layer):
@@ -64,7 +84,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
         return value
 
     def setting(layer: Any, name: str, value: Any) -> None:
-        if running and id(layer) in paths:
+        if running and not _paused and id(layer) in paths:
             written.add((paths[id(layer)], name))
         write(layer, name, value)
 

@@ -63,6 +63,8 @@ class _Places:
         self.ones: set[str] = set()
         """Where a size is compared with 0 or 1 only, as attention of one token."""
         self.buffers: set[str] = set()
+        self.layers: set[str] = set()
+        """The layers in whose code decisions are."""
         self.masks: set[str] = set()
         """Where torch's transformer layers look whether a mask is causal."""
 
@@ -83,6 +85,7 @@ class _Watch(TorchFunctionMode):
         self.places = _Places()
         self._kinds = WeakTensorKeyDictionary()  # of the others than values
         self._module, self._numbers = module, numbers
+        self._paths = {id(layer): path.partition(".")[2] for path, layer in module.named_modules()}
 
     def __enter__(self) -> _Watch:
         self._hook = self._module.register_forward_pre_hook(self._begin)
@@ -138,8 +141,20 @@ class _Watch(TorchFunctionMode):
         if places is self.places.decisions and _only_checks(file, line):
             places = self.places.checks
         places.add(f"{file}:{line}")
+        if places is self.places.decisions:
+            self.places.layers.update(_innermost(frame, self._paths))
         if masked:
             self.places.masks.add(f"{file}:{line}")
+
+
+def _innermost(frame: Any, paths: dict[int, str]) -> list[str]:
+    """The path of the layer in whose code a frame runs; none for the model itself."""
+    while frame:
+        path = paths.get(id(frame.f_locals.get("self")))
+        if path is not None:
+            return [path] if path else []
+        frame = frame.f_back
+    return []
 
 
 def _zero_or_one(*values: Any) -> bool:
@@ -174,9 +189,15 @@ def judge(export: Export) -> None:
                 )
             raise RuntimeError(
                 f"{what}: ONNX Runtime's graph would hold those of the first batch. {mend}, or "
-                "Settings.allow_traced_values=True where they never change"
+                f"Settings.allow_traced_values=True where they never change, or {_layer(seen)}"
             )
         tally.note(f"{what}: they stay those of the first batch (Settings.allow_traced_values)")
+
+
+def _layer(seen: dict[str, Any]) -> str:
+    """What would let the layer, in whose code it is, run as torch."""
+    names = ", ".join(repr(name) for name in seen.get("layers", ["PATH OF THE LAYER"])[:4])
+    return f"Settings.torch_modules=[{names}], which runs the layer as torch inside ONNX Runtime's graph"
 
 
 def _listed(places: list[str]) -> str:

@@ -52,6 +52,10 @@ class Settings:
     """Print the density of labels and padding in every step."""
     custom_autograd: Literal["auto", "python", "inline"] = "auto"
     """How a torch.autograd.Function gets into the graph; `auto`: called (`python`) where ORT's extension loads."""
+    torch_operators: Literal["auto", "off"] | Sequence[str] = "auto"
+    """Operators that stay torch's inside ONNX Runtime's graph; `auto`: those that it cannot export or derive."""
+    torch_modules: Sequence[str] = ()
+    """Layers, by path with `*`, that run whole as torch inside ONNX Runtime's graph."""
     torch_matmul: bool | None = None
     """CPU: products by a matrix are torch's; None: on Intel's processors."""
     tf32: bool = False
@@ -90,6 +94,12 @@ class Settings:
             value = getattr(self, setting)
             if value not in valid:
                 raise SettingError(setting, f"got {value!r}; it must be one of {', '.join(map(str, valid))}")
+        if isinstance(self.torch_operators, str) and self.torch_operators not in ("auto", "off"):
+            raise SettingError(
+                "torch_operators", f"got {self.torch_operators!r}; it must be auto, off or a list of names"
+            )
+        if isinstance(self.torch_modules, str):
+            raise SettingError("torch_modules", f"got {self.torch_modules!r}; it must be a list of paths")
 
 
 _VALID: dict[str, tuple[object, ...]] = {

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import Field
 
-from ortlaunch.recipe.section import Positive, RowsOrWord, Section, Text, Words
+from ortlaunch.recipe.section import OperatorsOrWord, Positive, RowsOrWord, Section, Text, Words
 
 
 class Engine(Section):
@@ -47,6 +47,15 @@ class Engine(Section):
     """ort: a torch.autograd.Function in the model. `python`: called from inside the graph, forward and backward.
     `inline`: its forward is exported and ONNX Runtime derives it: faster, and right only where its backward is the
     derivative of its forward. `auto`: python where torch lets ORT's extension load; elsewhere the model is refused."""
+    torch_operators: OperatorsOrWord = "auto"
+    """ort: operators that stay torch's, called from inside ONNX Runtime's graph with torch's own derivative. `auto`:
+    those that have no ONNX form, or whose form ONNX Runtime does not derive or computes wrong, and layers whose buffers
+    its graph would not change; engine.json and the end of the run name them with the share of time they take. A list:
+    these, as [`softmax`, `aten::mul`]. `off`: none; such a model is refused. Needs custom_autograd's extension."""
+    torch_modules: Words = ()
+    """ort: layers that run whole as torch inside ONNX Runtime's graph, as [`encoder.router`, `*.lstm`], by path or its
+    end, with `*`: for code that cannot be traced (`.item()`, decisions on values, hooks, packed sequences). What they
+    return must have the same types and numbers of dimensions in every batch. Costs ONNX Runtime's gain in them."""
     allow_traced_values: bool = False
     """ort: train a model whose forward pass takes values of tensors into Python (`if x.max() > 1`, `.item()`), which
     ONNX Runtime's graph holds as they were in the first batch. Right only where they are the same in every batch.

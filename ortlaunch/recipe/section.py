@@ -54,6 +54,13 @@ RowsOrWord = Annotated[
 ]
 
 
+OperatorsOrWord = Annotated[
+    Union[Annotated[Words, Tag(NUMBER)], Annotated[Literal["auto", "off"], Tag(WORD)]],
+    Discriminator(lambda value: NUMBER if isinstance(value, (list, tuple)) else WORD),
+    BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
+]
+
+
 class Section(BaseModel):
     """What every section shares: frozen, strict types, unknown keys are errors."""
 

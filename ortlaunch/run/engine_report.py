@@ -125,6 +125,18 @@ class Graph:
 
 
 @dataclass
+class TorchCalls:
+    """An operator or layer that stays torch's inside ONNX Runtime's graph (`engine.torch_operators`)."""
+
+    forward: int
+    """Calls in forward passes so far."""
+    backward: int
+    """Calls in backward passes."""
+    seconds: float
+    """What they took together on rank 0's thread; on CUDA, to launch their kernels."""
+
+
+@dataclass
 class OnnxRuntime:
     """What ONNX Runtime was told and what it has executed, on rank 0."""
 
@@ -164,6 +176,10 @@ class OnnxRuntime:
     """Share of the labels that count in a batch, where the others are left out of the computation."""
     notes: list[str]
     """What a person should know of the exports; printed too."""
+    torch_calls: dict[str, TorchCalls] = field(default_factory=dict)
+    """Operators (`aten.lstm`) and layers (`module encoder.router`) that run as torch inside the graph."""
+    torch_share: float = 0.0
+    """Their share of the time of the passes."""
     deepcopy_before_export: ExportCopy | None = None
     """Whether a copy was exported, and what decided it."""
 

@@ -12,7 +12,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ortlaunch.run.engine_report import (
     Inductor,
     OnnxRuntime,
     OptimizerChoice,
+    TorchCalls,
 )
 from ortlaunch.worker import ort_settings
 from ortlaunch.worker.chunked_head import chunk_head
@@ -59,7 +60,7 @@ _PACKAGES = (
 )
 _ADVICE = (
     "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or engine.allow_fallback=true to "
-    "train what ONNX Runtime cannot run in eager PyTorch"
+    "train what ONNX Runtime cannot run in eager PyTorch, or engine.torch_modules=[PATH] for a layer it cannot take"
 )
 
 
@@ -293,7 +294,7 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime(recipe: Recipe, witness: Any) -> OnnxRuntime:
-    from ortlaunch.ortmodule import options, registry
+    from ortlaunch.ortmodule import options, registry, torch_calls
     from ortlaunch.ortmodule.counters import tally
 
     copied, counts, exported = options.report().get("deepcopy_before_export"), witness.counts(), tally.truth()
@@ -302,6 +303,8 @@ def _onnxruntime(recipe: Recipe, witness: Any) -> OnnxRuntime:
         repairs_not_applied=registry.not_applied(),
         deepcopy_before_export=copied and ExportCopy(**copied),
         **ort_settings.report(recipe),
+        torch_calls={name: TorchCalls(**asdict(found)) for name, found in torch_calls.made().items()},
+        torch_share=round(torch_calls.share(), 4),
         **{
             **counts,
             **{name: counts[name] and Graph(**counts[name]) for name in ("training_graph", "evaluation_graph")},

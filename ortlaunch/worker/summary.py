@@ -28,6 +28,9 @@ def say_outcome(session: Session, lines: Sequence[str] = ()) -> None:
         print(*said, *copy_modules(session.run, again=True), sep="\n", flush=True)
 
 
+_MOST_NAMES = 6
+
+
 def plan_lines(report: EngineReport) -> list[str]:
     """What will run, with everything that stands in for something else."""
     engine, optimizer, fp16 = report.engine, report.optimizer, report.fp16_optimizer
@@ -108,7 +111,18 @@ def outcome_lines(report: EngineReport) -> list[str]:
         return [f"ran on engine {engine.used}"]
     passes = f"{ort.forward_passes} forward and {ort.backward_passes} backward passes by ONNX Runtime on rank 0"
     rest = f"{ort.fallbacks} fallbacks; optimizer {report.optimizer.used}"
-    return [f"ran on engine {engine.used}: {passes}{_graph(ort)}, {rest}"]
+    return [f"ran on engine {engine.used}: {passes}{_graph(ort)}, {rest}", *_torch(ort)]
+
+
+def _torch(ort: OnnxRuntime) -> list[str]:
+    """What ran as torch inside the graph, and whether another engine may be faster."""
+    if not ort.torch_calls:
+        return []
+    slowest = sorted(ort.torch_calls.items(), key=lambda item: -item[1].seconds)
+    names = ", ".join(f"{name} ({calls.forward} calls)" for name, calls in slowest[:_MOST_NAMES])
+    more = f" and {len(slowest) - _MOST_NAMES} more" if len(slowest) > _MOST_NAMES else ""
+    advice = "; another engine may be faster: try engine.name=auto" if ort.torch_share > 0.5 else ""
+    return [f"torch inside the graph: {names}{more}; {ort.torch_share:.0%} of the passes' time{advice}"]
 
 
 def _graph(ort: OnnxRuntime) -> str:

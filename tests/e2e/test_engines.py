@@ -15,7 +15,8 @@ from tests.ort import needs_ort
 @needs_ort
 def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
     """It ends before step 1, with a status, the reason and what to try; nothing was trained."""
-    run = train("attending", merged(TOY, {"model": {"factory": "toys:attending"}}))
+    without = {"model": {"factory": "toys:attending"}, "engine": {"torch_operators": "off"}}
+    run = train("attending", merged(TOY, without))
     assert run.status == 1
     last = run.err[-3000:]
     assert "ONNX Runtime cannot run this model: " in last
@@ -29,7 +30,8 @@ def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
 @needs_ort
 def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
     """With allow_fallback it trains in eager PyTorch; the output and engine.json say so, with the reason."""
-    fallback = {"model": {"factory": "toys:attending"}, "engine": {"name": "ort", "allow_fallback": True}}
+    engine = {"name": "ort", "allow_fallback": True, "torch_operators": "off"}
+    fallback = {"model": {"factory": "toys:attending"}, "engine": engine}
     run = ended_well(train("fallback", merged(TOY, fallback)))
     assert run.losses()[-1] < run.losses()[0]
     engine = run.truth()["engine"]

@@ -215,7 +215,7 @@ def test_what_cannot_be_compared_is_said(start: Start) -> None:
     by_itself = ended_well(start("train", "noisy-train", {"model": {"arguments": {"noise": 0.1}}}))
     assert "parity: not compared: the model draws random numbers" in by_itself.out
     fallback = {"model": {"factory": "parity_toys:unexportable"}}
-    engine = {"engine": {"allow_fallback": True, "parity_steps": 2}}
+    engine = {"engine": {"allow_fallback": True, "parity_steps": 2, "torch_operators": "off"}}
     run = ended_well(start("train", "fallback", merged(fallback, engine)))
     assert "parity: not compared: plain PyTorch itself runs" in run.out
     assert run.truth()["parity"]["verdict"] == "not compared"

@@ -251,6 +251,8 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "parity_steps": "tests/e2e/test_parity_steps.py::test_training_is_what_it_is_without",
     "parity_tolerance": "tests/e2e/test_parity_steps.py::test_the_tolerance_is_the_recipes",
     "allow_traced_values": "tests/ortmodule/test_python_values.py::test_it_is_allowed_where_the_recipe_says_so",
+    "torch_operators": "tests/ortmodule/test_torch_operators.py::test_named_operators",
+    "torch_modules": "tests/ortmodule/test_torch_operators.py::test_a_module_that_no_trace_follows",
     "memory_optimization": memory_optimization,
     "memory_optimization_config": memory_optimization_config,
     "memory_efficient_grad_management": memory_efficient_grad_management,

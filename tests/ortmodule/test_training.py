@@ -168,20 +168,20 @@ def test_gradient_checkpointing_becomes_recomputation(witness: Witness) -> None:
 def test_what_cannot_be_exported_raises(witness: Witness) -> None:
     """A model that ORT cannot take ends with an error, not in plain PyTorch."""
     with pytest.raises(Exception, match="aten::logcumsumexp"):
-        wrapped(Unexportable())(torch.randn(4, 8))
+        wrapped(Unexportable(), torch_operators="off")(torch.randn(4, 8))
     assert (witness.forward_passes, witness.fallbacks) == (0, 0)
 
 
 def test_no_fallback_by_default(witness: Witness) -> None:
     """What ORT would by itself run as plain PyTorch is an error."""
     with pytest.raises(Exception, match="logcumsumexp"):
-        wrapped(Unexportable())(torch.randn(4, 8))
+        wrapped(Unexportable(), torch_operators="off")(torch.randn(4, 8))
     assert witness.fallbacks == 0
 
 
 def test_an_allowed_fallback_is_counted_with_its_reason(witness: Witness) -> None:
     """Allowed, a fallback runs; the witness has each of them, and each reason once."""
-    module = wrapped(Unexportable(), allow_fallback=True)
+    module = wrapped(Unexportable(), allow_fallback=True, torch_operators="off")
     for _ in range(2):
         module(torch.randn(4, 8)).backward()
     assert (witness.forward_passes, witness.fallbacks) == (0, 2)

@@ -1,0 +1,151 @@
+"""Which ONNX operators ONNX Runtime 1.19.2 derives, and whether a gradient goes through what an export has written.
+
+Its registry cannot be asked, so the names are listed here; what the list says too much is found when ORT builds the
+gradient (torch_operators.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+_NAMES = """
+    ATen Abs Add AveragePool BatchNormalization BiasGelu Cast Clip Concat Constant Conv ConvTranspose Cos Div Dropout
+    Erf Exp Expand FastGelu Flatten GRU Gather GatherElements GatherND Gelu Gemm GlobalAveragePool Identity LSTM
+    LayerNormalization LeakyRelu Log LogSoftmax MatMul MatMulBnb4 Max MaxPool Min Mul Neg Pad Pow PythonOp QuickGelu
+    Reciprocal ReduceL2 ReduceLogSumExp ReduceMean ReduceSum Relu Reshape Resize ScatterElements ScatterND Sigmoid
+    SimplifiedLayerNormalization Sin Slice Softmax SoftmaxCrossEntropyLoss SoftmaxCrossEntropyLossInternal Split Sqrt
+    Squeeze Sub Tanh Tile TopK Transpose Trilu Unsqueeze Where
+"""
+_DERIVED = frozenset(_NAMES.split())
+_EVERY = range(99)
+_STOPS: dict[str, Sequence[int]] = {
+    "Pow": (1,),
+    "Gather": (1,),
+    "GatherElements": (1,),
+    "GatherND": (1,),
+    "Reshape": (1,),
+    "Expand": (1,),
+    "Dropout": (1, 2),
+    "Slice": (1, 2, 3, 4),
+    "SoftmaxCrossEntropyLoss": (1, 2),
+    "SoftmaxCrossEntropyLossInternal": (1, 2, 3),
+    "ScatterElements": (1,),
+    "ScatterND": (1,),
+    "Where": (0,),
+    "BatchNormalization": (3, 4),
+    "Pad": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
+    "Resize": (1, 2, 3),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Unsqueeze": (1,),
+    "ReduceSum": (1,),
+    "Trilu": (1,),
+    **dict.fromkeys(
+        (
+            "And", "ArgMax", "ArgMin", "ConstantOfShape", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN",
+            "Less", "LessOrEqual", "NonZero", "Not", "OneHot", "Or", "RandomNormalLike", "RandomUniformLike", "Range",
+            "Shape", "Size", "Xor",
+        ),
+        _EVERY,
+    ),
+}  # fmt: skip
+_FLOATS = ("Float", "Double", "Half", "BFloat16")
+
+
+class Gradients:
+    """Follows, in a graph that is being written, what a gradient of the model's weights and inputs goes through.
+
+    is_trained: whether an input of the graph, by name, gets a gradient.
+    """
+
+    def __init__(self, is_trained: Callable[[str], bool]) -> None:
+        self._is_trained = is_trained
+        self._known: dict[int, bool] = {}
+
+    def reach(self, value: Any) -> bool:
+        """Whether a value of the graph depends, with a gradient, on something trained."""
+        pending = [value]
+        while pending:
+            found = pending[-1]
+            ask = [] if found.unique() in self._known else [i for i in _given(found) if i.unique() not in self._known]
+            if ask:
+                pending += ask
+                continue
+            pending.pop()
+            if found.unique() not in self._known:
+                self._known[found.unique()] = self._one(found)
+        return self._known[value.unique()]
+
+    def _one(self, value: Any) -> bool:
+        if value.node().kind() == "prim::Param":
+            return self._is_trained(value.debugName())
+        return any(self._known[given.unique()] for given in _given(value))
+
+    def lost(self, written: Sequence[Any], outputs: Iterable[Any]) -> str:
+        """The first ONNX operator among nodes just written through which ORT's gradient would not come; or empty."""
+        if all(map(_is_derived, written)):
+            return ""
+        own = {value.unique() for node in written for value in node.outputs()}
+        pending = [value for value in outputs if value is not None and _is_float(value)]
+        seen: set[int] = set()
+        while pending:
+            value = pending.pop()
+            if value.unique() in seen or value.unique() not in own:
+                continue
+            seen.add(value.unique())
+            given = list(_given(value))
+            if not _is_derived(value.node()) and any(map(self.reach, given)):
+                return _name(value.node())
+            pending += given
+        return ""
+
+
+def _is_derived(node: Any) -> bool:
+    """Also by what ORT's builders and kernels of gradients do not know of their operator."""
+    name = _name(node)
+    if name in ("GRU", "LSTM"):
+        return _text(node, "direction", "forward") == "forward"
+    if name == "Pad":
+        return _text(node, "mode", "constant") == "constant"
+    if name in ("AveragePool", "MaxPool"):  # of other ranks, or with places, a wrong shape or the end of the process
+        return _rank(node) == 4 and node.outputsSize() == 1
+    if name == "ConvTranspose":
+        return bool(torch.cuda.is_available())
+    if name == "Conv" and "group" in node.attributeNames() and int(node.i("group")) > 1:
+        return bool(torch.cuda.is_available() or _rank(node) != 5)  # which overwrites other tensors
+    return name in _DERIVED
+
+
+def _text(node: Any, attribute: str, default: str) -> str:
+    return str(node.s(attribute)) if attribute in node.attributeNames() else default
+
+
+def _rank(node: Any) -> int | None:
+    kind = next(node.inputs()).type()
+    rank: int | None = kind.dim() if isinstance(kind, torch._C.TensorType) else None
+    return rank
+
+
+def _given(value: Any) -> list[Any]:
+    """What a value is computed of, as far as a gradient goes that way."""
+    node = value.node()
+    stops = _EVERY if _is_cast_to_number(node) else _STOPS.get(_name(node), ())
+    return [given for place, given in enumerate(node.inputs()) if place not in stops]
+
+
+def _is_cast_to_number(node: Any) -> bool:
+    return bool(node.kind() == "onnx::Cast" and node.i("to") not in (1, 10, 11, 16))
+
+
+def _is_float(value: Any) -> bool:
+    kind = value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
+    return kind is None or kind in _FLOATS
+
+
+def _name(node: Any) -> str:
+    return str(node.kind()).rpartition("::")[2]

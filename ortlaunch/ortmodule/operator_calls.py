@@ -1,0 +1,214 @@
+"""One call of a torch operator in a traced graph, and the node that calls it from ORT's graph."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ortlaunch.ortmodule.torch_calls import as_function
+
+_EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
+_COMPLEX = {"ComplexHalf": "Half", "ComplexFloat": "Float", "ComplexDouble": "Double"}
+_KINDS = {
+    "Byte": torch.uint8, "Char": torch.int8, "Short": torch.int16, "Int": torch.int32, "Long": torch.int64,
+    "Half": torch.float16, "Float": torch.float32, "Double": torch.float64, "Bool": torch.bool,
+    "BFloat16": torch.bfloat16,
+}  # fmt: skip
+Build = Callable[[Sequence[torch.Tensor]], Any]
+
+
+class NotCallable(Exception):
+    """Why an operator cannot be called from ORT's graph."""
+
+
+class Call:
+    """A node of a traced graph, its inputs as they stand in the graph that is written, and schemas by output."""
+
+    def __init__(self, node: Any, inputs: Sequence[Any], schemas: Mapping[str, Any]) -> None:
+        self.name = node.kind()
+        self._node, self._inputs = node, inputs
+        self._old = list(node.inputs())
+        self._outputs = list(node.outputs())
+        self._schema_text = schemas.get(self._outputs[0].debugName()) if self._outputs else None
+        self._tensors: list[Any] = []
+
+    def is_complex(self) -> bool:
+        """Whether a complex tensor goes in or comes out: in ORT's graph it is one of real numbers, in pairs."""
+        return any(_kind(value) in _COMPLEX for value in (*self._old, *self._outputs, *self._listed()))
+
+    def _listed(self) -> Iterator[Any]:
+        for value in self._old:
+            if value.node().kind() == "prim::ListConstruct":
+                yield from value.node().inputs()
+
+    def write(self, context: Any, gradients: Any) -> Any:
+        """Put the call into the graph; its outputs there.
+
+        Raises:
+            NotCallable: with the reason.
+        """
+        run = self._function()
+        kinds, ranks, values = [], [], []
+        for output in self._outputs:
+            kind, rank = _described(output)
+            kinds.append(kind)
+            ranks.append(rank)
+        kept = frozenset(i for i, value in enumerate(self._tensors) if value.node().kind() == "prim::Param")
+        function = as_function(self.name.replace("::", "."), run, kept)
+        values = self._emit(context, function, kinds, ranks)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _emit(self, context: Any, function: Any, kinds: list[torch.dtype], ranks: list[int]) -> list[Any]:
+        exporter: Any = importlib.import_module(_EXPORTER)
+        codes = [exporter.pytorch_type_to_onnx_dtype(_NAMES[kind]) for kind in kinds]
+        name = f"{function.__module__}.{function.__qualname__}"
+        convention = "d" * len(self._tensors)
+        written = exporter._default_export(
+            context, name, function, convention, len(kinds), codes, ranks, *self._tensors
+        )
+        values = list(written) if isinstance(written, (tuple, list)) else [written]
+        like = torch._C.TensorType.get()
+        for value, kind, rank in zip(values, kinds, ranks):
+            value.setType(like.with_dtype(kind).with_sizes([None] * rank))
+        return values
+
+    def _function(self) -> Callable[..., Any]:
+        """What runs the operator on the tensors that the node is given."""
+        operator = self._operator()
+        schema = operator._schema.arguments
+        if operator._schema.is_mutable:
+            raise NotCallable(f"{self.name} changes a tensor in place")
+        builds = [self._argument(old, new, arg) for old, new, arg in zip(self._old, self._inputs, schema)]
+        names = [arg.name if arg.kwarg_only else "" for arg in schema]
+        pairs = [_is_complex(output) for output in self._outputs]
+        if not self._tensors:
+            raise NotCallable(f"{self.name} is given no tensor")
+
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            given = [build(tensors) for build in builds]
+            args = [value for value, name in zip(given, names) if not name]
+            kwargs = {name: value for value, name in zip(given, names) if name}
+            results = operator(*args, **kwargs)
+            results = list(_flat(results))
+            return [torch.view_as_real(r.resolve_conj()) if pair else r for r, pair in zip(results, pairs)]
+
+        return run
+
+    def _operator(self) -> Any:
+        """The overload that the trace called; by its arguments where the exporter's passes have made the node anew."""
+        space, _, name = self.name.partition("::")
+        packet = getattr(getattr(torch.ops, space), name, None)
+        if packet is None:
+            raise NotCallable(f"{self.name} is no operator of this torch's")
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        if self._schema_text:
+            wanted = torch._C.parse_schema(self._schema_text)
+            overloads = [one for one in overloads if one._schema.overload_name == wanted.overload_name]
+        for one in overloads:
+            if self._fits(one._schema):
+                return one
+        raise NotCallable(f"no form of {self.name} takes what the model gives it")
+
+    def _fits(self, schema: Any) -> bool:
+        if any(arg.is_out for arg in schema.arguments) or len(self._old) > len(schema.arguments):
+            return False
+        if any(not arg.has_default_value() for arg in schema.arguments[len(self._old) :]):
+            return False
+        return all(_fits(old, str(arg.type)) for old, arg in zip(self._old, schema.arguments))
+
+    def _argument(self, old: Any, new: Any, arg: Any) -> Build:
+        kind = str(arg.type)
+        if old.node().kind() == "prim::ListConstruct":
+            inner = [self._one(o, n, _inside(kind)) for o, n in zip(old.node().inputs(), new.node().inputs())]
+            return lambda tensors: [build(tensors) for build in inner]
+        return self._one(old, new, kind)
+
+    def _one(self, old: Any, new: Any, kind: str) -> Build:
+        if _is_none(old):
+            return _constantly(None)
+        if "Tensor" in kind:
+            return self._tensor(old, new)
+        constant = old.node().kind() == "prim::Constant"
+        if constant:
+            value = _value(old)
+            return _constantly(value.item() if isinstance(value, torch.Tensor) and not value.dim() else
+                               value.tolist() if isinstance(value, torch.Tensor) else value)  # fmt: skip
+        build = self._tensor(old, new)
+        return lambda tensors: build(tensors).tolist()
+
+    def _tensor(self, old: Any, new: Any) -> Build:
+        if _kind(new) is None or new.type().dim() is None:
+            kind, rank = _described(old)
+            new.setType(torch._C.TensorType.get().with_dtype(kind).with_sizes([None] * rank))
+        place = len(self._tensors)
+        self._tensors.append(new)
+        if _is_complex(old):
+            return lambda tensors: torch.view_as_complex(tensors[place].contiguous())
+        kind = _KINDS.get(_kind(old) or "")
+        if kind and _kind(new) != _kind(old):  # the exporter's form of what made it has another type
+            return lambda tensors: tensors[place].to(kind)
+        return lambda tensors: tensors[place]
+
+
+def _constantly(value: Any) -> Build:
+    return lambda tensors: value
+
+
+def _flat(results: Any) -> Iterator[torch.Tensor]:
+    for result in results if isinstance(results, (tuple, list)) else [results]:
+        if isinstance(result, (tuple, list)):
+            yield from _flat(result)
+        else:
+            yield result if isinstance(result, torch.Tensor) else torch.tensor(result)
+
+
+def _fits(old: Any, kind: str) -> bool:
+    if _is_none(old):
+        return "Optional" in kind or kind.endswith("?")
+    listed = "List[" in kind or kind.endswith("[]")
+    if old.node().kind() == "prim::ListConstruct":
+        return listed
+    if "Tensor" in kind:
+        return not listed and not (old.node().kind() == "prim::Constant" and _is_number(old))
+    return not listed or old.node().kind() != "prim::Constant" or not _is_number(old)
+
+
+def _is_number(value: Any) -> bool:
+    found = _value(value)
+    return isinstance(found, (int, float, str)) or (isinstance(found, torch.Tensor) and not found.dim())
+
+
+def _inside(kind: str) -> str:
+    return kind.replace("List[", "").replace("[]", "")
+
+
+def _value(constant: Any) -> Any:
+    return constant.toIValue()
+
+
+def _is_none(value: Any) -> bool:
+    return value.node().mustBeNone() or str(value.type()) == "NoneType"
+
+
+def _kind(value: Any) -> str | None:
+    found: str | None = value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
+    return found
+
+
+def _is_complex(value: Any) -> bool:
+    return _kind(value) in _COMPLEX
+
+
+def _described(value: Any) -> tuple[torch.dtype, int]:
+    """Type and number of dimensions, of pairs for complex numbers."""
+    kind = _kind(value)
+    rank = value.type().dim() if kind else None
+    if kind is None or (rank is None and kind not in _KINDS):
+        raise NotCallable(f"the type of one of its tensors is not known ({value.type()})")
+    return _KINDS[_COMPLEX.get(kind, kind)], (rank or 0) + (kind in _COMPLEX)
+
+
+_NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -1,0 +1,201 @@
+"""Layers that run whole as torch inside ORT's graph: code with decisions, buffers of its own, packed sequences.
+
+In an export such a layer is one call (a PythonOp), and nothing that its code does is seen by the trace or by what
+watches the trace. In training it is the layer itself that runs: its buffers, its random numbers, its modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule import extensions, python_state
+from ortlaunch.ortmodule.counters import tally
+from ortlaunch.ortmodule.export import Export
+from ortlaunch.ortmodule.settings import SettingError, settings_of
+from ortlaunch.ortmodule.torch_calls import as_function
+
+# Layers of torch.nn whose code takes sizes that depend on values, or checks of values, which no trace follows.
+_NO_TRACE = (nn.AdaptiveLogSoftmaxWithLoss, nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
+_MARK = "_ortlaunch_torch"
+
+
+def paths(export: Export) -> list[str]:
+    """The layers of the flattened module that run as torch: the outermost of those asked for or found."""
+    found: set[str] = set(chosen(export.options))
+    if _by_rule(export.options):
+        found.update(path for path, layer in export.module.named_modules() if type(layer) in _NO_TRACE)
+    layers = [path for path, _ in export.module.named_modules() if path]
+    for pattern in settings_of(export.options).torch_modules:
+        named = [path for path in layers if _is_named(path, pattern)]
+        if not named:
+            some = ", ".join(path.partition(".")[2] for path in layers[1:7])
+            raise SettingError("torch_modules", f"{pattern} names no layer of the model; it has {some}, ...")
+        found.update(named)
+    return sorted(path for path in found if not any(path.startswith(f"{outer}.") for outer in found))
+
+
+def chosen(options: Any) -> set[str]:
+    """Layers that earlier exports of this module found to need torch."""
+    known: set[str] = vars(options).setdefault("_ortlaunch_layers", set())
+    return known
+
+
+class OnceMore(Exception):
+    """An export has found a layer that is to run as torch; the next one knows it."""
+
+
+def instead(export: Export, path: str, why: str) -> Exception:
+    """What to raise where a layer of the flattened module is wrong in ORT's graph: another export, or the reason."""
+    if not _by_rule(export.options) or "." not in path:
+        return EngineError(why)
+    chosen(export.options).add(path)
+    tally.note(f"{path.partition('.')[2]} runs as torch inside ONNX Runtime's graph: {why}")
+    return OnceMore(path)
+
+
+def _by_rule(options: Any) -> bool:
+    return settings_of(options).torch_operators == "auto" and not extensions.interop_refusal()
+
+
+def _is_named(path: str, pattern: str) -> bool:
+    plain = path.partition(".")[2]  # without ORT's own part of it
+    return fnmatch.fnmatchcase(plain, pattern) or fnmatch.fnmatchcase(plain, f"*.{pattern}")
+
+
+def inside(name: str, outer: Sequence[str]) -> bool:
+    """Whether a layer or buffer is one of these layers', or one of them."""
+    return any(name == path or name.startswith(f"{path}.") for path in outer)
+
+
+@contextlib.contextmanager
+def called(export: Export) -> Iterator[None]:
+    """While open, such layers are one call each."""
+    marked = [(path, export.module.get_submodule(path)) for path in paths(export)]
+    plain = nn.Module.__call__
+
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        path = vars(layer).get(_MARK)
+        if path is None or _running:
+            return plain(layer, *args, **kwargs)
+        if torch.jit.is_tracing():
+            return _as_node(path, layer, plain, args, kwargs)
+        with _unseen():
+            return plain(layer, *args, **kwargs)
+
+    for path, layer in marked:
+        vars(layer)[_MARK] = path.partition(".")[2]  # goes with copies
+    try:
+        with mock.patch.object(nn.Module, "__call__", call) if marked else contextlib.nullcontext():
+            yield
+    finally:
+        for _, layer in marked:
+            vars(layer).pop(_MARK, None)
+
+
+_running: list[None] = []
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Nothing that runs is traced, noted or watched, and numbers drawn by Python's generators are given back."""
+    tracing = torch._C._get_tracing_state()
+    python, array = random.getstate(), numpy.random.get_state()
+    _running.append(None)
+    torch._C._set_tracing_state(None)
+    try:
+        with torch._C.DisableTorchFunction(), python_state.unnoted():
+            yield
+    finally:
+        torch._C._set_tracing_state(tracing)
+        _running.pop()
+        random.setstate(python)
+        numpy.random.set_state(array)
+
+
+def _as_node(path: str, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a layer as a custom autograd function, which a trace takes for one node."""
+    given, form = tree_flatten((args, kwargs))
+    places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
+    rest = [None if i in places else value for i, value in enumerate(given)]
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    held, result = weakref.ref(layer), _Result(path)
+    casts = _autocast()
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        values = list(rest)
+        for place, tensor in zip(places, tensors):
+            values[place] = tensor.clone() if tensor.requires_grad else tensor  # it may change what it is given
+        inner_args, inner_kwargs = tree_unflatten(values, form)
+        module = held()
+        assert module is not None, f"{path} is gone"
+        before = [value._version for value in values if isinstance(value, torch.Tensor)]
+        with torch.autocast(*casts):
+            outputs = result.taken(plain(module, *inner_args, **inner_kwargs))
+        if before != [value._version for value in values if isinstance(value, torch.Tensor)]:
+            raise RuntimeError(f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not see")
+        return outputs
+
+    kept = frozenset(range(len(places), len(places) + len(weights)))
+    function = as_function(f"module {path}".replace(" ", "."), run, kept, own=weights, around=_quiet)
+    outputs = function.apply(*(given[place] for place in places), *weights)
+    return result.restored(outputs)
+
+
+def _autocast() -> tuple[Any, ...]:
+    device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """In an export unseen; in ORT's graph as it is."""
+    with _unseen() if torch.jit.is_tracing() else contextlib.nullcontext():
+        yield
+
+
+class _Result:
+    """What a layer returns: its tensors go through the graph, the rest must be what it was in the export."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._form: Any = None
+        self._rest: list[Any] = []
+        self._kinds: list[Any] = []
+
+    def taken(self, result: Any) -> list[torch.Tensor]:
+        values, form = tree_flatten(result)
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        rest = [None if isinstance(value, torch.Tensor) else value for value in values]
+        kinds = [(tensor.dtype, tensor.dim()) for tensor in tensors]
+        if self._form is None:
+            self._form, self._rest, self._kinds = form, rest, kinds
+            self._places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        if form != self._form or kinds != self._kinds or repr(rest) != repr(self._rest):
+            raise RuntimeError(
+                f"{self._path} runs as torch, and returns tensors of other types or dimensions, or other values beside "
+                "tensors, than when the graph was made"
+            )
+        if not tensors:
+            raise RuntimeError(
+                f"{self._path} returns no tensor, so that it cannot run as torch in ONNX Runtime's graph"
+            )
+        return tensors
+
+    def restored(self, outputs: Any) -> Any:
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        values = list(self._rest)
+        for place, tensor in zip(self._places, tensors):
+            values[place] = tensor
+        return tree_unflatten(values, self._form)

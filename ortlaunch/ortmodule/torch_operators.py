@@ -1,0 +1,191 @@
+"""Operators that ONNX has no form for, or ORT no gradient of, stay torch's inside ORT's graph.
+
+The exporter translates one operator of the traced graph after the other. Here each translation is looked at: where it
+fails, or puts an ONNX operator that ORT does not derive in the way of a gradient, a call of the operator itself takes
+its place (torch_calls.py). What shows only when ORT builds the gradient is exported once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from ortlaunch.ortmodule import extensions, operator_calls
+from ortlaunch.ortmodule.counters import tally
+from ortlaunch.ortmodule.differentiable import Gradients
+from ortlaunch.ortmodule.export import Export
+from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.settings import settings_of
+from ortlaunch.ortmodule.source_guard import TRAINING, TRANSITION, owner
+
+_NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
+# Those that ORT, or its exporter's form, does not what torch does for.
+_WRONG = {"aten::embedding_bag"}
+_ROUNDS = 8
+_FAILED = (
+    r"gradient builder has not been registered: ?(\w+)",
+    r"Could not find an implementation for (\w+?)(?:Grad)?\(",
+    r"training::Get(\w+)Gradient::GetGradientDefsImpl",
+)
+
+
+def install() -> None:
+    """Let the build of a gradient that fails for one operator be tried with that operator as torch's."""
+    for step in ("_build_graph", "_create_execution_agent"):
+        wrap_method(owner(TRAINING), step, _trying_again)
+    wrap_method(owner(TRANSITION), "get_post_processed_model", _noting_call)
+
+
+@contextlib.contextmanager
+def kept(export: Export) -> Iterator[None]:
+    """While open, exports keep operators as the settings say."""
+    asked = settings_of(export.options).torch_operators
+    if asked == "off" or extensions.interop_refusal():
+        yield
+        return
+    translator = _Translator(export, () if asked == "auto" else tuple(map(_full, asked)), asked == "auto")
+    exporter = _exporter()
+    with contextlib.ExitStack() as patches:
+        for name, around in (("_run_symbolic_function", translator.translate), ("_optimize_graph", translator.noting)):
+            patches.enter_context(mock.patch.object(exporter, name, _around(getattr(exporter, name), around)))
+        yield
+
+
+def _full(name: str) -> str:
+    return name if "::" in name else f"aten::{name}"
+
+
+def _exporter() -> Any:
+    moved = "torch.onnx._internal.torchscript_exporter"
+    return importlib.import_module(f"{moved}.utils" if importlib.util.find_spec(moved) else "torch.onnx.utils")
+
+
+def _around(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: method(original, *args, **kwargs)
+
+
+class _Translator:
+    """The exporter's translation of one traced graph."""
+
+    def __init__(self, export: Export, names: Sequence[str], by_rule: bool) -> None:
+        self._training, self._by_rule = export.training, by_rule
+        self._names = {*names, *_blamed_so_far(export.options)}
+        self._schemas: dict[str, Any] = {}
+        self._makers: dict[str, set[str]] = vars(export.options).setdefault("_ortlaunch_makers", {})
+        parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
+        buffers = {name for name, _ in export.module.named_buffers()}
+        inputs = set(export.info.onnx_graph_input_names_require_grad)
+        plain = set(export.info.onnx_graph_input_names) - inputs - parameters.keys()
+        self._gradients = Gradients(lambda name: parameters.get(name, name not in buffers and name not in plain))
+
+    def noting(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note each operator's schema, which the exporter's passes over the traced graph forget."""
+        for node in _nodes(graph):
+            schema = node.schema()
+            if schema != "(no schema)" and node.outputsSize():
+                self._schemas[next(node.outputs()).debugName()] = schema
+        return original(graph, *args, **kwargs)
+
+    def translate(self, original: Callable[..., Any], *given: Any) -> Any:
+        """The exporter's `_run_symbolic_function`."""
+        graph, block, node, inputs, env, known, new = given[:7]
+
+        def plainly() -> Any:
+            return original(*given)
+
+        name = node.kind()
+        if not name.startswith(("aten::", "torchvision::")) or name.rstrip("_") in _NEVER:
+            return plainly()
+        call = operator_calls.Call(node, inputs, self._schemas)
+        context = importlib.import_module(_JIT).GraphContext(graph, block, _opset(), node, {}, env, known, new)
+        if name.rstrip("_") in self._names or call.is_complex() or (self._by_rule and name in _WRONG):
+            return call.write(context, self._gradients)
+        if not self._by_rule:
+            return plainly()
+        before = len(new)
+        try:
+            outputs = plainly()
+        except Exception as error:
+            return self._instead(call, context, error)
+        written = new[before:]
+        for one in written:
+            self._makers.setdefault(one.kind().rpartition("::")[2], set()).add(name)
+        values = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        if self._training and self._gradients.lost(written, values):
+            return self._instead(call, context, None, outputs)
+        return outputs
+
+    def _instead(self, call: Any, context: Any, error: Exception | None, outputs: Any = None) -> Any:
+        try:
+            return call.write(context, self._gradients)
+        except operator_calls.NotCallable as why:
+            if error is None:
+                return outputs  # ORT says what is wrong with it, where a gradient comes by
+            raise RuntimeError(f"{error}; nor can it be called as torch's: {why}") from error
+
+
+def _nodes(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _nodes(inner)
+
+
+_MOVED = "torch.onnx._internal.torchscript_exporter.jit_utils"
+_JIT = "torch.onnx._internal.jit_utils"  # as compat.py has it, on every torch
+
+
+def _opset() -> int:
+    return int(importlib.import_module("torch.onnx._globals").GLOBALS.export_onnx_opset_version)
+
+
+# ------------------------------------------------------------------------------------------- what fails later
+
+
+def _blamed_so_far(options: Any) -> set[str]:
+    found: set[str] = vars(options).setdefault("_ortlaunch_blamed", set())
+    return found
+
+
+def _noting_call(original: Callable[..., Any], transition: Any, inputs: Any, kwargs: Any) -> Any:
+    transition._ortlaunch_given = inputs, kwargs
+    return original(transition, inputs, kwargs)
+
+
+def _trying_again(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
+    for _ in range(_ROUNDS):
+        try:
+            return original(manager, *args)
+        except Exception as error:
+            if not _blame(manager, str(error)):
+                raise
+            _export_anew(manager, original.__name__)
+    return original(manager, *args)
+
+
+def _blame(manager: Any, message: str) -> set[str]:
+    """Torch's operators, not kept yet, that were translated to the ONNX operator which ORT names."""
+    options = manager._runtime_options
+    if settings_of(options).torch_operators != "auto" or extensions.interop_refusal():
+        return set()
+    named = {found for pattern in _FAILED for found in re.findall(pattern, message)}
+    makers: dict[str, set[str]] = vars(options).get("_ortlaunch_makers", {})
+    new = {maker for name in named for maker in makers.get(name, ())} - _blamed_so_far(options)
+    if new:
+        tally.note(f"exported once more with {', '.join(sorted(new))} as torch's: {message.splitlines()[-1][:200]}")
+    _blamed_so_far(options).update(new)
+    return new
+
+
+def _export_anew(manager: Any, step: str) -> None:
+    transition = manager._graph_transition_manager
+    transition._exported_model_info = None
+    _, info = transition.get_post_processed_model(*transition._ortlaunch_given)
+    manager._initialize_graph_builder(info)
+    if step != "_build_graph":
+        manager._build_graph(manager._get_graph_transformer_config())

@@ -1,0 +1,224 @@
+"""What ONNX Runtime cannot export or derive runs as torch inside its graph, and gives eager's numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ortlaunch.ortmodule import ORTModule, Settings, extensions, torch_calls
+from ortlaunch.ortmodule.counters import Witness, tally
+from ortlaunch.ortmodule.settings import SettingError
+from tests.ort import needs_ort
+from tests.ortmodule.modules import executed, language_model, same, wrapped
+
+pytestmark = [
+    needs_ort,
+    pytest.mark.usefixtures("built", "seeded"),
+    pytest.mark.skipif(bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"),
+]
+
+
+class Sequences(nn.Module):
+    """A bidirectional LSTM, RMSNorm, complex numbers, a sort with its places, and Mish."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.LSTM(4, 5, batch_first=True, bidirectional=True), nn.RMSNorm(10)
+        self.last = nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.last(functional.mish(self.norm(self.first(x)[0])))
+        values, places = hidden.sort(-1)
+        spectrum = torch.fft.rfft(hidden) * 2
+        return (values * places).mean() + spectrum.abs().square().mean() + torch.fft.irfft(spectrum).sin().mean()
+
+
+class Images(nn.Module):
+    """A convolution net with GroupNorm, an uneven pool, PReLU and a loss by Huber."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm, self.prelu = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.PReLU()
+        self.back = nn.ConvTranspose2d(4, 2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.back(self.prelu(self.norm(self.convolution(x))))
+        return functional.huber_loss(functional.adaptive_avg_pool2d(hidden, 5), torch.ones_like(hidden[..., :5, :5]))
+
+
+def trained(model: nn.Module, module: Any, batches: list[Any]) -> list[float]:
+    """Losses of SGD's steps on these batches; the last gradients stay."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = module(*batch)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses
+
+
+def compare(model: nn.Module, batches: list[Any], **settings: Any) -> None:
+    """On ORT the losses, gradients and buffers are eager's."""
+    eager = copy.deepcopy(model)
+    assert trained(model, wrapped(model, **settings), batches) == pytest.approx(
+        trained(eager, eager, batches), rel=1e-5
+    )
+    same(model, eager, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "operators"),
+    [
+        (Sequences, [(2, 6, 4), (3, 5, 4)], {"lstm", "rms_norm", "mish", "fft_rfft", "mul", "abs", "fft_irfft"}),
+        (Images, [(2, 1, 8, 8), (3, 1, 9, 8)], {"prelu", "huber_loss", "_convolution"}),
+    ],
+)
+def test_operators_without_a_form_or_a_gradient(
+    kind: Any, sizes: list[Any], operators: set[str], witness: Witness
+) -> None:
+    """Batches of two sizes, one export; which operators are torch's is counted."""
+    torch_calls.restart()
+    before = tally.exports
+    compare(kind(), [(torch.randn(size),) for size in sizes])
+    found = {name.removeprefix("aten.") for name in torch_calls.made()}
+    assert operators <= found, found
+    assert {calls.forward for calls in torch_calls.made().values()} == {2}
+    assert 0 < torch_calls.share() < 1
+    assert tally.exports == before + 1
+
+
+def test_a_tensor_that_ort_writes_over_is_kept() -> None:
+    """What torch saves of ORT's tensors, and what ORT gets of torch's, are apart: ORT plans its memory by the graph."""
+
+    class Reused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.relu(functional.elu(functional.softplus(layer(x).exp()).sqrt()) + 0.1).tanh()
+            return x.square().mean()
+
+    compare(Reused(), [(torch.randn(8, 64),) for _ in range(3)])
+
+
+def test_named_operators(witness: Witness) -> None:
+    """`torch_operators: [softmax]` keeps exactly these."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(30, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.words(ids).softmax(-1).square().sum()
+
+    plain, named = (executed(witness, Attends(), torch_operators=asked) for asked in ("auto", ["softmax"]))
+    assert not plain.python
+    assert plain.forward["Softmax"] == 1 > named.forward["Softmax"]
+    assert any("aten.softmax" in name for name in named.python)
+
+
+def test_off_refuses() -> None:
+    with pytest.raises(Exception, match="rms_norm"):
+        wrapped(Sequences(), torch_operators="off")(torch.randn(2, 6, 4))
+
+
+@pytest.mark.parametrize("settings", [{"torch_operators": "some"}, {"torch_modules": "lstm"}])
+def test_values_that_are_none(settings: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match=next(iter(settings))):
+        Settings(**settings)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_the_usual_models_have_none(family: str, witness: Witness) -> None:
+    model = language_model(family, "sdpa")
+    ids = torch.randint(99, (2, 8))
+    wrapped(model)(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).backward()
+    assert not witness.graphs[-1].python
+
+
+class Decides(nn.Module):
+    """Packs sequences, decides on values, takes a number out of a tensor and averages over all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.norm = nn.LSTM(4, 4, batch_first=True), nn.BatchNorm1d(4, momentum=None)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any]:
+        x = x * 2 if x.sum().item() > 0 else x.tanh()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        found, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
+        return {"found": self.norm(found.transpose(1, 2)), "longest": lengths.max(), "name": "decides"}
+
+
+class Holds(nn.Module):
+    """Such a layer between two that ONNX Runtime runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Decides(), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        found = self.inner(self.first(x), lengths)
+        return self.last(found["found"].transpose(1, 2)).square().mean() * found["longest"]
+
+
+def test_a_module_that_no_trace_follows() -> None:
+    """Its error names the setting and the layer; with it losses, gradients and statistics are eager's."""
+    batches = [(torch.randn(n, 5, 4), torch.tensor([5, 3, 2, 1][:n])) for n in (3, 4, 2)]
+    with pytest.raises(Exception, match=r"Settings\.torch_modules=\['inner'\]"):
+        ORTModule(Holds())(*batches[0])
+    compare(Holds(), batches, torch_modules=["inner"])
+
+
+def test_a_path_that_names_no_layer() -> None:
+    with pytest.raises(SettingError, match=r"torch_modules: outer names no layer of the model; it has first, inner"):
+        wrapped(Holds(), torch_modules=["outer"])(torch.randn(2, 5, 4), torch.tensor([5, 3]))
+
+
+def test_layers_whose_buffers_a_graph_would_not_change() -> None:
+    """Spectral norm's vectors and InstanceNorm's statistics are updated: these layers are torch's, and told."""
+
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
+            self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(x)).square().mean()
+
+    compare(Buffers(), [(torch.randn(3, 4, 6),) for _ in range(3)])
+    assert any(note.startswith("norm runs as torch") for note in tally.notes)
+
+
+def test_dropout_of_torch_is_drawn_once_a_pass() -> None:
+    """The backward pass of an operator that draws numbers uses those of its forward pass."""
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (functional.rrelu(self.weight * x, 0.1, 0.9, training=True) * x).sum()
+
+    model = Drops()
+    module, x = wrapped(model), -torch.ones(1000)
+    losses = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = module(x)
+        loss.backward()
+        assert model.weight.grad.sum().item() == pytest.approx(loss.item(), rel=1e-5)
+        losses.append(loss.item())
+    assert losses[0] != losses[1]
+    assert 400 < losses[0] < 600
