@@ -122,7 +122,7 @@ def _page(results: dict[str, Any]) -> str:
         "Made by `tools/zoo.py`. Each case takes three steps of SGD on engine `ort` and in eager PyTorch, of the same "
         "weights on the same numbers, on a CPU: losses and all gradients of each step, and buffers at the end, are "
         "equal to 1e-5 (norm of the difference / norm). What runs as torch inside ONNX Runtime's graph "
-        "([repairs.md](repairs.md#what-stays-torchs-inside-the-graph)) is in the last column, with its calls of "
+        "([repairs.md](repairs.md#torch-in-the-graph)) is in the last column, with its calls of "
         "three steps.",
     ]
     for kind, title in KINDS.items():
