@@ -14,6 +14,7 @@ from torch import nn
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.agreement import agreement
+from ortlaunch.worker.checkpoint import choose
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
@@ -57,6 +58,7 @@ def train_here(
     engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
     held_out = None if evaluation is None else OwnSamples(evaluation)
     data: Any = SimpleNamespace(train=batches.samples, evaluation=held_out, tokenizer=None)
-    session = Session(made, planned, run, group, data, batches, wrapped, engine)
+    found = choose(run, group)
+    session = Session(made, planned, run, group, data, batches, wrapped, engine, found)
     with agreement(group) as agreed:
         return Trained(run, model, train(session, agreed))

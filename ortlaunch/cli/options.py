@@ -41,6 +41,19 @@ RunDirOption = Annotated[
         help="Run folder; runs/NAME-TIME by default. An existing one is continued from its newest checkpoint.",
     ),
 ]
+ResumeOption = Annotated[
+    str,
+    typer.Option(
+        "--resume",
+        metavar="auto|never|STEP|PATH",
+        help="auto: the run folder's newest complete checkpoint; never: begin anew; STEP: that one; PATH: another "
+        "run's folder or a checkpoint, for a run folder that has none yet.",
+    ),
+]
+AllowOption = Annotated[
+    Optional[list[str]],
+    typer.Option("--allow", metavar="NAME", help="Let a change take effect that would be refused, as data or model."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", "--dryrun", help="Print what would be run, and stop.")]
 
 

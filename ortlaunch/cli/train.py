@@ -8,7 +8,15 @@ from typing import Any, Optional
 
 import typer
 
-from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption, with_launch_options
+from ortlaunch.cli.options import (
+    AllowOption,
+    DryRun,
+    Overrides,
+    RecipePath,
+    ResumeOption,
+    RunDirOption,
+    with_launch_options,
+)
 from ortlaunch.output import go_on_unread
 
 
@@ -18,17 +26,27 @@ def train(
     overrides: Overrides = None,
     options: Any = None,
     run_dir: RunDirOption = None,
+    resume: ResumeOption = "auto",
+    allow: AllowOption = None,
     dry_run: DryRun = False,
 ) -> None:
     """Train a recipe."""
-    start(recipe, overrides or (), options, run_dir, dry_run)
+    start(recipe, overrides or (), options, run_dir, dry_run, (resume, tuple(allow or ())))
 
 
-def start(recipe: Path, overrides: Sequence[str], options: Any, run_dir: Optional[Path], dry_run: bool) -> None:
+def start(
+    recipe: Path,
+    overrides: Sequence[str],
+    options: Any,
+    run_dir: Optional[Path],
+    dry_run: bool,
+    resume: tuple[str, tuple[str, ...]] = ("auto", ()),
+) -> None:
     """Run the ranks, or show what would be run; leaves with the run's exit status."""
     from ortlaunch.run import control
     from ortlaunch.run.prepare import run_folder
     from ortlaunch.run.resolve import resolve
+    from ortlaunch.run.resume import ResumeOptions
 
     resolved = resolve(recipe, overrides, options._replace(planned_only=dry_run), os.environ)
     if dry_run:
@@ -37,4 +55,4 @@ def start(recipe: Path, overrides: Sequence[str], options: Any, run_dir: Optiona
         typer.echo(control.dry_run(resolved, run_folder(run_dir, resolved, os.environ)))
         return
     go_on_unread()
-    raise typer.Exit(control.train(resolved, run_dir))
+    raise typer.Exit(control.train(resolved, run_dir, ResumeOptions(*resume)))

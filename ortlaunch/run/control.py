@@ -19,13 +19,14 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.output import terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.recipe import Recipe
-from ortlaunch.run import micro_size, provenance
+from ortlaunch.run import micro_size, provenance, resume
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run.folder import PROGRESS_VARIABLE, RunDir, write_text
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.lock import RunLock
 from ortlaunch.run.prepare import check_folder, claimed, earlier, launch_id, request_of, run_folder, write_run
 from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.run.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.units import duration
 
 _JOIN_SECONDS = 120
@@ -36,29 +37,31 @@ def dry_run(resolved: ResolvedRun, run: RunDir) -> str:
     return str(request_of(resolved.plan, run))
 
 
-def train(resolved: ResolvedRun, chosen: Path | None) -> int:
+def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = AUTOMATIC) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
     with RunLock() as lock:
-        return _train(resolved, chosen, lock)
+        return _train(resolved, chosen, lock, options.checked())
 
 
-def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock) -> int:
+def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: ResumeOptions) -> int:
     started, run, inside = time.monotonic(), run_folder(chosen, resolved, os.environ), resolved.world.inside
     if run.recipe.exists() and inside is None:
         lock.take(run)  # before anything is measured
     before = earlier(run, resolved) if inside is None or inside.rank == 0 else None
-    resolved = _with_engine(_with_known_size(resolved, run), run, before)
-    if _says_that_nothing_is_left(resolved, run, before):
+    resolved = _with_engine(_with_known_size(resolved, run), run, before, options)
+    if _says_that_nothing_is_left(resolved, run, before, options):
         return 0
     if inside is not None:
-        return _be_a_rank(resolved, run, before, lock)
-    _say(_check_means(resolved, run, before))
+        return _be_a_rank(resolved, run, before, lock, options)
+    beginning = _check_means(resolved, run, before, options)
+    _say(beginning.lines)
     run = claimed(run) if chosen is None else run
     lock.take(run)
     with JobFile(run, resolved.plan.launcher) as file:
         if micro_size.is_asked(resolved.file.recipe):
             found = micro_size.find(resolved.file.recipe, resolved.plan, run)
             resolved = resolved.with_choice(micro_size.override(found))
+        resume.apply(run, beginning, options)
         request = _prepare(resolved, run)
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
         launcher = backend(resolved.plan.launcher)
@@ -73,12 +76,16 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock) -> int:
     return end.status
 
 
-def _says_that_nothing_is_left(resolved: ResolvedRun, run: RunDir, before: Recipe | None) -> bool:
+def _says_that_nothing_is_left(
+    resolved: ResolvedRun, run: RunDir, before: Recipe | None, options: ResumeOptions
+) -> bool:
     """A finished run is left as it is, down to the last file."""
-    left = nothing_left(resolved.file.recipe, run)
+    left = None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
     if left is None or (resolved.world.inside is not None and resolved.world.inside.rank > 0):
         return left is not None
-    _say([*check_folder(run, before, resolved), with_next(left, sys.argv[1:], resolved.file.recipe, run)])
+    _say(
+        [*_check_means(resolved, run, before, options).lines, with_next(left, sys.argv[1:], resolved.file.recipe, run)]
+    )
     return True
 
 
@@ -92,14 +99,14 @@ def _with_known_size(resolved: ResolvedRun, run: RunDir) -> ResolvedRun:
     return resolved if found is None else resolved.with_choice(micro_size.override(found))
 
 
-def _with_engine(resolved: ResolvedRun, run: RunDir, before: Recipe | None) -> ResolvedRun:
+def _with_engine(resolved: ResolvedRun, run: RunDir, before: Recipe | None, options: ResumeOptions) -> ResolvedRun:
     """Engine auto decided; a rank above 0 starts what rank 0 has decided."""
     inside = resolved.world.inside
     if resolved.file.recipe.engine.name != "auto" or (inside is not None and inside.rank > 0):
         return resolved
     from ortlaunch.bench import auto  # here: `plan` answers in a tenth of a second
 
-    return auto.choose(resolved, run, check=lambda: _check_means(resolved, run, before))
+    return auto.choose(resolved, run, check=lambda: _check_means(resolved, run, before, options))
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:
@@ -111,16 +118,18 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
     return auto.preview(resolved)
 
 
-def _be_a_rank(resolved: ResolvedRun, run: RunDir, before: Recipe | None, lock: RunLock) -> int:
+def _be_a_rank(resolved: ResolvedRun, run: RunDir, before: Recipe | None, lock: RunLock, options: ResumeOptions) -> int:
     """This process is a rank already: rank 0 prepares the folder, then each becomes the worker."""
     rank = resolved.world.inside
     assert rank is not None
     mark = run.ready / (launch_id(rank, os.environ) or "launch")
     if rank.rank == 0:
         mark.unlink(missing_ok=True)
-        _say(_check_means(resolved, run, before))
+        beginning = _check_means(resolved, run, before, options)
+        _say(beginning.lines)
         lock.take(run, keep=True)
         JobRecord.of_this_process("inside", JobState.RUNNING).write(run)
+        resume.apply(run, beginning, options)
         _prepare(resolved, run)
         for path, text in request_of(resolved.plan, run).files:
             write_text(Path(path), text)
@@ -136,15 +145,12 @@ def _be_a_rank(resolved: ResolvedRun, run: RunDir, before: Recipe | None, lock: 
     os.execve(argv[0], argv, {**os.environ, **dict(resolved.plan.env)})
 
 
-def _check_means(resolved: ResolvedRun, run: RunDir, before: Recipe | None) -> list[str]:
-    """What the run takes is there, or an error says what to type; nothing has been written yet.
-
-    Returns:
-        What is continued, for a person.
-    """
+def _check_means(resolved: ResolvedRun, run: RunDir, before: Recipe | None, options: ResumeOptions) -> resume.Beginning:
+    """What the run takes is there, or an error says what to type; nothing has been written yet."""
     doctor.require(resolved.file.recipe, resolved.plan)
     request_of(resolved.plan, run)
-    return check_folder(run, before, resolved)
+    said = check_folder(run, before, resolved)
+    return resume.beginning(run, resolved, before, options).after(said)
 
 
 def _prepare(resolved: ResolvedRun, run: RunDir) -> Request:

@@ -14,6 +14,7 @@ runs/<name>-<timestamp>/
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
   saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed
   bad_steps.jsonl                                                      losses and gradients that were not trained on
+  resume.json                                                          where the last start began, and what had changed
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
   requests/{stop,save}.json stopped.json                               asked for from outside; how a stop ended
   lock job.json                                                        held while the run lives; state and verdict
@@ -79,6 +80,7 @@ class RunDir:
         self.trial = self.path / "trial.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.resume = self.path / "resume.json"
         self.saves = self.path / "saves.jsonl"
         self.on_complete = self.logs / "on_complete.log"
         self.export = self.path / "export"

@@ -16,6 +16,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.ort_variables import seen
+from ortlaunch.recipe.resume_rules import leaves
 from ortlaunch.run import provenance
 from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.resolve import ResolvedRun
@@ -108,7 +109,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
         before: the recipe of the earlier start.
 
     Returns:
-        What is continued, with every change, for a person.
+        What is continued, for a person.
     """
     if run.path.exists() and not run.path.is_dir():
         raise PlanError(f"--run-dir {run}: is a file; give a folder")
@@ -120,30 +121,13 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if before is None:
         return []
-    current = resolved.file.recipe
-    changed = list(differences(before.model_dump(mode="json"), current.model_dump(mode="json")))
     if resolved.plan.task == "parity" and run.complete_checkpoints():
         raise PlanError(
             f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
         )
-    other = [
-        line
-        for line in changed
-        if line.split(".")[0].split(":")[0] in ("model", "data", "seed", "batch", "optimizer")
-        and not line.startswith("model.gradient_checkpointing:")  # the same numbers in less memory
-    ]
-    if other and run.complete_checkpoints():
-        raise PlanError(
-            f"--run-dir {run}: holds checkpoints of another training; these differ:\n  " + "\n  ".join(other) + "\n"
-            "Give a new --run-dir, or the recipe that it was trained with"
-        )
-    return [f"continuing {run}", *(f"  changed: {line}" for line in changed)]
+    return [f"continuing {run}"]
 
 
-def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+def differences(before: Any, after: Any) -> Iterator[str]:
     """`key.path: old -> new` for every leaf that differs."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in dict.fromkeys((*before, *after)):
-            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
-    elif before != after:
-        yield f"{path}: {before!r} -> {after!r}"
+    return (f"{path}: {old!r} -> {new!r}" for path, old, new in leaves(before, after))

@@ -9,11 +9,13 @@ from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json, write_json
-from ortlaunch.worker.checkpoint import newest, samples_seen
+from ortlaunch.worker.checkpoint import Found
 from ortlaunch.worker.distributed import DistributedContext
 
 
-def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: DistributedContext, samples: int) -> Recipe:
+def with_steps(
+    recipe: Recipe, batch: BatchPlan, run: RunDir, group: DistributedContext, samples: int, found: Found | None
+) -> Recipe:
     """The recipe with `train.max_steps`, from `train.epochs` where those were given (collective).
 
     A run that goes on keeps the steps that it began with, for its schedule runs over them; where its batches are of
@@ -29,7 +31,7 @@ def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: Distributed
     if len(set(counts)) > 1:
         raise InputError(f"train.epochs: ranks have different numbers of samples: {', '.join(sorted(set(counts)))}")
     begun = _begun(run, epochs) or {"epochs": epochs, "samples": samples}
-    done, seen = _done(run, batch)
+    done, seen = (found.step, found.samples(batch)) if found else (0, 0)
     steps = max(1, done, done + math.ceil(round((epochs * begun["samples"] - seen) / batch.global_samples, 6)))
     if group.rank == 0:
         write_json(run.steps, {"epochs": epochs, "samples": begun["samples"], "max_steps": steps})
@@ -41,12 +43,6 @@ def with_steps(recipe: Recipe, batch: BatchPlan, run: RunDir, group: Distributed
             f"schedule.warmup_steps: got {recipe.schedule.warmup_steps}, and train.epochs: {epochs:g} are {steps} steps"
         )
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
-
-
-def _done(run: RunDir, batch: BatchPlan) -> tuple[int, int]:
-    """Steps, and the samples that they took."""
-    found = newest(run)
-    return (0, 0) if found is None else (found[0], samples_seen(found[1], found[0], batch))
 
 
 def _begun(run: RunDir, epochs: float) -> dict[str, Any] | None:

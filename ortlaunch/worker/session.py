@@ -12,8 +12,9 @@ from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory
-from ortlaunch.worker.checkpoint import set_aside_damaged
+from ortlaunch.worker.checkpoint import Found, choose, explain
 from ortlaunch.worker.data import Batches, Data, load_data
+from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
 from ortlaunch.worker.length import with_steps
@@ -37,6 +38,8 @@ class Session:
     model: LossModule
     """Holds the weights that the engine trains."""
     engine: Engine
+    checkpoint: Found | None = None
+    """That it goes on from."""
     model_built_at: float = 0.0
     """By time.perf_counter(); the engine was built after it."""
     progress: Progress = field(default_factory=lambda: Progress(rank=1))
@@ -57,14 +60,16 @@ def build_session(
         freed_memory: for engine.json, what becomes of memory that a step frees.
     """
     progress.doing("reading checkpoints")
-    set_aside_damaged(run, group)
+    found = choose(run, group)
     progress.doing("reading data")
     data = load_data(recipe, group)
+    if found is not None:
+        explain(run, recipe, found, identity(data.train), group)
     progress.doing("building the model")
     model = build_model(recipe, data)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
     batches = Batches(data.train, plan.batch, recipe.seed)
-    recipe = with_steps(recipe, plan.batch, run, group, len(data.train))
+    recipe = with_steps(recipe, plan.batch, run, group, len(data.train), found)
     progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
     engine.memory = memory
@@ -72,4 +77,4 @@ def build_session(
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
     give_back_freed_memory()  # an export's copies of the model
-    return Session(recipe, plan, run, group, data, batches, model, engine, built, progress)
+    return Session(recipe, plan, run, group, data, batches, model, engine, found, built, progress)

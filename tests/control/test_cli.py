@@ -184,8 +184,8 @@ def test_what_the_user_got_wrong(arguments: list[str], said: str, ortlaunch: Run
         ("--num_gpus=4", "--num_gpus; it is --nproc-per-node 4 here"),
         ("--nproc_per_node 4", "--nproc_per_node; it is written --nproc-per-node"),
         (
-            "--resume",
-            "--resume; PyTorch says resume; here it is the command line option --run-dir with the folder of the",
+            "--resume_from_checkpoint x",
+            "Hugging Face says resume_from_checkpoint; here it is the command line option --run-dir with the folder",
         ),
         ("--max_steps=5", "--max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
         ("--max-steps 5", "--max-steps; a key of the recipe is given without dashes: train.max_steps=5"),
@@ -349,7 +349,7 @@ def test_dry_run(ortlaunch: Run) -> None:
 def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe with the number of steps, three by default, and nothing else changed; eager has nothing to compare."""
     asked: list[ResolvedRun] = []
-    monkeypatch.setattr(control, "train", lambda resolved, folder: asked.append(resolved) or 0)
+    monkeypatch.setattr(control, "train", lambda resolved, *_: asked.append(resolved) or 0)
     for arguments, steps in (([], 3), (["--steps", "5"], 5)):
         assert ortlaunch("parity", "good.yaml", "engine.name=inductor", *arguments) == Ended(0, "", "")
         engine = {"name": "inductor", "parity_steps": steps}

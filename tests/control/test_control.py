@@ -23,6 +23,7 @@ from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.lock import RunLock
 from ortlaunch.run.prepare import check_folder, claimed, differences, earlier, run_folder
 from ortlaunch.run.resolve import ResolvedRun, resolve
+from ortlaunch.run.resume import AUTOMATIC
 from tests.makers import CUSTOM, OWN_MODULE, host
 from tests.makers import plan as made_plan
 from tests.makers import recipe as made_recipe
@@ -150,30 +151,30 @@ def test_an_edited_recipe_in_a_run_folder() -> None:
     assert caught.value.problems[0].startswith("mine/recipe.yaml:1:1: nam: unknown key; did you mean name?")
 
 
-CHANGED = {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "train": {"max_steps": 9}}
+GOING_ON = "going on after step 2 from mine/checkpoints/step_00000002"
+CHANGED: dict[str, Any] = {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "train": {"max_steps": 9}}
 
 
 def test_checkpoints_of_another_training() -> None:
     """What would make a resumed run another training is listed, old and new; what may change is not."""
     older("mine", steps=2)
     with pytest.raises(PlanError) as caught:
-        control.train(resolved(**CHANGED), Path("mine"))
+        control.train(resolved(**CHANGED, seed=7), Path("mine"))
     assert str(caught.value) == (
-        "--run-dir mine: holds checkpoints of another training; these differ:\n"
-        "  optimizer.learning_rate: 0.1 -> 0.2\n"
-        "Give a new --run-dir, or the recipe that it was trained with"
+        "mine/checkpoints/step_00000002 was written by another training:\n"
+        "  seed: 42 -> 7: refused without --allow data (order, masking and dropout are drawn from it)\n"
+        "Give the recipe that it was trained with, --allow data if this is meant, or a new --run-dir"
     )
 
 
 @pytest.mark.parametrize(
     ("steps", "sections", "lines"),
     [
-        (2, {}, ["continuing mine"]),
-        (2, {"train": {"max_steps": 9}}, ["continuing mine", "  changed: train.max_steps: 3 -> 9"]),
+        (2, {}, ["continuing mine", GOING_ON, "  nothing has changed since"]),
         (
             2,
-            {"model": {**CUSTOM["model"], "gradient_checkpointing": True}},  # the same numbers in less memory
-            ["continuing mine", "  changed: model.gradient_checkpointing: False -> True"],
+            {"log": {"every_steps": 9}},
+            ["continuing mine", GOING_ON, "  changed: log.every_steps: 10 -> 9: takes effect"],
         ),
         (
             None,
@@ -189,7 +190,7 @@ def test_checkpoints_of_another_training() -> None:
 def test_a_folder_is_continued(steps: int | None, sections: dict[str, Any], lines: list[str]) -> None:
     """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
     run, made = older("mine", steps), resolved(**sections)
-    assert check_folder(run, earlier(run, made), made) == lines
+    assert list(control._check_means(made, run, earlier(run, made), AUTOMATIC).lines) == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:

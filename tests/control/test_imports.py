@@ -21,8 +21,8 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
 ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
-SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock", "recipe",
-          "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors",
+SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock",
+          "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors",
           "user_modules", "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
@@ -71,6 +71,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         set(),
     ),
     "run.folder": (set(), set()),
+    "run.origin": ({"plan", "recipe", "run.folder"}, set()),
+    "run.resume": ({"errors", "recipe", "run"}, set()),
     "run.records": (set(), set()),
     "run.engine_report": ({"run.records"}, set()),
     "run.reference": ({"run"}, set()),

@@ -51,6 +51,7 @@ PATHS = {
     "trial": "trial.json",
     "tensorboard": "tensorboard",
     "checkpoints": "checkpoints",
+    "resume": "resume.json",
     "saves": "saves.jsonl",
     "on_complete": "logs/on_complete.log",
     "export": "export",

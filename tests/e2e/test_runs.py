@@ -53,9 +53,9 @@ def test_the_run_folder(full: Run) -> None:
     assert len(board) == 1
     assert full.files() - board == {
         "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
-        "summary.json", "saves.jsonl", "lock", "job.json", "commands.jsonl", "modules/toys.py",
+        "summary.json", "saves.jsonl", "resume.json", "lock", "job.json", "commands.jsonl", "modules/toys.py",
         "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
-        *(f"checkpoints/step_00000010/{name}" for name in ("index.json", SHARD, "manifest.json", "COMPLETE")),
+        *(f"checkpoints/step_00000010/{name}" for name in ("index.json", SHARD, "training.json", "manifest.json", "COMPLETE")),
     }  # fmt: skip
     assert full.out.splitlines()[-2].startswith("done: full, in 0:")
     shown = [line for line in full.out.splitlines() if line.startswith("step ")]
@@ -75,7 +75,7 @@ def test_only_the_newest_checkpoints_are_kept(full: Run) -> None:
     """keep: 1 leaves the last; its manifest names every file with size and sum."""
     folder = full.folder / "checkpoints/step_00000010"
     manifest = json.loads((folder / "manifest.json").read_text())
-    contents = {name: (folder / name).read_bytes() for name in ("index.json", SHARD)}
+    contents = {name: (folder / name).read_bytes() for name in ("index.json", SHARD, "training.json")}
     files = {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in contents.items()}
     assert manifest == {"step": 10, "samples": 160, "ranks": 1, "files": files}
 

@@ -55,9 +55,8 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(run: RunDir, step: int, fails: bool = False) -> Path:
-    recipe: Any = None
     stepper: Any = Writer(fails)
-    return checkpoint.save(run, recipe, GROUP, stepper, step, {"step": step, "samples": 8 * step})
+    return checkpoint.save(run, {}, GROUP, stepper, step, {"step": step, "samples": 8 * step})
 
 
 def test_a_checkpoint_names_its_files(tmp_path: Path) -> None:

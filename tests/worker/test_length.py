@@ -12,6 +12,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.worker.checkpoint import Found, newest
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.length import length_line, with_steps
 from tests.makers import recipe
@@ -28,7 +29,8 @@ def checkpoint(run: RunDir, step: int, samples: int) -> None:
 def steps(run: RunDir, samples: int, **sections: Any) -> int:
     """What a recipe with these sections is settled to."""
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    return with_steps(recipe(**sections), BATCH, run, group, samples).train.steps
+    there = newest(run)
+    return with_steps(recipe(**sections), BATCH, run, group, samples, there and Found(*there)).train.steps
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ saving decides when, transaction writes one, manifest is what it says of itself,
 taken up; snapshot is what is inside, restore puts it into an engine of any world.
 """
 
+from ortlaunch.worker.checkpoint.choose import Found, choose, explain
 from ortlaunch.worker.checkpoint.damage import set_aside_damaged
 from ortlaunch.worker.checkpoint.manifest import newest, samples_seen
 from ortlaunch.worker.checkpoint.restore import load
@@ -11,4 +12,15 @@ from ortlaunch.worker.checkpoint.saves import failures
 from ortlaunch.worker.checkpoint.saving import Saving
 from ortlaunch.worker.checkpoint.transaction import save
 
-__all__ = ["Saving", "failures", "load", "newest", "samples_seen", "save", "set_aside_damaged"]
+__all__ = [
+    "Found",
+    "Saving",
+    "choose",
+    "explain",
+    "failures",
+    "load",
+    "newest",
+    "samples_seen",
+    "save",
+    "set_aside_damaged",
+]

@@ -23,7 +23,7 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
     """
     lines = []
     while folder := _newest_of_all(run, group):
-        wrong = _damage(folder, group)
+        wrong = damage(folder, group)
         if not wrong:
             return
         lines.append(f"{folder} is damaged: {wrong}")
@@ -46,8 +46,8 @@ def _newest_of_all(run: RunDir, group: DistributedContext) -> Path | None:
     return run.checkpoints / name if name else None
 
 
-def _damage(folder: Path, group: DistributedContext) -> str:
-    """What differs from the manifest, or nothing; ranks read a share each."""
+def damage(folder: Path, group: DistributedContext) -> str:
+    """What differs from the manifest, or nothing; ranks read a share each (collective)."""
     mine = [wrong] if (wrong := _damage_of_manifest(folder)) else _damage_of_files(folder, group.rank, group.size)
     found = [text for texts in group.gather(json.dumps(mine)) for text in json.loads(texts)]
     return "; ".join(dict.fromkeys(found))

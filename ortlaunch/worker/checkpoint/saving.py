@@ -13,31 +13,41 @@ from typing import Any
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.recipe import Recipe
+from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.records import SaveLine
+from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.checkpoint import saves
-from ortlaunch.worker.checkpoint.clock import Clock
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.checkpoint.on_complete import Commands
 from ortlaunch.worker.checkpoint.transaction import save
 from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.stepping import Stepper
 
 
 class Saving:
-    """The checkpoints of one training, from its first step to its last."""
+    """The checkpoints of one training, from its first step to its last; `data` is the identity of what it reads."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, group: DistributedContext, stepper: Stepper, step: int) -> None:
+    def __init__(
+        self, run: RunDir, recipe: Recipe, group: DistributedContext, stepper: Stepper, data: dict[str, Any]
+    ) -> None:
         self.run, self.recipe, self.group, self.stepper = run, recipe, group, stepper
+        self.made_by = {**origin.of_run(run, recipe), "data": data} if run.plan.exists() else {}
         self.policy = recipe.checkpoint
-        self.clock = Clock(self.policy.every_minutes, group, step)
+        self.tried = time.monotonic()
         self.commands = Commands(self.policy, run) if group.rank == 0 and self.policy.on_complete else None
 
     def is_due(self, step: int) -> bool:
-        """Whether one is to be written after this step; the last step's always is (collective)."""
+        """Whether one is to be written after this step, by their number; the last step's always is."""
         every = self.policy.every_steps
-        by_steps = step == self.recipe.train.steps or (every is not None and step % every == 0)
-        return by_steps or self.clock.is_over(step)
+        return step == self.recipe.train.steps or (every is not None and step % every == 0)
+
+    def ask_in_time(self, agreed: Agreement) -> None:
+        """Rank 0 asks all ranks for one when its clock says so."""
+        minutes = self.policy.every_minutes
+        if minutes is not None and self.group.rank == 0 and time.monotonic() - self.tried >= 60 * minutes:
+            agreed.ask(Ask.SAVE)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write one (collective).
@@ -47,7 +57,7 @@ class Saving:
         """
         began = time.perf_counter()
         try:
-            save(self.run, self.recipe, self.group, self.stepper, step, state)
+            save(self.run, self.made_by, self.group, self.stepper, step, state)
         except CheckpointError as error:
             self._record(step, began, str(error))
             if self.policy.on_failure == "stop" or step == self.recipe.train.steps:
@@ -58,7 +68,7 @@ class Saving:
             self._record(step, began, None)
             self._completed(step)
         finally:
-            self.clock.set(step)
+            self.tried = time.monotonic()
 
     def finish(self) -> None:
         """Wait for what runs after checkpoints; then those that stayed for it go, too."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run.origin import ORIGIN
 from ortlaunch.units import human
 from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, size_of, sum_of, sum_up
 from ortlaunch.worker.checkpoint.snapshot import take
@@ -25,9 +25,12 @@ from ortlaunch.worker.stepping import Stepper
 
 
 def save(
-    run: RunDir, recipe: Recipe, group: DistributedContext, stepper: Stepper, step: int, state: dict[str, Any]
+    run: RunDir, made_by: dict[str, Any], group: DistributedContext, stepper: Stepper, step: int, state: dict[str, Any]
 ) -> Path:
     """Write the checkpoint after `step` steps (collective).
+
+    Args:
+        made_by: what a run that goes on from it compares itself with (run/origin.py); may be empty.
 
     Raises:
         CheckpointError: it could not be written; what was there before is as it was.
@@ -36,6 +39,7 @@ def save(
     with _agreed(run, group, partial):
         if group.rank == 0:
             _begin(run, partial)
+            write_json(partial / ORIGIN, made_by) if made_by else None
     with _agreed(run, group, partial):
         take(stepper.named_state(), dict(state), group).write(partial)
     listed = group.gather(json.dumps(_files_in(partial)))[0]  # hosts of a shared disk may see it later

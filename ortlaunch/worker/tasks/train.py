@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.errors import BadStepError
+from ortlaunch.errors import BadStepError, InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import write_json
@@ -21,6 +21,7 @@ from ortlaunch.worker.agreement import Agreement, agreement
 from ortlaunch.worker.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.data import Samples, collate
 from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.finish import finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait_for
@@ -56,7 +57,7 @@ def run(session: Session) -> int:
 
 
 def train(session: Session, agreed: Agreement) -> TrainState:
-    """Train to `train.max_steps`, from the newest checkpoint of this run if it has one, or until a stop is agreed on.
+    """Train to `train.max_steps`, from the checkpoint that the session found, or until a stop is agreed on.
 
     A stop leaves all saved, and in `agreed.stopped` what was asked for.
     """
@@ -75,7 +76,7 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
     metrics = _metrics(session, state.step, ending)
     meter = Meter(session)
     parity = parity_steps(session, state.step)
-    saving = checkpoint.Saving(run, recipe, group, engine.stepper, state.step)
+    saving = checkpoint.Saving(run, recipe, group, engine.stepper, identity(session.data.train))
     bad_steps.begin(saving, state)
     progress = session.progress
     progress.watch(engine.stepper.module) if group.size > 1 else None
@@ -86,6 +87,7 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
         if parity is not None:
             with meter.paused():
                 parity.check(state.step)
+        saving.ask_in_time(agreed)
         loss, stepped, rate = _step(session, state, agreed, bad_steps)
         state.step += 1
         state.samples = batches.seen(state.step)
@@ -265,13 +267,18 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _resume(session: Session) -> TrainState:
-    batches, found = session.batches, checkpoint.newest(session.run)
+    batches, own = session.batches, checkpoint.newest(session.run)
+    found = checkpoint.Found(*own) if own else session.checkpoint  # after a rollback there is a newer one
     if found is None:
         return TrainState()
     step, folder = found
+    if step >= session.recipe.train.steps and folder.parent != session.run.checkpoints:
+        raise InputError(
+            f"{folder} has {step} of {session.recipe.train.steps} steps: nothing to train; raise their number"
+        )
     batches.go_on(0, 0)
     usual = batches.seen(step)
-    seen = checkpoint.samples_seen(folder, step, batches.batch)
+    seen = found.samples(batches.batch)
     loaded = checkpoint.load(folder, session.engine.stepper.named_state(), session.group)
     state = TrainState(**{"samples": seen, **loaded})
     batches.go_on(state.step, state.samples)

@@ -1,0 +1,135 @@
+"""What becomes of a field that is not what it was when a checkpoint was written: one rule for each, a test holds that.
+
+A field whose change would make a resumed run another training needs a word: `--allow NAME`. All others take effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Union
+
+
+class Rule(NamedTuple):
+    """What becomes of a change."""
+
+    verdict: str
+    """`takes effect` or `stored value wins`; `refused`: only with `allow`."""
+    allow: str = ""
+    """The word that lets it take effect."""
+    why: str = ""
+    """What a person should know beside."""
+
+
+EFFECT, STORED, REFUSED = "takes effect", "stored value wins", "refused"
+_EFFECT, _MODEL, _DATA = Rule(EFFECT), Rule(REFUSED, "model"), Rule(REFUSED, "data")
+_AS_THE_GLOBAL_SIZE = Rule(EFFECT, why="the next step takes the samples that follow")
+_ADAM = ("adamw", "fused_adam")
+
+
+def _optimizer(before: Any, after: Any) -> Rule:
+    if before in _ADAM and after in _ADAM:
+        return Rule(EFFECT, why="the same numbers by another code")
+    return Rule(REFUSED, "optimizer", "its state begins anew where the checkpoint has none of its kind")
+
+
+RuleOf = Union[Rule, Callable[[Any, Any], Rule]]
+
+
+def _all(rule: Rule, names: str, section: str = "") -> dict[str, RuleOf]:
+    return {f"{section}.{name}" if section else name: rule for name in names.split()}
+
+
+# A mapping of the user's own (model.config) is one field. So is the held-out corpus, which nothing is trained on.
+RULES: dict[str, RuleOf] = {
+    "name": _EFFECT,
+    "seed": Rule(REFUSED, "data", "order, masking and dropout are drawn from it"),
+    **_all(_MODEL, "task pretrained config factory arguments", "model"),
+    "model.attention": Rule(EFFECT, why="the same function by other kernels"),
+    "model.gradient_checkpointing": Rule(EFFECT, why="the same numbers in other memory"),
+    **_all(_MODEL, "lora lora.r lora.alpha lora.dropout lora.target_modules", "model"),
+    "model.lora.merge": Rule(EFFECT, why="it is of the export alone"),
+    **_all(_DATA, "train train.format train.path train.name train.subset train.revision train.split", "data"),
+    **_all(_DATA, "train.text_column train.label_column train.factory train.arguments", "data"),
+    "data.evaluation": _EFFECT,
+    **_all(_DATA, "tokenizer tokenizer.train tokenizer.vocab_size sequence_length", "data"),
+    **_all(_DATA, "masked_lm masked_lm.probability masked_lm.max_predictions", "data"),
+    **_all(
+        _EFFECT, "global_size micro_size accumulation_steps", "batch"
+    ),  # world.global_samples tells what comes of it
+    "optimizer.name": _optimizer,
+    **_all(_EFFECT, "learning_rate betas epsilon momentum weight_decay no_decay", "optimizer"),
+    **_all(_EFFECT, "name warmup_steps warmup_ratio power", "schedule"),
+    "precision": Rule(REFUSED, "precision", "the weights are float32 in any, and the steps are not the same"),
+    **_all(_EFFECT, "name allow_fallback memory_optimization memory_optimization_config", "engine"),
+    **_all(_EFFECT, "memory_efficient_grad_management compute_optimizer sparsity_optimizer opset", "engine"),
+    **_all(_EFFECT, "print_input_density custom_autograd allow_traced_values parity_steps", "engine"),
+    **_all(_EFFECT, "parity_tolerance deepcopy_before_export log_level save_onnx print_memory_stats", "engine"),
+    **_all(_EFFECT, "cast_propagation cast_propagation_level conv_algorithm_search triton triton_config", "engine"),
+    **_all(_EFFECT, "flash_attention efficient_attention aten_sdpa tuning tuning_duration_ms tuning_results", "engine"),
+    **_all(_EFFECT, "matmul_precision chunked_loss torch_matmul", "engine"),
+    **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed"),
+    **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
+    **_all(_EFFECT, "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks", "train"),
+    **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
+    "train.loss_weight": Rule(REFUSED, "loss", "what is minimized is another mean"),
+    **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure on_complete", "checkpoint"),
+    **_all(_EFFECT, "on_complete_minutes", "checkpoint"),
+    **_all(_EFFECT, "launcher device nodes processes_per_node interface env forward", "launch"),
+    **_all(_EFFECT, "every_steps trackers", "log"),
+}
+# What is no field of the recipe: the settled world, the data as they were read, code and packages.
+OTHER_RULES: dict[str, RuleOf] = {
+    **_all(_EFFECT, "ranks hosts device micro_samples accumulation_steps", "world"),
+    "world.global_samples": _AS_THE_GLOBAL_SIZE,
+    "data.samples": Rule(REFUSED, "data", "as many were read then"),
+    "data.fingerprint": Rule(REFUSED, "data", "the samples themselves are others"),
+    **_all(_EFFECT, "ortlaunch commit dirty python", "code"),
+    "packages": _EFFECT,
+}
+NAMES = ("data", "loss", "model", "optimizer", "precision")  # of --allow
+
+
+class Change(NamedTuple):
+    """A value that is another than when the checkpoint was written."""
+
+    field: str
+    before: Any
+    after: Any
+    rule: Rule
+
+    def line(self, allowed: tuple[str, ...] = ()) -> str:
+        """For a person."""
+        told = f"{self.field}: {self.before!r} -> {self.after!r}: {self._verdict(allowed)}"
+        return f"{told} ({self.rule.why})" if self.rule.why else told
+
+    def _verdict(self, allowed: tuple[str, ...]) -> str:
+        if self.rule.verdict != REFUSED:
+            return self.rule.verdict
+        name = self.rule.allow
+        return f"{EFFECT}, by --allow {name}" if name in allowed else f"{REFUSED} without --allow {name}"
+
+    def is_refused(self, allowed: tuple[str, ...]) -> bool:
+        """Whether nobody has allowed it."""
+        return self.rule.verdict == REFUSED and self.rule.allow not in allowed
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any], rules: Mapping[str, RuleOf]) -> list[Change]:
+    """Every leaf that differs, in the order of `before`, each with its rule."""
+    return [Change(field, old, new, rule_of(field, rules, old, new)) for field, old, new in leaves(before, after)]
+
+
+def rule_of(field: str, rules: Mapping[str, RuleOf], before: Any, after: Any) -> Rule:
+    """The field's own, or that of the field whose mapping it is a key of."""
+    while field and field not in rules:
+        field = field.rpartition(".")[0]
+    rule = rules.get(field, Rule(EFFECT, why="this version does not know it"))
+    return rule if isinstance(rule, Rule) else rule(before, after)
+
+
+def leaves(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, before, after) of every leaf that differs."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in dict.fromkeys((*before, *after)):
+            yield from leaves(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+    elif before != after:
+        yield path, before, after

@@ -1,0 +1,88 @@
+"""What made a checkpoint, as each checkpoint holds it (training.json): recipe, world, data, code and packages.
+
+Both sides compare it with today's: the control side before a rank starts, ranks once the data are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.resume_rules import OTHER_RULES, RULES, Change, changes
+from ortlaunch.run.folder import RunDir, read_json
+
+ORIGIN = "training.json"
+# Whose versions decide numbers; of the others it is said how many changed.
+_PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "onnx",
+             "numpy", "tokenizers", "datasets", "safetensors", "triton")  # fmt: skip
+_FORMAT = 1
+
+
+def origin(recipe: Recipe, plan: Plan, environment: Mapping[str, Any], git: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of a run that is about to start.
+
+    Args:
+        environment: as in environment.json.
+        git: of the recipe's folder, as in commands.jsonl.
+    """
+    world = {"ranks": plan.world_size, "hosts": len(plan.nodes), "device": plan.device}
+    batch = {name: getattr(plan.batch, name) for name in ("global_samples", "micro_samples", "accumulation_steps")}
+    code = {name: environment.get(name) for name in ("ortlaunch", "python")}
+    return {
+        "format": _FORMAT,
+        "recipe": recipe.model_dump(mode="json"),
+        "world": {**world, **batch},
+        "code": {**code, **(git or {"commit": None, "dirty": None})},
+        "packages": dict(environment.get("packages", {})),
+    }
+
+
+def of_run(run: RunDir, recipe: Recipe) -> dict[str, Any]:
+    """Of the run that lives in a folder, from what was written there before its ranks started."""
+    environment = read_json(run.environment) if run.environment.exists() else {}
+    started = run.commands.read_text(encoding="utf-8").splitlines() if run.commands.exists() else []
+    git = json.loads(started[-1])["git"] if started else None
+    if recipe.train.epochs is not None:  # max_steps is what they came to
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": None})})
+    return origin(recipe, Plan.read(run.plan), environment, git)
+
+
+def read(checkpoint: Path) -> dict[str, Any] | None:
+    """Of a checkpoint; None: it was written by a version that kept no such thing, or cannot be read."""
+    try:
+        found = read_json(checkpoint / ORIGIN)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Every change, by the table; a part that one of them lacks is not compared."""
+    found = changes(_filled(before["recipe"]), after["recipe"], RULES)
+    parts = [part for part in ("world", "data", "code") if part in before and part in after]
+    found += changes({part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES)
+    return found + _packages(before.get("packages", {}), after.get("packages", {}))
+
+
+def _filled(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the defaults of fields that came later."""
+    try:
+        filled: Mapping[str, Any] = Recipe.model_validate(recipe).model_dump(mode="json")
+    except ValueError:  # of a version whose fields were others
+        return recipe
+    return filled
+
+
+def _packages(before: Mapping[str, str], after: Mapping[str, str]) -> list[Change]:
+    found = changes({"packages": before}, {"packages": after}, OTHER_RULES) if before and after else []
+    told = [change for change in found if change.field.partition(".")[2] in _PACKAGES]
+    other = len(found) - len(told)
+    if other:
+        rule = OTHER_RULES["packages"]
+        assert not callable(rule)
+        told.append(Change(f"packages, {other} others", "old versions", "new versions", rule))
+    return told

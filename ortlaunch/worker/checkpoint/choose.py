@@ -1,0 +1,89 @@
+"""The checkpoint that a run goes on from, read again before it is taken; and what has changed since, where it matters.
+
+The control side said in resume.json where to begin; only ranks read whole files, and only they know the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.plan import BatchPlan
+from ortlaunch.recipe import Recipe
+from ortlaunch.run import origin
+from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.worker.checkpoint.damage import damage, set_aside_damaged
+from ortlaunch.worker.checkpoint.manifest import MANIFEST, newest, samples_seen
+from ortlaunch.worker.distributed import DistributedContext
+
+
+class Found(NamedTuple):
+    """A checkpoint that is whole."""
+
+    step: int
+    folder: Path
+
+    def samples(self, batch: BatchPlan) -> int:
+        """How many samples its steps took, in whatever batches."""
+        return samples_seen(self.folder, self.step, batch)
+
+
+def choose(run: RunDir, group: DistributedContext) -> Found | None:
+    """The newest whole one of this run, else of where it came from (collective); None: it begins.
+
+    Raises:
+        CheckpointError: what was asked for is damaged, or all are.
+    """
+    asked = read_json(run.resume) if run.resume.exists() else {}
+    set_aside_damaged(run, group)
+    own = newest(run)
+    step = group.gather_numbers([float(own[0] if own else -1)])[0][0]  # hosts of a shared disk may see it later
+    if step >= 0:
+        if asked.get("exact") and step < asked["step"]:
+            raise CheckpointError(f"the checkpoint of step {asked['step']} was asked for (--resume), and it is damaged")
+        return Found(int(step), run.checkpoint(int(step)))
+    return _elsewhere(asked, group) if asked.get("source") else None
+
+
+def _elsewhere(asked: Mapping[str, Any], group: DistributedContext) -> Found:
+    """Another run's, which is left as it is, down to the last file."""
+    folder = Path(asked["checkpoint"])
+    there = [folder, *(path for _, path in reversed(_older(folder)))]
+    lines = []
+    for path in there[:1] if asked["exact"] else there:
+        wrong = damage(path, group)
+        if not wrong:
+            return Found(int(read_json(path / MANIFEST)["step"]), path)
+        lines.append(f"{path} is damaged: {wrong}")
+        if group.rank == 0:
+            print(f"  skipped: {lines[-1]}", flush=True)
+    raise CheckpointError("\n".join([*lines, f"No whole checkpoint was found in {asked['source']}"]))
+
+
+def _older(folder: Path) -> list[tuple[int, Path]]:
+    """Complete ones beside a checkpoint, older than that."""
+    found = RunDir(folder.parents[1]).complete_checkpoints()
+    return found[: [path for _, path in found].index(folder)] if folder in [path for _, path in found] else []
+
+
+def explain(run: RunDir, recipe: Recipe, found: Found, data: Mapping[str, Any], group: DistributedContext) -> None:
+    """Say what the control side could not know: changed data, and all of another checkpoint than it had looked at.
+
+    Raises:
+        CheckpointError: it would be another training, and nobody has allowed that.
+    """
+    asked, made = read_json(run.resume) if run.resume.exists() else {}, origin.read(found.folder)
+    if made is None or not run.plan.exists():
+        return
+    now = {**origin.of_run(run, recipe), "data": data}
+    changes = origin.differences(made, now)
+    if asked.get("checkpoint") and Path(asked["checkpoint"]).name == found.folder.name:
+        changes = [change for change in changes if change.field.startswith("data.") and change.field[5:] in data]
+    allow = tuple(asked.get("allow", ()))
+    if group.rank == 0:
+        print(*(f"  changed: {change.line(allow)}" for change in changes), sep="\n", end="\n" if changes else "")
+    refused = [change.line(allow) for change in changes if change.is_refused(allow)]
+    if refused:
+        raise CheckpointError("\n  ".join([f"{found.folder} was written by another training:", *refused]))

@@ -1,0 +1,297 @@
+"""Where a run begins, and the explanation before it does: every change with what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch.errors import InputError, PlanError
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe.fields import _paths, models_in, section_at
+from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.place import dotted
+from ortlaunch.recipe.resume_rules import NAMES, OTHER_RULES, RULES, rule_of
+from ortlaunch.run import origin, provenance, resume
+from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run.resolve import ResolvedRun, resolve
+from ortlaunch.run.resume import ResumeOptions
+from tests.makers import CUSTOM
+
+pytestmark = pytest.mark.usefixtures("workbench")
+HERE = {
+    "ortlaunch": "1.0",
+    "python": "3.11.9",
+    "packages": {"torch": "2.13.0", "peft": "0.19", "six": "1", "tqdm": "4"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed, which takes a third of a second to find out."""
+    monkeypatch.setattr(provenance, "environment", lambda: HERE)
+
+
+def resolved(ranks: int = 1, **sections: Any) -> ResolvedRun:
+    """A custom recipe with these sections, on so many ranks of this host."""
+    path = Path("recipe.yaml")
+    path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
+    return resolve(path, (), LaunchOptions(None, ranks), {})
+
+
+def save(run: RunDir, step: int, made: ResolvedRun | None = None, **changed: Any) -> Path:
+    """A complete checkpoint of a training; `changed` parts of what made it."""
+    folder = run.checkpoint(step)
+    told = {**resume.today(made or resolved()), **changed}
+    told["data"] = {"samples": 64, "fingerprint": "aa"}
+    write_json(folder / origin.ORIGIN, told)
+    write_json(folder / "manifest.json", {"step": step, "files": {}})
+    write_text(folder / "COMPLETE", "")
+    return folder
+
+
+RUN = RunDir("mine")
+
+
+def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) -> list[str]:
+    """The explanation."""
+    return list(resume.beginning(RUN, resolved(ranks, **sections), None, options or ResumeOptions()).lines)
+
+
+# --------------------------------------------------------------------------------------------------------- the table
+
+
+def test_every_field_has_a_rule() -> None:
+    """A new field of the recipe needs one, and a rule of no field goes."""
+    paths = {dotted(path) for path in _paths(Recipe, ()) if path[:2] != ("data", "evaluation") or len(path) == 2}
+    sections = {path for path in paths if section_at(tuple(path.split(".")))}
+    optional = {
+        "model.lora",
+        "data.train",
+        "data.evaluation",
+        "data.tokenizer",
+        "data.masked_lm",
+        "train.on_spike",
+        "zero",
+    }
+    assert set(RULES) == (paths - sections) | optional
+    for path in optional:  # may be a word or null, so that it changes as a whole
+        info = section_at(tuple(path.split("."))[:-1]).model_fields[path.split(".")[-1]]  # type: ignore[union-attr]
+        assert info.annotation not in models_in(info.annotation)
+
+
+def test_the_words_of_allow() -> None:
+    """Those that rules have, and no others."""
+    both = [*RULES.items(), *OTHER_RULES.items()]
+    assert sorted({rule_of(name, dict(both), "a", "b").allow for name, _ in both} - {""}) == list(NAMES)
+    with pytest.raises(InputError, match=r"^--allow: got modell; one of data, loss, model, optimizer, precision$"):
+        ResumeOptions("auto", ("modell",)).checked()
+
+
+# ------------------------------------------------------------------------------------------------------ explanation
+
+BATCH = {"micro_size": 1, "accumulation_steps": 2}
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "nothing": ({}, {}, ["  nothing has changed since"]),
+    "learning rate and schedule": (
+        {"optimizer": {"name": "sgd", "learning_rate": 0.2}, "schedule": {"name": "cosine"}}, {},
+        ["  changed: optimizer.learning_rate: 0.1 -> 0.2: takes effect",
+         "  changed: schedule.name: 'linear' -> 'cosine': takes effect"],
+    ),
+    "steps and clipping": (
+        {"train": {"max_steps": 9, "max_grad_norm": 1.0}}, {},
+        ["  changed: train.max_steps: 3 -> 9: takes effect (the schedule runs over the new length)",
+         "  changed: train.max_grad_norm: None -> 1.0: takes effect"],
+    ),
+    "micro size at equal global size": (
+        {"batch": BATCH}, {},
+        ["  changed: batch.micro_size: 2 -> 1: takes effect",
+         "  changed: batch.accumulation_steps: 1 -> 2: takes effect",
+         "  changed: world.micro_samples: 2 -> 1: takes effect",
+         "  changed: world.accumulation_steps: 1 -> 2: takes effect"],
+    ),
+    "ranks, ZeRO and engine": (
+        {"ranks": 2, "zero": {"stage": 1}, "engine": {"name": "inductor"}}, {},
+        ["  changed: engine.name: 'eager' -> 'inductor': takes effect",
+         "  changed: zero: None -> {'stage': 1, 'fused_gradient_norm': True, 'deepspeed': {}}: takes effect",
+         "  changed: world.ranks: 1 -> 2: takes effect",
+         "  changed: world.global_samples: 2 -> 4: takes effect (the next step takes the samples that follow)"],
+    ),
+    "logging, checkpoints and launch": (
+        {"log": {"every_steps": 5}, "checkpoint": {"keep": 1}, "launch": {"env": {"NOTE": "x"}}}, {},
+        ["  changed: checkpoint.keep: 3 -> 1: takes effect",
+         "  changed: launch.env.NOTE: None -> 'x': takes effect",
+         "  changed: log.every_steps: 10 -> 5: takes effect"],
+    ),
+    "the code and the packages": (
+        {}, {"code": {"ortlaunch": "0.9", "python": "3.11.9", "commit": "ab12", "dirty": False},
+             "packages": {"torch": "2.4.0", "six": "0", "tqdm": "3"}},
+        ["  changed: code.ortlaunch: '0.9' -> '1.0': takes effect",
+         "  changed: code.commit: 'ab12' -> None: takes effect",
+         "  changed: code.dirty: False -> None: takes effect",
+         "  changed: packages.torch: '2.4.0' -> '2.13.0': takes effect",
+         "  changed: packages.peft: None -> '0.19': takes effect",
+         "  changed: packages, 2 others: 'old versions' -> 'new versions': takes effect"],
+    ),
+    "the model": (
+        {"model": {"task": "custom", "factory": "mine:model", "arguments": {"width": 3}}}, {},
+        ["  model.arguments.width: None -> 3: refused without --allow model"],
+    ),
+    "the data and their order": (
+        {"data": {"train": {"format": "custom", "factory": "mine:data", "arguments": {"n": 1}}}, "seed": 7}, {},
+        ["  seed: 42 -> 7: refused without --allow data (order, masking and dropout are drawn from it)",
+         "  data.train.arguments.n: None -> 1: refused without --allow data"],
+    ),
+    "the optimizer's kind": (
+        {"optimizer": {"name": "adamw", "learning_rate": 0.1}}, {},
+        ["  optimizer.name: 'sgd' -> 'adamw': refused without --allow optimizer (its state begins anew where the "
+         "checkpoint has none of its kind)"],
+    ),
+    "the precision": (
+        {"precision": "bf16"}, {},
+        ["  precision: 'fp32' -> 'bf16': refused without --allow precision (the weights are float32 in any, and the "
+         "steps are not the same)"],
+    ),
+    "the loss": (
+        {"train": {"max_steps": 3, "loss_weight": "mask"}}, {},
+        ["  train.loss_weight: None -> 'mask': refused without --allow loss (what is minimized is another mean)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_each_change_is_explained(kind: str) -> None:
+    """Golden text: what takes effect, and what is refused; with the word everything takes effect."""
+    sections, made, lines = CHANGES[kind]
+    folder = save(RUN, 2, **made)
+    head = f"going on after step 2 from {folder}"
+    if "refused" not in lines[0]:
+        assert says(**sections) == [head, *lines]
+        return
+    with pytest.raises(PlanError) as caught:
+        says(**sections)
+    words = "--allow " + lines[0].partition("--allow ")[2].split()[0]
+    assert str(caught.value).splitlines() == [
+        f"{folder} was written by another training:", *lines,
+        f"Give the recipe that it was trained with, {words} if this is meant, or a new --run-dir",
+    ]  # fmt: skip
+    allowed = says(ResumeOptions("auto", (words.split()[1],)), **sections)
+    assert allowed == [
+        head, *(f"  changed:{line[1:]}".replace("refused without", "takes effect, by") for line in lines)
+    ]  # fmt: skip
+
+
+def test_adamw_by_another_code_is_the_same_kind() -> None:
+    """fused_adam's state is adamw's."""
+    adam = {"name": "adamw", "learning_rate": 0.1}
+    save(RUN, 2, resolved(optimizer=adam))
+    assert says(optimizer={**adam, "name": "fused_adam"})[1:] == [
+        "  changed: optimizer.name: 'adamw' -> 'fused_adam': takes effect (the same numbers by another code)"
+    ]
+
+
+def test_a_field_that_came_later_has_not_changed() -> None:
+    """A checkpoint of a version without it was trained with its default."""
+    folder = save(RUN, 2)
+    made = read_json(folder / origin.ORIGIN)
+    del made["recipe"]["checkpoint"]["keep_every"], made["recipe"]["engine"]["torch_matmul"]
+    write_json(folder / origin.ORIGIN, made)
+    assert says()[1:] == ["  nothing has changed since"]
+
+
+def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
+    """One of an earlier version: this folder's recipe is compared, that of another folder is not known."""
+    folder = save(RUN, 2)
+    (folder / origin.ORIGIN).unlink()
+    before, made = resolved().file.recipe, resolved(log={"every_steps": 5})
+    assert resume.beginning(RUN, made, before, ResumeOptions()).lines[1:] == (
+        "  changed: log.every_steps: 10 -> 5: takes effect",
+    )
+    assert says()[1:] == ["  it does not say what made it: nothing could be compared"]
+
+
+# ------------------------------------------------------------------------------------------------------- --resume
+
+
+def leave_remains(run: RunDir) -> None:
+    """What a failing machine and an earlier start left."""
+    for name in ("step_00000009.partial", "step_00000008", "step_00000007.broken"):
+        (run.checkpoints / name).mkdir()
+
+
+def test_auto_names_what_it_skips() -> None:
+    """The newest complete one, and why newer ones are none."""
+    save(RUN, 2)
+    save(RUN, 6)
+    leave_remains(RUN)
+    assert says()[:4] == [
+        "  skipped: mine/checkpoints/step_00000007.broken: damaged, as an earlier start found",
+        "  skipped: mine/checkpoints/step_00000008: incomplete: it has no COMPLETE",
+        "  skipped: mine/checkpoints/step_00000009.partial: incomplete: its writing was cut off",
+        "going on after step 6 from mine/checkpoints/step_00000006",
+    ]
+
+
+def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
+    """What is written down for the ranks."""
+    options = ResumeOptions(choice)
+    run.path.mkdir(exist_ok=True)
+    resume.apply(run, resume.beginning(run, resolved(), None, options), options)
+    return dict(json.loads(run.resume.read_text()))
+
+
+def test_never_keeps_what_was_there_aside() -> None:
+    """The run begins anew, and no later start takes the old checkpoints for its own."""
+    save(RUN, 2)
+    assert applied("never")["checkpoint"] is None
+    assert RUN.complete_checkpoints() == []
+    assert (RUN.path / "checkpoints.aside/step_00000002/COMPLETE").exists()
+    save(RUN, 4)
+    applied("never")
+    assert (RUN.path / "checkpoints.aside1/step_00000004").exists()
+    assert applied("never")["checkpoint"] is None
+
+
+def test_a_step_of_this_run() -> None:
+    """It is the newest from then on; newer ones lie aside; one that is not there is refused with those that are."""
+    for step in (2, 4, 6):
+        save(RUN, step)
+    RUN.partial(8).mkdir()
+    written = applied("4")
+    assert (written["step"], written["exact"]) == (4, True)
+    assert [step for step, _ in RUN.complete_checkpoints()] == [2, 4]
+    assert (RUN.checkpoints / "step_00000006.aside/COMPLETE").exists()
+    with pytest.raises(InputError, match=r"^--resume 6: no complete checkpoint of step 6; .* has those of steps 2, 4$"):
+        says(ResumeOptions("6"))
+    with pytest.raises(InputError, match=r"^--resume 6: no complete checkpoint of step 6; empty/checkpoints has none$"):
+        resume.choose(RunDir("empty"), ResumeOptions("6"))
+
+
+def test_another_runs_checkpoint() -> None:
+    """Its newest, or the one that is named; written down, so that later starts know; own checkpoints come first."""
+    for step in (2, 4):
+        save(RUN, step)
+    new = RunDir("new")
+    written = applied("mine", new)
+    assert (written["step"], written["exact"], written["source"]) == (4, False, str(Path("mine").absolute()))
+    one = applied("mine/checkpoints/step_00000002", RunDir("second"))
+    assert (one["step"], one["exact"]) == (2, True)
+    again = resume.choose(new, ResumeOptions())
+    assert (again.step, again.source) == (4, Path("mine").absolute())
+    own = save(new, 5)
+    assert resume.choose(new, ResumeOptions("mine")).folder == own
+    assert resume.choose(new, ResumeOptions()).folder == own
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("none", "absent"), ("plain", "is no run folder with a complete checkpoint")]
+)
+def test_a_path_without_a_checkpoint(name: str, why: str) -> None:
+    """Said with what would be right, and what lies there incomplete."""
+    Path("plain/checkpoints/step_00000003.partial").mkdir(parents=True)
+    with pytest.raises(InputError, match=rf"--resume .*{name}: {why}") as caught:
+        says(ResumeOptions(name))
+    assert ("step_00000003.partial: incomplete" in str(caught.value)) is (name == "plain")
