@@ -55,7 +55,8 @@ def test_the_run_folder(full: Run) -> None:
         "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
         "summary.json", "saves.jsonl", "resume.json", "lock", "job.json", "commands.jsonl", "modules/toys.py",
         "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
-        *(f"checkpoints/step_00000010/{name}" for name in ("index.json", SHARD, "training.json", "manifest.json", "COMPLETE")),
+        *(f"checkpoints/step_00000010/{name}"
+          for name in ("index.json", SHARD, "training.json", "manifest.json", "COMPLETE")),
     }  # fmt: skip
     assert full.out.splitlines()[-2].startswith("done: full, in 0:")
     shown = [line for line in full.out.splitlines() if line.startswith("step ")]
