@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli import bench, parity, plan, recipes, schema, setup, shipped, status, train, validate
+from ortlaunch.cli import bench, export, parity, plan, recipes, schema, setup, shipped, status, train, validate
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.file_errors import explained
@@ -25,6 +25,7 @@ VERBS = (
     bench.bench,
     status.status,
     status.cancel,
+    export.export,
     setup.setup,
     schema.schema,
     shipped.constraints,

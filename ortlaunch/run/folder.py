@@ -11,6 +11,7 @@ runs/<name>-<timestamp>/
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
+  exports/step_00000500/                                               a checkpoint as a model, by `ortlaunch export`
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
   saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed
   bad_steps.jsonl                                                      losses and gradients that were not trained on
@@ -123,6 +124,10 @@ class RunDir:
     def partial(self, step: int) -> Path:
         """Where that checkpoint is while it is written."""
         return self.checkpoints / f"step_{step:08d}.partial"
+
+    def exported(self, step: int) -> Path:
+        """Where `ortlaunch export` writes a checkpoint as a model."""
+        return self.path / "exports" / f"step_{step:08d}"
 
     def trial_of(self, micro_size: int) -> RunDir:
         """Folder of one try of `micro_size: auto`: a run of its own, which writes trial.json."""

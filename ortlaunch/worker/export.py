@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,30 @@ def export(
     with stepper.whole_weights():
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
-            model: Any = trained.model
-            if recipe.model.lora and recipe.model.lora.merge:
-                model = model.merge_and_unload(safe_merge=True)
-            if hasattr(model, "save_pretrained"):
-                from transformers.utils import logging
-
-                logging.disable_progress_bar()
-                _give_back_cache(model, trained.generates_with_cache)
-                model.save_pretrained(run.export)
-            else:
-                _save_tensors(model, str(run.export / "model.safetensors"))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(run.export)
-            _follow_umask(run.export)
+            huggingface(recipe, run.export, trained, tokenizer)
     group.barrier()
+
+
+def huggingface(recipe: Recipe, folder: Path, trained: LossModule, tokenizer: Any) -> None:
+    """What transformers (or peft) loads, or safetensors where the model is the user's own, into an existing folder."""
+    model: Any = trained.model
+    if recipe.model.lora and recipe.model.lora.merge:
+        model = model.merge_and_unload(safe_merge=True)
+    if hasattr(model, "save_pretrained"):
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        _give_back_cache(model, trained.generates_with_cache)
+        model.save_pretrained(folder)
+    else:
+        _save_tensors(model, str(folder / "model.safetensors"))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    _follow_umask(folder)
+
+
+FORMATS: dict[str, Callable[[Recipe, Path, LossModule, Any], None]] = {"huggingface": huggingface}
+"""What `ortlaunch export --format` writes; the names are run/export.py's, too."""
 
 
 def _follow_umask(folder: Path) -> None:

@@ -34,6 +34,7 @@ VERBS = {
     "parity": "Compare a recipe's engine with plain PyTorch",
     "status": "Say how a run goes or went",
     "cancel": "End a run with all its processes",
+    "export": "Write a checkpoint of a run as a model",
     "setup": "Build the torch extensions",
     "schema": "Print the recipe's JSON schema",
     "constraints": "Print a tested set of versions",

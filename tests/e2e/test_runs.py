@@ -237,6 +237,32 @@ def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, h
         assert run.values("evaluation_loss")[-1][1] == pytest.approx(expected, rel=1e-5)
 
 
+def exported_again(run: Run, home: Path) -> bool:
+    """Whether `ortlaunch export` writes from the newest checkpoint what the end of the run wrote, byte for byte."""
+    again = home / f"{run.folder.name}-again"
+    command = [str(COMMAND), "export", run.folder.name, f"--to={again.name}"]
+    ended = subprocess.run(
+        command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, f"export of step {run.values('loss')[-1][0]}: {again.name}\n"), ended
+    files = [{path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+             for folder in (again, run.folder / "export")]  # fmt: skip
+    return files[0] == files[1]
+
+
+def test_a_checkpoint_as_a_model(full: Run, home: Path) -> None:
+    """Without the run: a model of the user's own."""
+    assert exported_again(full, home)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_sharded_checkpoint_as_a_model(train: Train, home: Path) -> None:
+    """transformers' folder, tokenizer included, of masters in bf16 under ZeRO 3 on two ranks."""
+    changes = {**EAGER, "precision": "bf16", "zero": {"stage": 3}, "train": {"max_steps": 3}}
+    assert exported_again(ended_well(train("bf16-sharded", merged(BERT, changes), *TWO_RANKS)), home)
+
+
 @needs_ort
 def test_a_run_on_onnx_runtime_goes_on(train: Train) -> None:
     """Five steps and then five more, with dropout inside ONNX Runtime's graph, are ten; each life exports once."""

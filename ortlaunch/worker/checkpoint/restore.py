@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.run.folder import read_json
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, file_of
 from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
 from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.named_state import NamedState, Part, counts_by_group, tensor_kinds
+from ortlaunch.worker.named_state import NamedState, Part, buffers_of, counts_by_group, tensor_kinds, trained_shapes
 
 
 class Shards:
@@ -93,11 +94,11 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> dict[str
         CheckpointError: it is of another model, or a part is missing.
     """
     shards = Shards(folder)
-    _require_same_model(shards.index, named)
+    _require_same_model(shards.index, named.shapes, named.buffers)
     for part in named.parts:
         _fill(shards, WEIGHT, part, part.master)
     noted = _load_optimizer(shards, named)
-    _load_buffers(shards, named, group)
+    _load_buffers(shards.buffers[group.rank if len(shards.buffers) == group.size else 0], named.buffers)
     noted += _load_scale(shards.index["loss_scale"], named)
     named.refresh()
     group.print_all(noted)
@@ -105,9 +106,26 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> dict[str
     return state
 
 
-def _require_same_model(index: dict[str, Any], named: NamedState) -> None:
+@torch.no_grad()
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Read weights and buffers alone into a model that nobody shards.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    shards, buffers = Shards(folder), buffers_of(model)
+    _require_same_model(shards.index, trained_shapes(model), buffers)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            _fill(shards, WEIGHT, Part(name, 0, parameter.numel(), parameter, 0, {}), parameter)
+    _load_buffers(shards.buffers[0], buffers)
+
+
+def _require_same_model(
+    index: dict[str, Any], shapes: dict[str, tuple[int, ...]], buffers: dict[str, torch.Tensor]
+) -> None:
     there = {**index["weights"], **index["buffers"]}
-    here = {**named.shapes, **{name: value.shape for name, value in named.buffers.items()}}
+    here = {**shapes, **{name: value.shape for name, value in buffers.items()}}
     lost, unknown = sorted(here.keys() - there), sorted(there.keys() - here)
     if lost or unknown:
         raise CheckpointError(f"the checkpoint is of another model: it lacks {lost}, and has {unknown} besides")
@@ -163,10 +181,9 @@ def _load_master(shards: Shards, parts: list[Part], optimizer: torch.optim.Optim
         optimizer.state[master] = state
 
 
-def _load_buffers(shards: Shards, named: NamedState, group: DistributedContext) -> None:
-    """This rank's own in a world of the same size, else rank 0's."""
-    entries = shards.buffers[group.rank if len(shards.buffers) == group.size else 0]
-    for name, value in named.buffers.items():
+def _load_buffers(entries: dict[str, Entry], buffers: dict[str, torch.Tensor]) -> None:
+    """A rank's own in a world of the same size, else rank 0's."""
+    for name, value in buffers.items():
         entry = entries[name]
         value.copy_(read_range(entry, 0, entry.elements).view(value.shape))
 

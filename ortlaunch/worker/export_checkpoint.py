@@ -1,0 +1,66 @@
+"""`python ortlaunch/start.py ortlaunch.worker.export_checkpoint RUN STEP FOLDER FORMAT`: a checkpoint as a model.
+
+One process on the CPU: it builds the run's model and reads the weights alone, of whatever world and ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from ortlaunch.errors import CheckpointError, OrtlaunchError
+from ortlaunch.plan import Plan
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.child import die_with_parent
+
+
+def main() -> int:
+    """Write the export, or say why not."""
+    die_with_parent(signal.SIGTERM, os.getppid())
+    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
+    run, step, folder, form = RunDir(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    try:
+        write(run, step, folder, form)
+    except OrtlaunchError as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        return error.exit_status
+    print(f"export of step {step}: {folder}")
+    return 0
+
+
+def write(run: RunDir, step: int, folder: Path, form: str) -> None:
+    """Build the model of a run, give it the weights of a checkpoint, and write it whole or not at all."""
+    import torch
+
+    from ortlaunch.recipe import parse_resolved
+    from ortlaunch.user_modules import make_importable
+    from ortlaunch.worker.checkpoint.damage import damage
+    from ortlaunch.worker.checkpoint.restore import load_weights
+    from ortlaunch.worker.data import load_data
+    from ortlaunch.worker.distributed import DistributedContext
+    from ortlaunch.worker.export import FORMATS
+    from ortlaunch.worker.model import build_model
+
+    recipe, plan = parse_resolved(run.recipe.read_text(encoding="utf-8")), Plan.read(run.plan)
+    make_importable(recipe, Path(plan.modules))
+    alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    if wrong := damage(run.checkpoint(step), alone):
+        raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")
+    data = load_data(recipe, alone)
+    model = build_model(recipe, data)
+    load_weights(run.checkpoint(step), model)
+    if plan.deepspeed:  # as DeepSpeed keeps the model, and the run's own export has it
+        model.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    FORMATS[form](recipe, partial, model, data.tokenizer)
+    partial.replace(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""`ortlaunch export`: which checkpoint, where to; refusals before a process is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import InputError
+from ortlaunch.run import export as exports
+from ortlaunch.run.folder import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with checkpoints of steps 10 and 20, and a half written one."""
+    found = RunDir(tmp_path / "run")
+    for step in (10, 20):
+        found.checkpoint(step).mkdir(parents=True)
+        (found.checkpoint(step) / "COMPLETE").touch()
+    found.partial(30).mkdir()
+    for path in (found.plan, found.recipe):
+        path.touch()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("step", "to", "form", "message"),
+    [
+        (None, None, "gguf", "--format: got 'gguf'; one of huggingface"),
+        (30, None, "huggingface", "has no complete checkpoint of step 30; of 10, 20"),
+        (None, Path(), "huggingface", r"\. is there already; take it away, or give another folder with --to"),
+    ],
+)
+def test_refusals(step: int | None, to: Path | None, form: str, message: str, run: RunDir) -> None:
+    """Another format or step, or a folder that is there, is said with what there is."""
+    with pytest.raises(InputError, match=message):
+        exports.export(run, step, to, form)
+
+
+def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
+    """A folder that is no run's, and a run that has saved nothing."""
+    with pytest.raises(InputError, match="is no folder of a run"):
+        exports.export(RunDir(tmp_path), None, None, "huggingface")
+    for step in (10, 20):
+        (run.checkpoint(step) / "COMPLETE").unlink()
+    with pytest.raises(InputError, match="has no complete checkpoint"):
+        exports.export(run, None, None, "huggingface")
+
+
+@pytest.mark.parametrize(("step", "taken"), [(None, 20), (10, 10)])
+def test_what_is_started(step: int | None, taken: int, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest checkpoint, or the one asked for, into a folder of its step; the exit status is the process's."""
+    started: list[Any] = []
+
+    class Ended:
+        returncode = 3
+
+    monkeypatch.setattr(exports.subprocess, "run", lambda words, check: started.append(words) or Ended)
+    assert exports.export(run, step, None, "huggingface") == 3
+    (words,) = started
+    assert words[0] == sys.executable
+    folder = run.path / "exports" / f"step_{taken:08d}"
+    assert words[2:] == ["ortlaunch.worker.export_checkpoint", str(run), str(taken), str(folder), "huggingface"]
