@@ -10,7 +10,21 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli import bench, export, parity, plan, recipes, schema, setup, shipped, status, train, validate
+from ortlaunch.cli import (
+    bench,
+    export,
+    parity,
+    plan,
+    recipes,
+    runs,
+    schema,
+    setup,
+    shipped,
+    status,
+    submit,
+    train,
+    validate,
+)
 from ortlaunch.cli.hints import Verb, Verbs
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.file_errors import explained
@@ -23,8 +37,11 @@ VERBS = (
     train.train,
     parity.parity,
     bench.bench,
+    submit.submit,
     status.status,
     status.cancel,
+    runs.logs,
+    runs.list_runs,
     export.export,
     setup.setup,
     schema.schema,
@@ -41,8 +58,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_NAMES = {"list_runs": "list"}  # which Python has taken
 for verb in VERBS:
-    app.command(cls=Verb)(verb)
+    app.command(_NAMES.get(verb.__name__), cls=Verb)(verb)
 app.add_typer(recipes.app, name="recipes")
 
 

@@ -25,7 +25,10 @@ _VERBS = {
     **dict.fromkeys(("dry-run", "dryrun", "estimate", "estimate-memory"), "plan RECIPE"),
     **dict.fromkeys(("benchmark", "profile"), "bench RECIPE"),
     **dict.fromkeys(("install", "build"), "setup"),
-    **dict.fromkeys(("list", "ls", "show", "cp", "copy", "init", "new"), "recipes list, recipes show, recipes copy"),
+    **dict.fromkeys(("show", "cp", "copy", "init", "new"), "recipes list, recipes show, recipes copy"),
+    **dict.fromkeys(("ls", "ps", "queue", "jobs"), "list"),
+    **dict.fromkeys(("sbatch", "queue-run", "enqueue"), "submit RECIPE"),
+    **dict.fromkeys(("tail", "log"), "logs RUN_FOLDER"),
     "help": "--help",
     "version": "--version",
 }

@@ -61,7 +61,7 @@ def _without_cause(
     """The end of a run of which no rank tells a failure of its own."""
     plan, asked = Plan.read(run.plan), _asked(run)
     if ended_by is not None and plan.launcher != "local":
-        what = f"{LAUNCHERS[plan.launcher].program} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
+        what = f"{_program(plan)} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
     began = ranks_that_began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(asked))
@@ -79,7 +79,7 @@ def _without_cause(
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
         what = f"{_names(plan, [rank])} was ended by {signal.Signals(asked[rank][0]).name}"
-        where = "" if plan.launcher == "local" else f" or to {LAUNCHERS[plan.launcher].program}"
+        where = "" if plan.launcher == "local" else f" or to {_program(plan)}"
         said = f"{what}, sent to it{where} from outside this run; no rank had failed before"
         return End(128 + asked[rank][0], f"ortlaunch: {said}; logs: {run.logs}")
     first = _first(records)
@@ -92,6 +92,11 @@ def _without_cause(
 def _records(run: RunDir) -> list[dict[str, Any]]:
     """What ranks and their guardians wrote of their ends, and who judged that the run stood still."""
     return [read_json(path) for path in (*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json"))]
+
+
+def _program(plan: Plan) -> str:
+    """What started the ranks, for a person."""
+    return LAUNCHERS[plan.launcher].program if plan.launcher in LAUNCHERS else "their launcher"
 
 
 def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:

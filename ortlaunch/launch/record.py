@@ -5,6 +5,8 @@ Written by the command that starts the ranks, or by rank 0 under a launcher of t
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 
@@ -13,16 +15,20 @@ from ortlaunch.launch import JobState
 from ortlaunch.process import Process
 from ortlaunch.run.folder import RunDir, read_json, write_json
 
+# What ranks find in their environment: SCHEDULER:ID of the job that `ortlaunch submit` queued.
+JOB_VARIABLE = "ORTLAUNCH_JOB"
+
 
 @dataclass(frozen=True)
 class JobRecord:
     """What job.json holds."""
 
     backend: str
-    """`local`, `torchrun`, `mpi`, or `inside` for ranks of a launcher of the user's own."""
+    """`local`, `torchrun`, `mpi`, `inside` for ranks of a launcher of the user's own, or a scheduler: `slurm`."""
 
     id: str
-    """The process id of the command, which waits for the ranks (of rank 0's supervisor with `inside`)."""
+    """The process id of the command, which waits for the ranks (of rank 0's supervisor with `inside`); of a
+    scheduler's job."""
 
     host: str
     """The host of that process."""
@@ -53,6 +59,15 @@ class JobRecord:
         """The record of a job that this process has."""
         me = Process.this()
         return cls(backend, str(me.pid), me.host, me.space, me.began, now(), state)
+
+    @classmethod
+    def begun(cls, run: RunDir, backend: str, state: JobState) -> JobRecord:
+        """The record of this process's job: the scheduler's, where one that `ortlaunch submit` queued started it."""
+        scheduler, _, number = os.environ.get(JOB_VARIABLE, "").partition(":")
+        if not number:
+            return cls.of_this_process(backend, state)
+        queued = cls.read(run)
+        return cls(scheduler, number, socket.gethostname(), "", "", queued.started if queued else now(), state)
 
     @classmethod
     def read(cls, run: RunDir) -> JobRecord | None:

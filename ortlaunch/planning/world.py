@@ -34,6 +34,7 @@ class LaunchOptions(NamedTuple):
     exclude: str | None = None
     planned_only: bool = False  # to be looked at, not run: what this host lacks, others may have
     task: str = "train"  # what the ranks are to do: the verb that was typed
+    declared: bool = False  # by launch.nodes and launch.processes_per_node, for a scheduler to find
     hosts_text: str | None = None  # what the host file holds, once it was read: a pipe gives it once
 
 
@@ -54,7 +55,7 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
     Raises:
         PlanError, HostfileError, RankError: what was asked does not fit together, or not on this machine.
     """
-    found = _enclosing(environ)
+    found = None if options.declared else _enclosing(environ)
     gpus = machine.visible_gpus(environ)
     device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")
     hosts, notes = _hosts(recipe, options, gpus if device == "cuda" else 0, found, environ)
@@ -97,6 +98,8 @@ def _hosts(
         return _from_file(options, per_node)
     if options.include or options.exclude:
         raise PlanError("--include and --exclude choose from a host file: give --hostfile")
+    if options.declared:
+        return _declared(recipe, per_node or (None if gpus or recipe.launch.device == "cuda" else 1))
     if found is not None and not options.processes_per_node:
         return _of_slurm(found, environ) or _of_launcher(found[0]), ()
     if (recipe.launch.nodes or 1) > 1 and options.planned_only:
@@ -140,7 +143,7 @@ def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], t
             "--hostfile"
         )
     names = (Host(f"node{number}", per_node, tuple(range(per_node))) for number in range(nodes))
-    return tuple(names), (f"{nodes} hosts that launch.nodes declares; a scheduler or a host file will name them",)
+    return tuple(names), (f"hosts are as launch.nodes declares them ({nodes}); what starts the run will name them",)
 
 
 def _of_slurm(found: tuple[Rank, str], environ: Mapping[str, str]) -> tuple[Host, ...] | None:
@@ -174,7 +177,7 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
         )
     ranks = sum(host.slots for host in hosts)
     here = len(hosts) == 1 and is_this_host(hosts[0].name)
-    if chosen == "auto" and _are_declared(options, hosts):
+    if options.declared or (chosen == "auto" and _are_declared(options, hosts)):
         return "inside"  # of what starts them there
     if chosen == "auto":
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
@@ -205,7 +208,7 @@ def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions
 def _check_job(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions, environ: Mapping[str, str]) -> None:
     """A Slurm job's script runs once, on its first node; its tasks are srun's to start."""
     job = environ.get("SLURM_JOB_ID")
-    if job is None or detect(environ) or options.hostfile or recipe.launch.nodes is not None:
+    if job is None or options.declared or detect(environ) or options.hostfile or recipe.launch.nodes is not None:
         return
     nodes = _count(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
     tasks = _count(environ, "SLURM_NTASKS", "SLURM_NPROCS") or nodes

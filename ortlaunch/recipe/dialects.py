@@ -28,7 +28,6 @@ _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
 _QUANTIZED = "precision (there is no quantized training)"
 _WHOLE = "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
-_SBATCH = "none: give it to sbatch, salloc or srun, which start `ortlaunch train`"
 
 _TABLE: dict[str, dict[str, str]] = {
     "an earlier ortlaunch": {
@@ -232,11 +231,15 @@ _TABLE: dict[str, dict[str, str]] = {
     "Slurm": {
         "ntasks_per_node": "launch.processes_per_node",
         "gpus_per_node": "launch.processes_per_node",
-        "nodelist": "the command line option --hostfile",
         "ntasks": "launch.nodes and launch.processes_per_node",
-        "cpus_per_task": "none: the ranks of a host share its cores evenly; launch.env.OMP_NUM_THREADS changes that",
-        **dict.fromkeys(("partition", "account", "qos", "gres", "constraint", "reservation", "job_name"), _SBATCH),
-        **dict.fromkeys(("launch.time", "launch.mem", "launch.array", "launch.queue", "walltime"), _SBATCH),
+        "gres": "submit.gpus: gres",
+        "job_name": "name",
+        **{name: f"submit.{name}" for name in ("partition", "account", "qos", "constraint", "reservation")},
+        **{f"launch.{name}": f"submit.{name}" for name in ("time", "cpus_per_task", "nodelist", "exclusive")},
+        "launch.mem": "submit.memory",
+        "launch.queue": "submit.partition",
+        "walltime": "submit.time",
+        "launch.array": "none: submit each run by itself, with its overrides",
     },
     "PyTorch": {
         "resume": _RESUME,

@@ -44,6 +44,10 @@ EXAMPLES: dict[KeyPath, str] = {
     ("checkpoint",): "{every_steps: 500}",
     ("launch",): "{launcher: torchrun, processes_per_node: 8}",
     ("launch", "env"): "{NCCL_DEBUG: WARN}",
+    ("submit",): '{partition: gpu, time: "4:00:00"}',
+    ("submit", "time"): '"4:00:00"',
+    ("submit", "container"): "{image: /images/train.sif, runtime: apptainer}",
+    ("submit", "setup"): "[module load cuda/12.4]",
     ("log",): "{every_steps: 10}",
     ("log", "trackers"): "[tensorboard]",
 }
@@ -98,6 +102,8 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
         return f"write it as {EXAMPLES[path]}" if path in EXAMPLES else "it must not be empty"
     if kind == "string_too_long":
         return f"it must have at most {context['max_length']} characters"
+    if kind == "string_pattern_mismatch" and path == ("submit", "time"):
+        return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
     if kind == "string_pattern_mismatch":
         return "use letters, digits, `.`, `_` and `-`, and begin with a letter or a digit"
     message: str = details["msg"]

@@ -27,6 +27,7 @@ from ortlaunch.recipe.section import (
     Words,
     tuple_of,
 )
+from ortlaunch.recipe.submit import Submit
 
 BadStepAction = Literal["stop", "skip", "rollback"]
 
@@ -346,4 +347,5 @@ class Recipe(Section):
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     launch: Launch = Launch()
+    submit: Submit = Submit()
     log: Log = Log()

@@ -15,6 +15,7 @@ from ortlaunch.recipe.model_rules import function, model_rules
 from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
 from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.place import SECRET, Problem
+from ortlaunch.recipe.submit_rules import submit_rules
 
 _FORMAT_FIELDS = {
     "text": ("path",),
@@ -55,6 +56,7 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         checkpoint_rules,
         bad_step_rules,
         _launch,
+        submit_rules,
     )
     for rule in rules:
         yield from rule(recipe)

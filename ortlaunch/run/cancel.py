@@ -14,6 +14,8 @@ from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run import lock
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.queued import cancel as cancel_queued
+from ortlaunch.run.queued import is_queued
 from ortlaunch.run.status import Status, elsewhere, look
 
 _MORE_SECONDS = 4.0  # than ranks have once their command was killed
@@ -27,6 +29,8 @@ def cancel(run: RunDir) -> str:
         LaunchError: something of it cannot be ended.
     """
     status = look(run)
+    if is_queued(status.job):
+        return _cancel_queued(run, status)
     if not status.state.is_end or status.alive:
         _refuse(run, status)
     try:
@@ -39,6 +43,14 @@ def cancel(run: RunDir) -> str:
         return f"nothing to cancel, for it has ended{_killed(killed)}\n{look(run)}"
     _record(run, status.job, killed)
     return f"{_done(run, status.job)}{_killed(killed)}\n{look(run)}"
+
+
+def _cancel_queued(run: RunDir, status: Status) -> str:
+    if status.state.is_end:
+        return f"nothing to cancel, for it has ended\n{status}"
+    job = cancel_queued(run, status.job)
+    done = "cancelled" if job.state is JobState.CANCELLED else "it ended by itself before it could be cancelled"
+    return f"{done}\n{look(run)}"
 
 
 def _refuse(run: RunDir, status: Status) -> None:

@@ -19,7 +19,7 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.output import terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.recipe import Recipe
-from ortlaunch.run import micro_size, provenance, resume
+from ortlaunch.run import micro_size, provenance, registry, resume
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run.folder import PROGRESS_VARIABLE, RunDir, write_text
 from ortlaunch.run.job_file import JobFile
@@ -128,7 +128,8 @@ def _be_a_rank(resolved: ResolvedRun, run: RunDir, before: Recipe | None, lock: 
         beginning = _check_means(resolved, run, before, options)
         _say(beginning.lines)
         lock.take(run, keep=True)
-        JobRecord.of_this_process("inside", JobState.RUNNING).write(run)
+        JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
+        registry.add(run)
         resume.apply(run, beginning, options)
         _prepare(resolved, run)
         for path, text in request_of(resolved.plan, run).files:

@@ -12,6 +12,7 @@ from ortlaunch.errors import OrtlaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.process import heeded
+from ortlaunch.run import registry
 from ortlaunch.run.folder import RunDir
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -23,10 +24,11 @@ class JobFile:
 
     def __init__(self, run: RunDir, backend: str) -> None:
         self.run = run
-        self.record = JobRecord.of_this_process(backend, JobState.PENDING)
+        self.record = JobRecord.begun(run, backend, JobState.PENDING)
 
     def __enter__(self) -> JobFile:
         self.record.write(self.run)
+        registry.add(self.run)
         self._handlers = {number: signal.signal(number, _leave) for number in heeded(_ENDING)}
         return self
 

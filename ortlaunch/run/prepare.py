@@ -113,11 +113,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
     """
     if run.path.exists() and not run.path.is_dir():
         raise PlanError(f"--run-dir {run}: is a file; give a folder")
-    if (
-        run.path.exists()
-        and before is None
-        and any(path not in (run.ready, run.trials, run.lock, run.job) for path in run.path.iterdir())
-    ):
+    if run.path.exists() and before is None and any(path not in _written_before(run) for path in run.path.iterdir()):
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if before is None:
         return []
@@ -126,6 +122,11 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
             f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
         )
     return [f"continuing {run}"]
+
+
+def _written_before(run: RunDir) -> tuple[Path, ...]:
+    """What is there before a run has begun: of other ranks, of trials, and of a job in a queue."""
+    return run.ready, run.trials, run.lock, run.job, run.submitted, run.job_script, run.logs
 
 
 def differences(before: Any, after: Any) -> Iterator[str]:

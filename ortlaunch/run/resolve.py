@@ -22,6 +22,9 @@ from ortlaunch.recipe.ort_variables import contradictions, seen
 from ortlaunch.recipe.rules import device_rules, task_rules
 from ortlaunch.run import inputs, shipped
 
+# The folder of the recipe that `ortlaunch submit` wrote into the run folder.
+MODULES_VARIABLE = "ORTLAUNCH_MODULES"
+
 
 class Command(NamedTuple):
     """What was typed, and where: the recipe as named and as found, options, the shell's environment."""
@@ -30,6 +33,11 @@ class Command(NamedTuple):
     path: Path
     options: LaunchOptions
     environ: Mapping[str, str]
+
+    @property
+    def modules(self) -> Path:
+        """Folder of the recipe, where the user's own modules may lie; a queued one was written elsewhere."""
+        return Path(self.environ.get(MODULES_VARIABLE) or self.path.parent)
 
 
 class ResolvedRun(NamedTuple):
@@ -74,7 +82,7 @@ def _resolved(file: RecipeFile, command: Command, world: World | None) -> Resolv
         file.recipe,
         world,
         task=options.task,
-        modules=str(path.parent),
+        modules=str(command.modules),
         worker=start.command("ortlaunch.worker"),
         environ=environ,
     )
@@ -99,7 +107,7 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
     """
     here = all(is_this_host(host.name) for host in world.hosts)
     files = [file.explain(problem) for problem in inputs.missing_files(file.recipe)]
-    functions = [file.explain(problem) for problem in inputs.broken_factories(file.recipe, command.path.parent)]
+    functions = [file.explain(problem) for problem in inputs.broken_factories(file.recipe, command.modules)]
     if here and (functions or (files and not command.options.planned_only)):
         raise RecipeError([*files, *functions])
     return [*files, *functions]

@@ -18,7 +18,7 @@ from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import parse_resolved
-from ortlaunch.run import lock
+from ortlaunch.run import lock, queued
 from ortlaunch.run.folder import RunDir, json_text, read_json
 from ortlaunch.units import counted, duration
 
@@ -59,6 +59,7 @@ class Status:
         ended = f", ended {_time(self.job.ended)}" if self.job.ended else ""
         status = "" if self.job.exit_status is None else f", exit status {self.job.exit_status}"
         where = f"launcher {self.job.backend}, process {self.job.id} on host {self.job.host}"
+        where = f"job {self.job.id} of {self.job.backend}" if queued.is_queued(self.job) else where
         return f"{self.run}: {self.state.value}{took}{status} (started {_time(self.job.started)}{ended}; {where})"
 
     def _lines(self) -> Iterator[str]:
@@ -68,7 +69,10 @@ class Status:
             begun = f"; {self.ranks_begun} have begun" if self.ranks_begun < self.ranks else ""
             yield f"{counted(self.ranks, 'rank')} on {counted(self.hosts, 'host')}{begun}"
         pending = self.state is JobState.PENDING
-        yield "its command measures or prepares; its ranks have not been started" if pending else self._progress()
+        if pending and not queued.is_queued(self.job):
+            yield "its command measures or prepares; its ranks have not been started"
+        elif not pending or self.step is not None:
+            yield self._progress()
         if self.alive:
             yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
         yield self.job.verdict or ""
@@ -117,7 +121,7 @@ def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
 
 def _look(run: RunDir) -> Status:
     job = _job(run)
-    certain = job.state.is_end or job.process.is_here
+    certain = job.state.is_end or queued.is_queued(job) or job.process.is_here
     job = _found(run, job) if certain else job
     plan = Plan.from_json(run.plan.read_text(encoding="utf-8")) if run.plan.exists() else None
     metrics, started = _newest_metrics(run), datetime.fromisoformat(job.started).timestamp()
@@ -144,6 +148,8 @@ def _job(run: RunDir) -> JobRecord:
     if not run.path.is_dir():
         raise InputError(f"{run}: is no folder; give the run folder that `ortlaunch train` printed")
     job, command = JobRecord.read(run), lock.command_at(run)
+    if job is not None and queued.is_queued(job):
+        return job
     if command is not None and command.is_here and command.lives() and (job is None or job.process != command):
         return JobRecord("local", str(command.pid), *command[1:], now(), JobState.PENDING)  # it measures, or resolves
     if job is None:
@@ -153,6 +159,8 @@ def _job(run: RunDir) -> JobRecord:
 
 def _found(run: RunDir, job: JobRecord) -> JobRecord:
     """The record with the state that the job has now, and a verdict where its command could leave none."""
+    if queued.is_queued(job):
+        return queued.found(run, job)
     state = backend(job.backend if job.backend in LAUNCHERS else "local").state(job)
     if not state.is_end or job.state.is_end:
         return replace(job, state=state)

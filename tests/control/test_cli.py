@@ -196,7 +196,7 @@ def test_what_the_user_got_wrong(arguments: list[str], said: str, ortlaunch: Run
         ("--seed 4", "a key of the recipe is given without dashes: seed=4"),
         ("--bf16", "--bf16; Hugging Face says bf16; here it is precision: bf16"),
         ("--config x.yaml", "the recipe is given without an option, as in `ortlaunch train RECIPE`"),
-        ("--partition gpu", "Slurm's partition is not needed here: give it to sbatch, salloc or srun"),
+        ("--partition gpu", "a key of the recipe is given without dashes: submit.partition=gpu"),
     ],
 )
 def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:

@@ -24,7 +24,8 @@ ANY = None
 SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock",
           "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors",
           "user_modules", "launchers"}  # fmt: skip
-CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start"}
+CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start",
+           "schedulers"}  # fmt: skip
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -59,6 +60,9 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "plan",
             "planning",
             "launch",
+            "schedulers",
+            "cache",
+            "start",
             "run",
         },
         set(),
@@ -79,6 +83,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.reference": ({"run"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "launch": ({"errors", "launchers", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
+    "schedulers": ({"errors", "plan", "rank", "run.folder", "launch", "schedulers"}, set()),
     "bench": (
         {
             "process",
@@ -324,7 +329,7 @@ def loaded_by(code: str, folder: Path, *arguments: str) -> set[str]:
         "ortlaunch.cli",
         "ortlaunch.run.control",
         "ortlaunch.plan",
-        "ortlaunch.launch.mpi, ortlaunch.launch.local, ortlaunch.launch.torchrun",
+        "ortlaunch.launch.mpi, ortlaunch.launch.local, ortlaunch.launch.torchrun, ortlaunch.schedulers.slurm",
         "ortlaunch.ortmodule.extensions",
         "ortlaunch.bench.command, ortlaunch.bench.auto",
     ],
@@ -354,6 +359,8 @@ VERB = (
         ["plan", "recipe.json"],
         ["plan", "recipe.json", "--json"],
         ["train", "recipe.json", "--dry-run"],
+        ["submit", "recipe.json", "--dry-run"],
+        ["list"],
         ["plan", "recipe.json", "engine.name=auto"],
         ["parity", "recipe.json", "--dry-run", "engine.name=inductor"],
         ["train", "recipe.json", "--dry-run", "--nproc-per-node=2"],

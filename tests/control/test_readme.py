@@ -35,7 +35,7 @@ def test_the_commands_of_the_readme_work(tmp_path):
     assert len(commands) >= 7
     for words in commands:
         if words[0] not in NOT_RUN:
-            _run([*words, "--dry-run"] if words[0] in ("train", "parity") else words, tmp_path)
+            _run([*words, "--dry-run"] if words[0] in ("train", "parity", "submit") else words, tmp_path)
 
 
 def _run(words: list[str], folder: Path) -> None:

@@ -24,6 +24,8 @@ PATHS = {
     "rendezvous": "rendezvous",
     "meeting": "meeting",
     "agents": "agents.json",
+    "submitted": "submitted.yaml",
+    "job_script": "job.sh",
     "steps": "steps.json",
     "bad_steps": "bad_steps.jsonl",
     "logs": "logs",

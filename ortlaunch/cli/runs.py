@@ -1,0 +1,37 @@
+"""`ortlaunch logs` and `ortlaunch list`."""
+
+import json as texts
+from typing import Annotated
+
+import typer
+
+from ortlaunch.cli.status import RunFolder
+
+
+def logs(
+    run: RunFolder,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Whose output.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+) -> None:
+    """Print what a run's rank 0 says, or another's; for a queued run its job's output.
+
+    With --follow the exit status is the run's own, else 0; 2 where there is no run.
+    """
+    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run.logs import show
+
+    raise typer.Exit(show(RunDir(run), rank, follow))
+
+
+def list_runs(
+    json: Annotated[bool, typer.Option("--json", help="As JSON: what `status --json` says of each.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
+) -> None:
+    """List the runs that this user has started or queued, the newest first: state, step, job, folder."""
+    from ortlaunch.run.listing import line, looks
+
+    found = looks(None if every else 20)
+    if json:
+        typer.echo(texts.dumps([texts.loads(status.to_json()) for status in found], indent=2))
+        return
+    typer.echo("\n".join(map(line, found)) or "no runs yet")

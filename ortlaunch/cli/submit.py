@@ -1,0 +1,43 @@
+"""`ortlaunch submit`."""
+
+import os
+import sys
+from typing import Annotated, Optional
+
+import typer
+
+from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption
+
+
+def submit(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    scheduler: Annotated[
+        Optional[str],
+        typer.Option("--scheduler", help="Whose queue: slurm; the recipe's submit.scheduler by default."),
+    ] = None,
+    run_dir: RunDirOption = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Put a recipe into a scheduler's queue: launch.nodes hosts, launch.processes_per_node ranks on each.
+
+    Prints the job's id alone on standard output. `ortlaunch status`, `logs` and `cancel` take the run folder.
+    """
+    from ortlaunch.planning.world import LaunchOptions
+    from ortlaunch.run.control import preview
+    from ortlaunch.run.prepare import run_folder
+    from ortlaunch.run.resolve import resolve
+    from ortlaunch.run.submit import request_of, submit
+    from ortlaunch.schedulers import SCHEDULERS
+
+    if scheduler is not None and scheduler not in SCHEDULERS:
+        raise typer.BadParameter(f"got {scheduler}; one of {', '.join(SCHEDULERS)}", param_hint="--scheduler")
+    given = (*(overrides or ()), *([f"submit.scheduler={scheduler}"] if scheduler else []), "launch.launcher=auto")
+    resolved = resolve(recipe, given, LaunchOptions(planned_only=True, declared=True), os.environ)
+    name = resolved.file.recipe.submit.scheduler
+    run = run_folder(run_dir, resolved, os.environ)
+    print(*resolved.notes, sep="\n", end="\n" if resolved.notes else "", file=sys.stderr)
+    if dry_run:
+        typer.echo(str(request_of(preview(resolved), run, name)))
+        return
+    typer.echo(submit(resolved, run_dir, run, name))

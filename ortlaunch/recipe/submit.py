@@ -1,0 +1,77 @@
+"""The recipe's section `submit`: how a scheduler is asked for the run's place (`ortlaunch submit`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Optional
+
+from pydantic import Field
+
+from ortlaunch.recipe.section import Positive, Section, Text, Words
+
+SlurmTime = Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]
+
+
+class Container(Section):
+    """An image that the ranks run in; it must hold ortlaunch."""
+
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """`pyxis`: srun's `--container-image`; `apptainer`: `apptainer exec --nv` on each rank."""
+    image: Text
+    """As the runtime takes it, for example `nvcr.io#nvidia/pytorch:25.01-py3` or `/images/train.sif`."""
+    mounts: Words = ()
+    """Folders to bring in, as `/data:/data`. The run folder and the current folder are brought in anyway."""
+
+
+class Submit(Section):
+    """What a job in a queue is asked for beside `launch.nodes`, `launch.processes_per_node` and the device. What is
+    null is left to the cluster."""
+
+    scheduler: Literal["slurm"] = "slurm"
+    """Whose queue; `ortlaunch submit --scheduler` comes first."""
+    partition: Optional[Text] = None
+    """Partition, or several with commas between them."""
+    account: Optional[Text] = None
+    """Whom the time is charged to."""
+    qos: Optional[Text] = None
+    """Quality of service."""
+    reservation: Optional[Text] = None
+    """Reservation."""
+    time: Optional[SlurmTime] = None
+    """Time limit in quotes, as `"30"` (minutes), `"4:00:00"` or `"2-12:00:00"`. The run saves before it and goes on
+    in a next turn (`requeue`)."""
+    gpus: Literal["gpus-per-node", "gres"] = "gpus-per-node"
+    """How GPUs are asked for, one a rank: `--gpus-per-node=8`, or `--gres=gpu:8` as older clusters have it."""
+    gpu_type: Optional[Text] = None
+    """Kind of GPU, as `a100`."""
+    cpus_per_task: Optional[Positive] = None
+    """Cores of each rank."""
+    memory: Optional[Text] = None
+    """Memory of each node, as `200G`; `0` is all of it."""
+    constraint: Optional[Text] = None
+    """Features that nodes must have."""
+    nodelist: Optional[Text] = None
+    """Nodes that must be among those of the job, as `node[01-04]`."""
+    exclude: Optional[Text] = None
+    """Nodes that must not."""
+    exclusive: bool = False
+    """No other job on these nodes."""
+    dependency: Optional[Text] = None
+    """Jobs to wait for, as `afterok:1234`."""
+    begin: Optional[Text] = None
+    """Not before this time, as `now+1hour`."""
+    mail_user: Optional[Text] = None
+    """Who gets mail."""
+    mail_type: Optional[Text] = None
+    """About what, as `END,FAIL`."""
+    requeue: bool = True
+    """Go back into the queue when the run was stopped and has saved (exit status 85): before the time limit, by
+    preemption or by `ortlaunch stop`; until it is done. False: end there."""
+    signal_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
+    """Seconds before the time limit at which ranks are asked to save and stop: more than a step and a checkpoint."""
+    container: Optional[Container] = None
+    """Image that ranks run in; null: this environment, which the nodes must see under the same path."""
+    setup: Words = ()
+    """Lines of shell before the ranks start, as `module load cuda/12.4`. No secrets: what is exported in your shell
+    goes with the job."""
+    options: Words = ()
+    """Further lines for `#SBATCH`, as `--switches=1`."""

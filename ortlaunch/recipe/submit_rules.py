@@ -1,0 +1,32 @@
+"""What does not fit in the recipe's section `submit`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ortlaunch.recipe.place import SECRET, Problem
+
+if TYPE_CHECKING:
+    from ortlaunch.recipe.models import Recipe
+
+_EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)=")
+
+
+def submit_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Secrets in what the run folder keeps, options that are none, a device that is not asked for."""
+    submit = recipe.submit
+    for line in submit.setup:
+        name = _EXPORT.match(line)
+        if name and SECRET.search(name[1]):
+            yield (
+                ("submit.setup",),
+                f"sets {name[1]}, which looks like a secret, and the run folder keeps the recipe; export it in your "
+                "shell, which goes with the job",
+            )
+    for option in submit.options:
+        if not option.startswith("-") or "\n" in option:
+            yield ("submit.options",), f"got {option!r}; write one option of sbatch, as --switches=1"
+    if submit.gpu_type is not None and recipe.launch.device == "cpu":
+        yield ("submit.gpu_type", "launch.device"), "asks for GPUs, and launch.device is cpu; leave one of them out"

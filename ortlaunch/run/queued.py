@@ -1,0 +1,79 @@
+"""A run whose job a scheduler has: what its queue says and what its folder tells, put together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import datetime
+
+from ortlaunch.errors import LaunchError
+from ortlaunch.launch import JobState
+from ortlaunch.launch.failure import End, explain_end
+from ortlaunch.launch.record import JobRecord
+from ortlaunch.run.folder import RunDir
+from ortlaunch.schedulers import SCHEDULERS, Seen, scheduler
+
+_LAST = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)  # a job that was preempted may be queued again
+_END_SECONDS = 120  # KillWait is 30 s as Slurm comes, and what is running then has to be reaped
+_POLL_SECONDS = 1.0
+
+
+def is_queued(job: JobRecord) -> bool:
+    """Whether a scheduler has it."""
+    return job.backend in SCHEDULERS
+
+
+def found(run: RunDir, job: JobRecord) -> JobRecord:
+    """The record with the state that the queue tells, and a verdict where nobody could leave one."""
+    if job.state in _LAST:
+        return job
+    seen = scheduler(job.backend).state(job.id)
+    if seen is None:
+        return job if job.state.is_end else _ended(run, job, None)
+    if not seen.state.is_end:
+        return replace(job, state=seen.state, ended=None, exit_status=None, verdict=_waiting(seen))
+    written = JobRecord.read(run)  # its script may have said how it ended between two looks
+    if written is not None and written.id == job.id and written.state.is_end:
+        return written
+    return _ended(run, job, seen)
+
+
+def cancel(run: RunDir, job: JobRecord) -> JobRecord:
+    """End it, and return its record once the queue has let it go.
+
+    Raises:
+        LaunchError: it was refused, or takes longer than the scheduler gives it.
+    """
+    scheduler(job.backend).cancel(job.id)
+    deadline = time.monotonic() + _END_SECONDS
+    while (seen := scheduler(job.backend).state(job.id)) is not None and not seen.state.is_end:
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{run}: job {job.id} of {job.backend} is still {seen.words} after {_END_SECONDS} s")
+        time.sleep(_POLL_SECONDS)
+    return found(run, JobRecord.read(run) or job)
+
+
+def _waiting(seen: Seen) -> str | None:
+    return f"queued: {seen.words}" if seen.state is JobState.PENDING else None
+
+
+def _ended(run: RunDir, job: JobRecord, seen: Seen | None) -> JobRecord:
+    """A job whose script was ended with it: by a person, a time limit, a node that failed; it is recorded."""
+    end = _end_of_folder(run, job)
+    state, words = seen or Seen(JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "no job that it knows")
+    if state is JobState.SUCCEEDED:
+        state = JobState.FAILED if end.status else JobState.SUCCEEDED
+    status = end.status or (0 if state is JobState.SUCCEEDED else 1)
+    record = job.at_end(state, status, f"{job.backend} says: {words}\n{end.text}")
+    record.write(run)
+    return record
+
+
+def _end_of_folder(run: RunDir, job: JobRecord) -> End:
+    """What the ranks left."""
+    trained = run.summary.exists() and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()
+    if trained:
+        return End(0, f"done: {run}")
+    if not (run.plan.exists() and run.request.exists()):
+        return End(1, f"ortlaunch: no rank had begun; {run.logs} has the job's output")
+    return explain_end(run, 1)

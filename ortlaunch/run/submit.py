@@ -1,0 +1,58 @@
+"""A run into a scheduler's queue: what was resolved -> run folder and job -> id. Starts nothing here."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+from ortlaunch import recipe, start
+from ortlaunch.errors import PlanError
+from ortlaunch.launch import JobState, Request
+from ortlaunch.launch.record import JobRecord, now
+from ortlaunch.run import micro_size, registry
+from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.prepare import check_folder, claimed, earlier
+from ortlaunch.run.resolve import MODULES_VARIABLE, ResolvedRun
+from ortlaunch.run.status import look
+from ortlaunch.schedulers import QueuedRun, scheduler
+
+
+def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
+    """What the scheduler is sent; pure."""
+    chosen = resolved.file.recipe
+    container = chosen.submit.container is not None
+    command = ("ortlaunch",) if container else start.command("ortlaunch.cli")
+    concluding = ("python3", "-m", "ortlaunch.run.ended") if container else start.command("ortlaunch.run.ended")
+    job = QueuedRun(
+        plan=resolved.plan,
+        run=RunDir(os.path.abspath(run.path)),
+        train=(*command, "train", os.path.abspath(run.submitted), "--run-dir", os.path.abspath(run.path)),
+        conclude=(*concluding, os.path.abspath(run.path)),
+        folder=os.getcwd(),
+        variables=((MODULES_VARIABLE, os.path.abspath(resolved.command.modules)),),
+        options=chosen.submit.model_dump(mode="json"),
+    )
+    return scheduler(name).request(job)
+
+
+def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -> str:
+    """Write the run folder's part that the job begins with, and queue it; returns the job's id.
+
+    Raises:
+        PlanError: the folder holds something else, or a run that goes on.
+    """
+    if micro_size.is_asked(resolved.file.recipe) and resolved.plan.world_size > 1:
+        micro_size.refuse_inside()
+    if run.job.exists() and not look(run).state.is_end:
+        raise PlanError(f"--run-dir {run}: its run goes on, or is queued; `ortlaunch cancel {run}` ends it")
+    notes = check_folder(run, earlier(run, resolved), resolved)
+    run = claimed(run) if chosen is None else run
+    run.logs.mkdir(parents=True, exist_ok=True)
+    write_text(run.submitted, recipe.to_yaml(resolved.file.recipe))
+    number = scheduler(name).submit(request_of(resolved, run, name))
+    JobRecord(name, number, socket.gethostname(), "", "", now(), JobState.PENDING).write(run)
+    registry.add(run)
+    print(*notes, f"run folder: {run}", sep="\n", file=sys.stderr)
+    return number

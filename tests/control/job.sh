@@ -1,0 +1,35 @@
+#!/bin/bash
+#SBATCH --job-name=made
+#SBATCH --nodes=1024
+#SBATCH --ntasks-per-node=8
+#SBATCH --partition=gpu
+#SBATCH --account=me
+#SBATCH --time=4:00:00
+#SBATCH --cpus-per-task=12
+#SBATCH --mail-user=me@example.org
+#SBATCH --mail-type=END,FAIL
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --output=/runs/x/logs/slurm-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=USR1@120
+#SBATCH --switches=1
+
+# 8192 ranks of run made; `ortlaunch status /runs/x` says how it goes.
+cd /here
+export ORTLAUNCH_MODULES=/here
+export ORTLAUNCH_JOB=slurm:$SLURM_JOB_ID
+module load cuda/12.4
+
+status=0
+srun --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-per-task=12 \
+    python start.py ortlaunch.cli train /runs/x/submitted.yaml --run-dir /runs/x || status=$?
+
+# Which rank failed and why; the status is that rank's, where srun's may be an echo.
+python start.py ortlaunch.run.ended /runs/x "$status"
+status=$?
+if test "$status" = 85; then  # stopped and saved: to go on in the next turn
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -1,0 +1,227 @@
+"""A recipe becomes a job in Slurm's queue: its script to the letter, and what a queue's words mean for a run."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch.errors import LaunchError, MissingDependency, PlanError
+from ortlaunch.launch import JobState
+from ortlaunch.launch.record import JOB_VARIABLE, JobRecord
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run import ended, listing, queued, registry
+from ortlaunch.run.cancel import cancel
+from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.logs import show
+from ortlaunch.run.resolve import ResolvedRun, resolve
+from ortlaunch.run.status import look
+from ortlaunch.run.submit import request_of, submit
+from ortlaunch.schedulers import Seen, slurm
+from tests.makers import CUSTOM
+
+pytestmark = pytest.mark.usefixtures("workbench")
+GOLDEN = Path(__file__).with_name("job.sh")
+WHERE = "/runs/x"
+LARGE = {
+    "launch": {"nodes": 1024, "processes_per_node": 8, "device": "cuda", "env": {"NCCL_DEBUG": "WARN"}},
+    "submit": {"partition": "gpu", "account": "me", "time": "4:00:00", "cpus_per_task": 12, "exclusive": True,
+               "mail_user": "me@example.org", "mail_type": "END,FAIL", "setup": ["module load cuda/12.4"],
+               "options": ["--switches=1"]},
+}  # fmt: skip
+OPTIONS = LaunchOptions(planned_only=True, declared=True)
+
+
+def resolved(*overrides: str, **sections: Any) -> ResolvedRun:
+    """A custom model's recipe in the current folder, for a scheduler."""
+    Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
+    return resolve(Path("recipe.yaml"), overrides, OPTIONS, {"PATH": "/bin", "WANDB_API_KEY": "s3cret"})
+
+
+def script(*overrides: str, **sections: Any) -> str:
+    """The batch script."""
+    return request_of(resolved(*overrides, **sections), RunDir(WHERE), "slurm").files[0][1]
+
+
+def test_a_thousand_nodes() -> None:
+    """The script to the letter, in under a second, with a short command line and without a secret."""
+    began = time.process_time()
+    request = request_of(resolved(**LARGE), RunDir(WHERE), "slurm")
+    assert time.process_time() - began < 1
+    text = request.files[0][1].replace(str(Path.cwd()), "/here")
+    text = re.sub(r"\S+/python \S+/ortlaunch/start\.py", "python start.py", text)
+    assert text == GOLDEN.read_text(encoding="utf-8")
+    assert request.argv == ("sbatch", "--parsable", f"{WHERE}/job.sh")
+    assert len(str(request)) < 1 << 17
+    assert "s3cret" not in str(request)
+
+
+@pytest.mark.parametrize(
+    ("launch", "options", "lines"),
+    [
+        ({}, {}, ["--nodes=1", "--ntasks-per-node=1", "--requeue", "--signal=USR1@120"]),
+        ({"nodes": 2, "processes_per_node": 4, "device": "cuda"}, {"gpus": "gres", "gpu_type": "a100"},
+         ["--nodes=2", "--ntasks-per-node=4", "--gres=gpu:a100:4"]),
+        ({"processes_per_node": 2, "device": "cuda"}, {"gpu_type": "h200"}, ["--gpus-per-node=h200:2"]),
+        ({}, {"requeue": False, "memory": "0", "dependency": "afterok:7"},
+         ["--no-requeue", "--mem=0", "--dependency=afterok:7"]),
+        ({}, {"qos": "long", "constraint": "a&b", "nodelist": "n[1-2]", "exclude": "n9", "begin": "now+1hour"},
+         ["--qos=long", "--constraint=a&b", "--nodelist=n[1-2]", "--exclude=n9", "--begin=now+1hour"]),
+    ],
+)  # fmt: skip
+def test_options(launch: dict[str, Any], options: dict[str, Any], lines: list[str]) -> None:
+    """Each field is a line of #SBATCH; without requeue nothing is queued again."""
+    text = script(launch=launch, submit=options)
+    assert set(lines) <= {line.removeprefix("#SBATCH ") for line in text.splitlines()}
+    assert ("scontrol requeue" in text) == options.get("requeue", True)
+
+
+@pytest.mark.parametrize(
+    ("container", "found"),
+    [
+        ({"image": "nv#a/b:1"}, "--container-image='nv#a/b:1' --container-mounts={here}:{here},/runs/x:/runs/x"),
+        ({"image": "/i.sif", "runtime": "apptainer", "mounts": ["/data:/data"]},
+         "apptainer exec --nv --bind {here}:{here} --bind /runs/x:/runs/x --bind /data:/data --pwd {here} /i.sif"),
+    ],
+)  # fmt: skip
+def test_containers(container: dict[str, Any], found: str) -> None:
+    """Ranks, and what concludes them, run in the image, by the image's own ortlaunch."""
+    text = script(submit={"container": container})
+    assert text.count(found.format(here=Path.cwd())) == 2
+    assert "    ortlaunch train /runs/x/submitted.yaml --run-dir /runs/x" in text
+
+
+def test_gpus_that_nobody_counted() -> None:
+    """A login node has none to count."""
+    with pytest.raises(PlanError, match=r"give launch\.processes_per_node"):
+        resolved(launch={"device": "cuda"})
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "words"),
+    [
+        ("PENDING|Priority\n", JobState.PENDING, "PENDING (Priority)"),
+        ("RUNNING|None\n", JobState.RUNNING, "RUNNING"),
+        ("COMPLETING|None\n", JobState.RUNNING, "COMPLETING"),
+        ("CANCELLED by 0\nCANCELLED\n", JobState.CANCELLED, "CANCELLED"),
+        ("TIMEOUT|TimeLimit", JobState.FAILED, "TIMEOUT (TimeLimit)"),
+        ("OUT_OF_ME+", None, ""),
+    ],
+)
+def test_what_squeue_and_sacct_say(text: str, state: JobState | None, words: str) -> None:
+    """Short and long forms; an unknown word is no guess."""
+    if state is None:
+        with pytest.raises(LaunchError, match="Slurm says OUT_OF_ME of the job, which ortlaunch does not know"):
+            slurm.seen_in_lines(text)
+    else:
+        assert slurm.seen_in_lines(text) == Seen(state, words)
+
+
+def test_what_scontrol_says() -> None:
+    """As Slurm 22.05 prints it."""
+    text = "JobId=2 JobName=bert\n   UserId=root(0)\n   JobState=PENDING Reason=BeginTime Dependency=(null)\n"
+    assert slurm.seen_in_record(text) == Seen(JobState.PENDING, "PENDING (BeginTime)")
+    assert slurm.seen_in_record("") is None
+
+
+class Queue:
+    """A scheduler that says what it is told to say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: Seen | None = Seen(JobState.PENDING, "PENDING (Priority)")
+        for module in (queued, __import__("ortlaunch.run.submit", fromlist=["submit"])):
+            monkeypatch.setattr(module, "scheduler", lambda name: self)
+
+    def request(self, job: Any) -> Any:
+        return slurm.request(job)
+
+    def submit(self, request: Any) -> str:
+        for path, text in request.files:
+            write_text(Path(path), text)
+        return "12"
+
+    def state(self, job: str) -> Seen | None:
+        return self.seen
+
+    def cancel(self, job: str) -> None:
+        self.seen = Seen(JobState.CANCELLED, "CANCELLED")
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    """In Slurm's place."""
+    return Queue(monkeypatch)
+
+
+def put(queue: Queue) -> RunDir:
+    """A run in the queue."""
+    run = RunDir("one")
+    assert submit(resolved(), run.path, run, "slurm") == "12"
+    return run
+
+
+def test_a_run_in_a_queue(queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
+    """Submitted, listed, its logs; refused a second time; cancelled; and told so from then on."""
+    run = put(queue)
+    assert str(look(run)).splitlines()[1:] == ["queued: PENDING (Priority)"]
+    assert "job 12 of slurm" in str(look(run))
+    assert [listing.line(status).split()[0] for status in listing.looks(None)] == ["pending"]
+    with pytest.raises(PlanError, match="its run goes on, or is queued"):
+        submit(resolved(), run.path, run, "slurm")
+    write_text(run.logs / "slurm-12.out", "hello\n")
+    assert show(run, 0, follow=False) == 0
+    assert capsys.readouterr().out.endswith("hello\n")
+    assert cancel(run).startswith("cancelled\n")
+    queue.seen = None
+    assert (look(run).state, look(run).job.exit_status) == (JobState.CANCELLED, 1)
+    assert cancel(run).startswith("nothing to cancel")
+
+
+@pytest.mark.parametrize(
+    ("seen", "state", "verdict"),
+    [
+        (Seen(JobState.RUNNING, "RUNNING"), JobState.RUNNING, None),
+        (Seen(JobState.FAILED, "TIMEOUT (TimeLimit)"), JobState.FAILED, "slurm says: TIMEOUT (TimeLimit)\n"),
+        (None, JobState.FAILED, "slurm says: no job that it knows\n"),
+    ],
+)
+def test_what_the_queue_says_of_a_run(queue: Queue, seen: Seen | None, state: JobState, verdict: str | None) -> None:
+    """An end that no script recorded has the scheduler's words, and is recorded."""
+    run = put(queue)
+    queue.seen = seen
+    job = look(run).job
+    assert (job.state, job.verdict and job.verdict.partition("ortlaunch:")[0]) == (state, verdict)
+
+
+def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script has said 85, and the queue has it again."""
+    run = put(queue)
+    monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "85"])
+    assert ended.main() == 85
+    record = JobRecord.read(run)
+    assert record is not None
+    assert (record.backend, record.id, record.state) == ("slurm", "12", JobState.PREEMPTED)
+    queue.seen = Seen(JobState.PENDING, "PENDING (BeginTime)")
+    assert look(run).state is JobState.PENDING
+    queue.seen = None
+    assert look(run).state is JobState.PREEMPTED
+
+
+def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submitting takes a host of the cluster; nothing else is asked there."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(MissingDependency, match="no sbatch here: submit on a host of the cluster; --dry-run prints"):
+        submit(resolved(), Path("one"), RunDir("one"), "slurm")
+
+
+def test_forgotten_folders_leave_the_list(queue: Queue) -> None:
+    """A run folder that was deleted is no run any more."""
+    run = put(queue)
+    assert [str(one) for one in registry.runs()] == [str(run.path.resolve())]
+    run.path.rename("elsewhere")
+    assert registry.runs() == []
