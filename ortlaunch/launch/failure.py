@@ -89,6 +89,11 @@ def _without_cause(
     return End(first["exit_status"], _text(first))
 
 
+def first_failure(run: RunDir) -> dict[str, Any] | None:
+    """The record of the earliest failure that is not the echo of another's, else of an echo."""
+    return _first(_records(run))
+
+
 def _records(run: RunDir) -> list[dict[str, Any]]:
     """What ranks and their guardians wrote of their ends, and who judged that the run stood still."""
     return [read_json(path) for path in (*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json"))]

@@ -20,6 +20,30 @@ JOB_VARIABLE = "ORTLAUNCH_JOB"
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks that failed, of a command that restarts them (`launch.max_restarts`)."""
+
+    number: int
+    """From 1."""
+    seconds: float
+    """From start to end."""
+    exit_status: int
+    """What the command would have left with."""
+    cause: str
+    """Its verdict's last line."""
+    failure: str
+    """What is compared with the attempt before: the exception, or the exit status."""
+    step: int | None
+    """Steps that were done when it failed; null: not known, or no rank began."""
+    checkpoint: int
+    """Step of the newest complete checkpoint at its end; 0: none."""
+    resumed: int
+    """The same at its start, from which it went on."""
+    folder: str | None = None
+    """Where its logs and errors are, once another attempt has begun."""
+
+
+@dataclass(frozen=True)
 class JobRecord:
     """What job.json holds."""
 
@@ -54,6 +78,9 @@ class JobRecord:
     verdict: str | None = None
     """What the command said last."""
 
+    attempts: tuple[Attempt, ...] = ()
+    """Starts of the ranks that failed, after each of which they were started again, or not."""
+
     @classmethod
     def of_this_process(cls, backend: str, state: JobState) -> JobRecord:
         """The record of a job that this process has."""
@@ -78,7 +105,8 @@ class JobRecord:
         """
         try:
             value = read_json(run.job)
-            return cls(**{**value, "state": JobState(value["state"])})
+            record = cls(**{**value, "state": JobState(value["state"])})
+            return replace(record, attempts=tuple(Attempt(**attempt) for attempt in record.attempts))  # type: ignore[arg-type]
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:

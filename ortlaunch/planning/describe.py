@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ortlaunch.launchers import INSIDE
 from ortlaunch.plan import Memory, Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.parity import compared_steps
@@ -39,7 +40,19 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
     lines = [f"  rendezvous: {plan.rendezvous}"] if plan.world_size > 1 else []
     if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
         lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
-    return lines
+    return [*lines, *_restart_lines(plan, recipe)]
+
+
+def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
+    """What follows a fault, where the recipe asks for anything."""
+    most = recipe.launch.max_restarts
+    if not most:
+        return []
+    if plan.launcher == INSIDE:
+        return ["  launch.max_restarts does nothing here: this launcher is not ortlaunch's; start the same command "
+                "again from the batch script (it goes on from the last checkpoint)"]  # fmt: skip
+    times = counted(most, "time")
+    return [f"  after a fault: started again from the last complete checkpoint, at most {times} without progress"]
 
 
 def _short(devices: tuple[int, ...]) -> str:

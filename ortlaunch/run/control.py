@@ -26,6 +26,7 @@ from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.lock import RunLock
 from ortlaunch.run.prepare import check_folder, claimed, earlier, launch_id, request_of, run_folder, write_run
 from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.units import duration
 
@@ -65,13 +66,18 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
         request = _prepare(resolved, run)
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
         launcher = backend(resolved.plan.launcher)
-        file.starts()
-        job = launcher.submit(request)
-        end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
-        print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
+
+        def start(attempt: int) -> Ended:
+            file.starts()
+            job = launcher.submit(request if attempt == 1 else _written(resolved, run))
+            end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
+            print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
+            return Ended(end, job.signal is not None)
+
+        end, stopped = supervise(run, resolved.file.recipe.launch.max_restarts, file, start)
         took = f", in {duration(time.monotonic() - started)}"
         text = end.text if end.status else with_next(end.text + took, sys.argv[1:], resolved.file.recipe, run)
-        file.end(end.status, text, stopped=job.signal is not None)
+        file.end(end.status, text, stopped=stopped)
     print(text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
@@ -156,10 +162,14 @@ def _check_means(resolved: ResolvedRun, run: RunDir, before: Recipe | None, opti
 
 def _prepare(resolved: ResolvedRun, run: RunDir) -> Request:
     """Write the run folder, say what will run."""
-    request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice)
+    request = _written(resolved, run)
     provenance.record(run, resolved.command.path)
     _say([*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"])
     return request
+
+
+def _written(resolved: ResolvedRun, run: RunDir) -> Request:
+    return write_run(run, resolved.file.recipe, resolved.plan, resolved.choice)
 
 
 def _say(lines: Sequence[str]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn
 
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.launch import JobState
-from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.process import heeded
 from ortlaunch.run import registry
 from ortlaunch.run.folder import RunDir
@@ -42,6 +44,11 @@ class JobFile:
     def starts(self) -> None:
         """Its ranks are started now."""
         self._write(replace(self.record, state=JobState.RUNNING))
+
+    def failed(self, attempts: Sequence[Attempt]) -> None:
+        """Its ranks have failed so far, and may be started again."""
+        with contextlib.suppress(OSError):  # a full disk
+            self._write(replace(self.record, attempts=tuple(attempts)))
 
     def end(self, status: int, verdict: str, stopped: bool = False) -> None:
         """It has ended; `stopped`: by a signal to this process, which is how it is cancelled."""

@@ -20,6 +20,7 @@ from ortlaunch.recipe.resume_rules import leaves
 from ortlaunch.run import provenance
 from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.run.restarts import set_aside
 
 
 def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
@@ -68,7 +69,7 @@ def claimed(run: RunDir) -> RunDir:
 
 
 def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, Any] | None = None) -> Request:
-    """Write what the ranks read, and take away what an earlier start left; returns what starts them.
+    """Write what the ranks read, and put aside what an earlier start left; returns what starts them.
 
     Args:
         choice: how engine.name: auto was decided, where it was asked for.
@@ -83,7 +84,8 @@ def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, Any] | 
     write_text(run.request, f"{request}\n")
     if choice is not None:
         write_json(run.choice, choice)
-    left = (*run.errors.glob("*"), *run.requests.glob("*"), run.stopped, run.trial)
+    set_aside(run)
+    left = (*run.requests.glob("*"), run.stopped, run.trial)
     for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)
     return request

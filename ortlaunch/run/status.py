@@ -75,7 +75,16 @@ class Status:
             yield self._progress()
         if self.alive:
             yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
+        yield from self._attempts()
         yield self.job.verdict or ""
+
+    def _attempts(self) -> Iterator[str]:
+        """Starts of the ranks that failed, and which this one is."""
+        for one in self.job.attempts:
+            at = "" if one.step is None else f" after step {one.step}"
+            yield f"attempt {one.number} failed{at}, in {duration(one.seconds)}: {one.cause}"
+        if self.job.attempts and not self.state.is_end:
+            yield f"attempt {len(self.job.attempts) + 1} runs"
 
     def _progress(self) -> str:
         if self.step is None:

@@ -201,13 +201,14 @@ def test_a_comparison_in_the_folder_of_a_training() -> None:
     check_folder(older("other"), comparison.file.recipe, comparison)
 
 
-def test_preparing_forgets_old_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> None:
     """A continued run is not blamed for what ended the one before."""
     run = older("mine")
     write_text(run.error(3), "{}")
     run.failure_printed.touch()
     control._prepare(resolved(zero={"stage": 1}), run)
-    assert list(run.errors.iterdir()) == []
+    assert not run.errors.exists()
+    assert (run.attempt(1) / "errors" / run.error(3).name).exists()
     assert json.loads(run.deepspeed.read_text())["zero_optimization"] == {"stage": 1}
     assert json.loads(run.environment.read_text())["packages"]["pydantic"]
     assert capsys.readouterr().out.splitlines()[-1] == "run folder: mine"

@@ -1,0 +1,135 @@
+"""`launch.max_restarts`: which failures are followed by another start, after how long, and what is kept of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.launch.failure import End
+from ortlaunch.launch.record import Attempt, JobRecord
+from ortlaunch.planning.describe import describe
+from ortlaunch.run import restarts
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.run.job_file import JobFile
+from ortlaunch.run.restarts import Ended, in_vain, restarts_without_progress, supervise, wait_seconds
+from ortlaunch.run.status import look
+from tests.makers import host, plan, recipe
+
+FIRST = Attempt(1, 9.0, 1, "rank 1 failed", "ValueError: planted", 7, 4, 0)
+
+
+def test_the_same_failure_at_the_same_step_is_deterministic() -> None:
+    """Numbers in its message may differ, as process ids do; another step, exception or status is another failure."""
+    again = replace(FIRST, number=2, resumed=4)
+    said = in_vain([FIRST, again], 9)
+    assert said == (
+        "not started again: the same failure after step 7 as the time before (ValueError: planted), so that it is "
+        "deterministic"
+    )
+    pids = [replace(again, failure=f"Stall: process {pid} for {pid}.5 s") for pid in (7, 42)]
+    assert "deterministic" in (in_vain(pids, 9) or "")
+    assert in_vain([FIRST, replace(again, step=8)], 9) is None
+    assert in_vain([FIRST, replace(again, failure="KeyError: 1")], 9) is None
+    assert in_vain([FIRST, replace(again, exit_status=3)], 9) is None
+
+
+def test_a_kill_from_outside_may_meet_the_same_step() -> None:
+    """SIGKILL is nobody's fault twice, unless the kernel's out-of-memory killer sent it."""
+    killed = replace(FIRST, exit_status=137, failure="exit status 137")
+    assert in_vain([killed, killed], 9) is None
+    memory = replace(killed, cause="rank 1 was ended by SIGKILL: the kernel's out-of-memory killer ended 1 of its ...")
+    assert "deterministic" in (in_vain([memory, memory], 9) or "")
+
+
+def test_a_failure_before_any_rank_began_that_repeats() -> None:
+    """Once it may be an accident."""
+    early = replace(FIRST, step=None, failure="exit status 250", exit_status=250)
+    assert in_vain([early], 1) is None
+    assert "the same failure before any rank began" in (in_vain([early, early], 9) or "")
+
+
+def test_progress_begins_the_count_anew() -> None:
+    """A new complete checkpoint, or a hundred steps; the waits grow with the count, and have a bound."""
+    failed = [replace(FIRST, step=7 + n, checkpoint=4) for n in range(4)]
+    assert restarts_without_progress(failed) == 3
+    assert in_vain(failed[:3], 3) is None
+    assert in_vain(failed, 3) == "not started again: 3 restarts without progress (launch.max_restarts: 3)"
+    assert restarts_without_progress([*failed, replace(FIRST, checkpoint=8)]) == 0
+    assert restarts_without_progress([*failed, replace(FIRST, step=200)]) == 0
+    assert [wait_seconds(failed[:n]) for n in (1, 2, 3)] == [1.0, 2.0, 4.0]
+    assert wait_seconds(failed[:1] * 50) == 60.0
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """The folder of a run of two ranks, whose waits take no time."""
+    monkeypatch.setattr(restarts.time, "sleep", lambda _: None)
+    run = RunDir(tmp_path / "run")
+    write_text(run.plan, plan(recipe(), [host("localhost", 2)], "mpi").to_json())
+    write_text(run.request, "")
+    return run
+
+
+def fail(run: RunDir, step: int) -> Ended:
+    """A start of which rank 1 fails, and what it leaves."""
+    for rank in (0, 1):
+        write_text(run.log(rank, "err"), f"at {step}")
+    record = {"rank": 1, "exit_status": 7, "type": "ValueError", "message": f"step {step}", "step": step}
+    write_json(run.error(1), {**record, "secondary": False, "time": 1.0, "traceback": "", "summary": "rank 1 failed"})
+    return Ended(End(7, f"Traceback\n\nortlaunch: rank 1 failed at {step}"), False)
+
+
+def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Logs and errors in attempts/N, causes in job.json and `status`; the end says that it was not the first."""
+    ends = iter([lambda: fail(run, 5), lambda: fail(run, 6), lambda: Ended(End(0, "done: run"), False)])
+    with JobFile(run, "mpi") as file:
+        ended = supervise(run, 3, file, lambda _: next(ends)())
+        file.starts()
+        assert "attempt 1 failed after step 5, in 0:00: rank 1 failed at 5" in str(look(run))
+        assert str(look(run)).splitlines()[-1] == "attempt 3 runs"
+        file.end(0, "")
+    assert ended.end.text == "done: run, after 2 restarts (failed attempts took 0:00)"
+    assert (run.attempt(1) / "logs" / "rank_00001.err").read_text() == "at 5"
+    assert (run.attempt(2) / "errors" / "rank_00001.json").exists()
+    assert not run.errors.exists()
+    record = JobRecord.read(run)
+    assert record is not None
+    assert [(one.step, one.exit_status, one.folder) for one in record.attempts] == [
+        (5, 7, "attempts/1"),
+        (6, 7, "attempts/2"),
+    ]
+    said = capsys.readouterr().err
+    assert "attempt 1 failed; the ranks are started again in 1 s, at step 1, for no checkpoint is complete" in said
+    assert "(restart 2 of 3 without progress)" in said
+
+
+def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:
+    """With its own exit status, and the last attempt's logs where they always are."""
+    ended = supervise(run, 3, JobFile(run, "mpi"), lambda attempt: fail(run, 7))
+    assert ended.end.status == 7
+    assert ended.end.text.splitlines()[-1].startswith("ortlaunch: not started again: the same failure after step 7")
+    assert run.error(1).exists()
+    assert not run.attempt(2).exists()
+
+
+@pytest.mark.parametrize(("status", "stopped"), [(2, False), (85, False), (130, False), (143, False), (1, True)])
+def test_what_is_no_fault(status: int, stopped: bool, run: RunDir) -> None:
+    """Input errors and stops that were asked for, by whichever means, start nothing again."""
+    starts: list[int] = []
+
+    def start(attempt: int) -> Ended:
+        starts.append(attempt)
+        return Ended(End(status, "said"), stopped)
+
+    assert supervise(run, 3, JobFile(run, "mpi"), start).end == End(status, "said")
+    assert starts == [1]
+
+
+def test_the_plan_says_what_follows_a_fault() -> None:
+    """Under a launcher of the user's own nobody restarts."""
+    made = recipe(launch={"max_restarts": 3})
+    assert "started again from the last complete checkpoint, at most 3 times without" in describe(plan(made), made)
+    assert "launch.max_restarts does nothing here" in describe(plan(made, launcher="inside"), made)
+    assert "restart" not in describe(plan(recipe()), recipe())
