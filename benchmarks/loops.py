@@ -108,6 +108,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     from ortlaunch.run.folder import RunDir
     from ortlaunch.run.resolve import resolve
     from ortlaunch.worker.__main__ import live
+    from ortlaunch.worker.watchdog import Watchdog
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
     shape, vocabulary = options["shape"], options["vocabulary"]
@@ -141,7 +142,8 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
 
     loop.train_step = gated
     loop.run = work or loop.run
-    live(run, Rank.from_environ({}))
+    rank = Rank.from_environ({})
+    live(run, rank, Watchdog(rank, run))
 
 
 def trainer(gate: Gate, options: dict[str, Any]) -> None:

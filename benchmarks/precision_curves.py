@@ -1,10 +1,12 @@
 """What products in bfloat16 do to a training: loss curves at `engine.matmul_precision` highest and medium.
 
-    python benchmarks/precision_curves.py [--shapes bert-tiny,llama-tiny,bert-768,llama-768] [--steps 200] [--picture F]
+    python benchmarks/precision_curves.py [--shapes bert-tiny,llama-tiny,bert-768,llama-768]
+                                          [--ways highest,medium,emulated] [--steps 200] [--picture F]
 
 `emulated` is highest with both matrices of each aten product (mm, addmm, bmm, baddbmm; forward and backward) rounded to
 bfloat16 first and the sums in float32, as a processor with AMX does it: what medium would do where this one has no such
-unit. Engine eager, the tiny recipes' own data. The 768-wide shapes have 4 layers.
+unit. Engine eager, the tiny recipes' own data. The 768-wide shapes have 4 layers and steps of 8
+sequences.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HOWS = ("highest", "medium", "emulated")
+WAYS = ("highest", "medium", "emulated")
 WIDE = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12}
+WIDE_BATCH = {"batch.global_size": 8, "batch.micro_size": 8}
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHAPES: dict[str, tuple[Path, dict[str, int]]] = {
     "bert-tiny": (RECIPES / "bert-large/tiny.yaml", {}),
@@ -40,6 +43,7 @@ def train_here(shape: str, how: str, steps: int, folder: Path) -> None:
     from ortlaunch.run.folder import RunDir
     from ortlaunch.run.resolve import resolve
     from ortlaunch.worker.__main__ import live
+    from ortlaunch.worker.watchdog import Watchdog
 
     aten = torch.ops.aten
     products = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
@@ -60,16 +64,18 @@ def train_here(shape: str, how: str, steps: int, folder: Path) -> None:
     path, config = SHAPES[shape]
     settings = {**{f"model.config.{name}": value for name, value in config.items()}, "train.max_steps": steps}
     settings |= {"engine.name": "eager", "log.every_steps": 1, "data.tokenizer.vocab_size": 3000}
+    settings |= WIDE_BATCH if shape.endswith("768") else {}
     settings |= {"engine.matmul_precision": "medium" if how == "medium" else "highest"}
     overrides = tuple(f"{name}={value}" for name, value in settings.items())
     resolved = resolve(path, overrides, LaunchOptions("local", 1, None, None, None), os.environ)
     run = RunDir(folder)
     control._prepare(resolved, run)
+    rank = Rank.from_environ({})
     if how == "emulated":
         with Rounded():
-            live(run, Rank.from_environ({}))
+            live(run, rank, Watchdog(rank, run))
     else:
-        live(run, Rank.from_environ({}))
+        live(run, rank, Watchdog(rank, run))
 
 
 def losses(shape: str, how: str, steps: int, folder: Path) -> list[float]:
@@ -103,6 +109,7 @@ def main() -> int:
     """Run all, print the differences, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--ways", default=",".join(WAYS), help="highest, which all are compared with, first")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--picture", type=Path, help="a .png file")
     parser.add_argument("--one", nargs=3, metavar=("SHAPE", "HOW", "FOLDER"), help=argparse.SUPPRESS)
@@ -110,16 +117,16 @@ def main() -> int:
     if options.one:
         train_here(*options.one[:2], options.steps, Path(options.one[2]))
         return 0
-    curves = {}
-    print(
-        "| shape | steps | last loss, highest | largest relative difference: medium | emulated |\n|---|---|---|---|---|"
-    )
+    curves, ways = {}, options.ways.split(",")
+    print(f"| shape | steps | last loss, highest | largest relative difference: {' | '.join(ways[1:])} |")
+    print("|---" * (2 + len(ways)) + "|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for shape in options.shapes.split(","):
-            found = {how: losses(shape, how, options.steps, Path(folder) / f"{shape}-{how}") for how in HOWS}
+            found = {how: losses(shape, how, options.steps, Path(folder) / f"{shape}-{how}") for how in ways}
             exact, curves[shape] = found["highest"], found
-            worst = [max(abs(a - b) / abs(b) for a, b in zip(found[how], exact)) for how in HOWS[1:]]
-            print(f"| {shape} | {len(exact)} | {exact[-1]:.4f} | {worst[0]:.1e} | {worst[1]:.1e} |", flush=True)
+            worst = [max(abs(a - b) / abs(b) for a, b in zip(found[way], exact)) for way in ways[1:]]
+            differences = " | ".join(f"{one:.1e}" for one in worst)
+            print(f"| {shape} | {len(exact)} | {exact[-1]:.4f} | {differences} |", flush=True)
     if options.picture:
         draw(curves, options.picture)
     return 0

@@ -20,6 +20,7 @@ from ortlaunch.run.folder import RunDir
 from ortlaunch.run.records import as_json
 from ortlaunch.worker import __main__ as worker
 from ortlaunch.worker import distributed, tasks
+from ortlaunch.worker.watchdog import Watchdog
 
 ENGINES, WORDS = ("ort", "inductor", "eager"), ("highest", "medium", "highest")
 
@@ -66,7 +67,7 @@ def main() -> None:
 
         distributed.group, tasks.run = again, look
         for _, _, run in runs:
-            worker.live(run, rank)
+            worker.live(run, rank, Watchdog(rank, run))
             found[-1] = [{**json.loads(text), "after": torch.get_float32_matmul_precision()} for text in found[-1]]
         if group.rank == 0:
             Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
