@@ -18,7 +18,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 
 
-def live(run: RunDir, rank: Rank) -> int:
+def live(run: RunDir, rank: Rank, _: object) -> int:
     """Log steps without end; rank 1 ends in its third if the recipe says how."""
     import yaml
 
