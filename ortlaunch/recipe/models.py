@@ -296,6 +296,16 @@ class Checkpoint(Section):
     told and counted, and does not end the run, which waits for it at its end."""
     on_complete_minutes: Annotated[float, Field(gt=0)] = 60
     """A command that takes longer is ended, with all that it started."""
+    __annotations__["async"] = Annotated[  # a word of Python's own, which no plain line can name
+        Optional[bool],
+        Field(
+            default=None,
+            description="Copy the state into memory and write it while training goes on; another save waits for it, "
+            "and so does the end of the run. Saves that a stop or `ortlaunch checkpoint` asks for, and the last, are "
+            "written at once. Takes memory of the host for one more copy of weights and optimizer state. null: on "
+            "GPUs.",
+        ),
+    ]
 
 
 class Launch(Section):

@@ -72,7 +72,7 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds", "train"),
     **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
     "train.loss_weight": Rule(REFUSED, "loss", "what is minimized is another mean"),
-    **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure on_complete", "checkpoint"),
+    **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure on_complete async", "checkpoint"),
     **_all(_EFFECT, "on_complete_minutes", "checkpoint"),
     **_all(_EFFECT, "launcher device nodes processes_per_node interface env forward", "launch"),
     **_all(_EFFECT, "every_steps trackers", "log"),

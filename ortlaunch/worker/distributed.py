@@ -35,13 +35,18 @@ JOIN_TIMEOUT = timedelta(minutes=30)
 class DistributedContext:
     """The agreed world as one rank sees it."""
 
-    def __init__(self, rank: Rank, device: torch.device) -> None:
+    def __init__(self, rank: Rank, device: torch.device, channel: Any = None) -> None:
         self.rank, self.size, self.local, self.device = rank.rank, rank.world_size, rank, device
+        self._channel = channel  # torch's group; None: the one of all ranks
+
+    def apart(self) -> DistributedContext:
+        """The same ranks on a channel of their own, for another thread (collective)."""
+        return DistributedContext(self.local, torch.device("cpu"), side_group() if self.size > 1 else None)
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self._channel)
 
     def mean(self, value: float) -> float:
         """Mean over the ranks."""
@@ -52,7 +57,7 @@ class DistributedContext:
         if self.size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self._channel)
         return float(tensor)
 
     def gather_numbers(self, values: list[float]) -> list[list[float]]:
@@ -61,7 +66,7 @@ class DistributedContext:
             return [values]
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine)
+        dist.all_gather(found, mine, group=self._channel)
         return [tensor.tolist() for tensor in found]
 
     def gather(self, value: str) -> list[str]:
@@ -69,7 +74,7 @@ class DistributedContext:
         if self.size == 1:
             return [value]
         texts: list[str] = [""] * self.size
-        dist.all_gather_object(texts, value)
+        dist.all_gather_object(texts, value, group=self._channel)
         return texts
 
     def print_all(self, lines: list[str]) -> None:

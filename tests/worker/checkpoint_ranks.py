@@ -16,8 +16,11 @@ import torch.distributed
 from torch import nn
 
 from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.checkpoint.background import Background
 from ortlaunch.worker.checkpoint.restore import load
 from ortlaunch.worker.checkpoint.snapshot import take
+from ortlaunch.worker.checkpoint.transaction import snapshot, write
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.lamb import Lamb
 from ortlaunch.worker.stepping import DeepSpeedStepper, Stepper, TorchStepper
@@ -131,6 +134,19 @@ def interrupted(way: tuple[int | None, str, str], folder: Path, group: Distribut
     return found
 
 
+def beside(way: tuple[int | None, str, str], folder: Path, group: DistributedContext) -> dict[str, Any]:
+    """The same where training goes on, and all-reduces, while the checkpoint is written on a channel of its own."""
+    run, apart, straight = RunDir(folder), group.apart(), build(way, group)
+    losses = steps(straight, group, range(SAVED))
+    taken = snapshot(run, group, straight, SAVED, {"step": SAVED}, copied=True)
+    written = Background(lambda: write(run, {}, apart, taken, SAVED, SAVED * SAMPLES))
+    losses += steps(straight, group, range(SAVED, STEPS))
+    found = {"straight": (losses, weights(straight))}
+    close(straight)
+    written.wait()
+    return {**found, "resumed": resumed(way, run.checkpoint(SAVED), group, losses[:SAVED])}
+
+
 def resumed(
     way: tuple[int | None, str, str], folder: Path, group: DistributedContext, before: list[float]
 ) -> tuple[list[float], list[float]]:
@@ -155,6 +171,7 @@ def main() -> None:
     folder, file = Path(sys.argv[1]), Path(sys.argv[2])
     if size == 2:
         found = {name: interrupted(way, folder / name, group) for name, way in {**WAYS, **ALONE}.items()}
+        found["async"] = beside(WAYS["zero 1"], folder / "async", group)
     else:
         found = {f"{saved} -> {name}": resumed(way, folder / saved, group, []) for saved in WAYS
                  for name, way in WAYS.items()}  # fmt: skip

@@ -47,7 +47,7 @@ def two(folder: Path) -> Any:
     return ranks(2, folder)
 
 
-@pytest.mark.parametrize("way", [*WAYS, *ALONE])
+@pytest.mark.parametrize("way", [*WAYS, *ALONE, "async"])
 def test_the_same_world_goes_on_bit_for_bit(way: str, two: Any) -> None:
     """Losses, master weights and optimizer state of every rank are those of a training in one piece."""
     for found in two:

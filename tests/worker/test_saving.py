@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +98,73 @@ def test_the_time_asks_for_one(
     saver.group, clock.now = DistributedContext(Rank(1, 2, 1, 2), torch.device("cpu")), 1e9
     saver.ask_in_time(agreed)  # type: ignore[arg-type]
     assert len(asked) == len(saved)
+
+
+class Slow(Writer):
+    """Writes when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may, self.writing = threading.Event(), 0
+
+    def copied(self) -> Slow:
+        return self
+
+    def write(self, folder: Path) -> None:
+        self.writing += 1
+        assert self.may.wait(20)
+        super().write(folder)
+
+
+def test_training_goes_on_while_one_is_written(tmp_path: Path) -> None:
+    """The loop is not held up; one is there once it is whole, a second waits for the first, the last for itself."""
+    run, writer = RunDir(tmp_path), Slow()
+    saver = saving(run, stepper=writer, every_steps=40, **{"async": True})
+    assert save_all(saver, range(1, 51)) == [40]
+    saver.ask_in_time(None)  # type: ignore[arg-type]
+    assert (kept(run), records(run)) == ([], [])
+    threading.Timer(0.3, writer.may.set).start()
+    assert save_all(saver, range(51, 101)) == [80, 100]
+    assert (kept(run), writer.writing) == ([40, 80, 100], 3)
+    assert [line["step"] for line in records(run)] == [40, 80, 100]
+
+
+@pytest.mark.parametrize("asked", [Ask.SAVE, Ask.TERMINATE])
+def test_what_is_asked_for_is_complete(asked: Ask, tmp_path: Path) -> None:
+    """Whoever stops a run, or asks for a checkpoint, has it when the save returns; one by the clock may wait."""
+    run, writer, clock = RunDir(tmp_path), Slow(), Agreed()
+    saver = saving(run, stepper=writer, every_minutes=1, **{"async": True})
+    saver.tried -= 61
+    saver.ask_in_time(clock)  # type: ignore[arg-type]
+    saver.save(3, {"step": 3, "samples": 24}, Ask.SAVE)
+    assert kept(run) == []
+    writer.may.set()
+    saver.save(5, {"step": 5, "samples": 40}, asked)
+    assert kept(run) == [3, 5]
+
+
+class Agreed:
+    """Takes what is asked for."""
+
+    def ask(self, what: Ask) -> None:
+        assert what is Ask.SAVE
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_one_written_beside_training_that_fails(
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told at the next step's edge, never counted as saved; with `stop` it ends the run."""
+    run, writer = RunDir(tmp_path), Slow()
+    saver = saving(run, stepper=writer, every_steps=40, on_failure=policy, **{"async": True})
+    writer.fails = True
+    writer.may.set()
+    save_all(saver, range(1, 41))
+    with pytest.raises(CheckpointError, match="No space left") if policy == "stop" else contextlib.nullcontext():
+        saver.wait()
+    assert kept(run) == []
+    assert "No space left on device" in records(run)[0]["error"]
+    assert ("NOT SAVED" in capsys.readouterr().out) is (policy == "continue")
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])

@@ -78,6 +78,18 @@ def test_a_training_goes_on(optimizer: str, ranks: int, tmp_path: Path) -> None:
     assert same(first, second)
 
 
+def test_a_copy_is_of_its_moment(tmp_path: Path) -> None:
+    """What is copied and written later is what was there, however training went on."""
+    first, second, later = stepper(net()), stepper(net()), stepper(net())
+    for one in (first, later):
+        train(one)
+    taken = take(later.named_state(), {}, ALONE).copied()
+    train(later)
+    taken.write(tmp_path)
+    load(tmp_path, second.named_state(), ALONE)
+    assert same(first, second)
+
+
 def test_ranks_share_the_writing(tmp_path: Path) -> None:
     """What all ranks hold is written once, in equal shares; anyone reads the files with safetensors."""
     one = stepper(net(width=300))

@@ -6,6 +6,7 @@ The loop asks whether one is due and has it saved; all ranks do the same. Writin
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import time
 from collections.abc import Iterator
@@ -18,9 +19,10 @@ from ortlaunch.run.folder import RunDir
 from ortlaunch.run.records import SaveLine
 from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.checkpoint import saves
+from ortlaunch.worker.checkpoint.background import Background
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.checkpoint.on_complete import Commands
-from ortlaunch.worker.checkpoint.transaction import save
+from ortlaunch.worker.checkpoint.transaction import save, snapshot, write
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.stepping import Stepper
@@ -36,6 +38,11 @@ class Saving:
         self.made_by = {**origin.of_run(run, recipe), "data": data} if run.plan.exists() else {}
         self.policy = recipe.checkpoint
         self.tried = time.monotonic()
+        chosen = getattr(self.policy, "async")
+        self.beside = group.apart() if (group.device.type == "cuda" if chosen is None else chosen) else None
+        """The ranks on a channel of their own, where saves are written beside training."""
+        self.background: tuple[int, float, Background] | None = None  # step, seconds that training waited, the thread
+        self.by_clock = False
         self.commands = Commands(self.policy, run) if group.rank == 0 and self.policy.on_complete else None
 
     def is_due(self, step: int) -> bool:
@@ -48,39 +55,83 @@ class Saving:
         minutes = self.policy.every_minutes
         if minutes is not None and self.group.rank == 0 and time.monotonic() - self.tried >= 60 * minutes:
             agreed.ask(Ask.SAVE)
+            self.by_clock = True
+        if self.background is not None and self.background[2].has_ended():
+            self.wait()
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write one (collective).
+    def save(self, step: int, state: dict[str, Any], asked: Ask = Ask.NOTHING) -> None:
+        """Write one (collective), or begin to; one that a stop or a person asks for is complete at the end.
 
         Raises:
             CheckpointError: it could not be written, and the run must not go on without, or is at its end.
         """
+        self.wait()
         began = time.perf_counter()
         try:
-            save(self.run, self.made_by, self.group, self.stepper, step, state)
+            if self._may_wait(step, asked):
+                self._begin(step, state, began)
+            else:
+                save(self.run, self.made_by, self.group, self.stepper, step, state)
+                self._saved(step, time.perf_counter() - began)
         except CheckpointError as error:
-            self._record(step, began, str(error))
-            if self.policy.on_failure == "stop" or step == self.recipe.train.steps:
-                raise
-            if self.group.rank == 0:
-                print(f"NOT SAVED: {error}; training goes on (checkpoint.on_failure: continue)", flush=True)
-        else:
-            self._record(step, began, None)
-            self._completed(step)
+            self._failed(step, time.perf_counter() - began, error)
         finally:
-            self.tried = time.monotonic()
+            self.tried, self.by_clock = time.monotonic(), False
+
+    def _may_wait(self, step: int, asked: Ask) -> bool:
+        """Whether training may go on before this one is complete (collective)."""
+        if self.beside is None or asked.stops or step == self.recipe.train.steps:
+            return False
+        by_clock = self.by_clock and not self.run.save_request.exists()
+        return asked is Ask.NOTHING or bool(self.group.gather_numbers([by_clock])[0][0])
+
+    def _begin(self, step: int, state: dict[str, Any], began: float) -> None:
+        beside, samples = self.beside, state["samples"]
+        assert beside is not None
+        taken = snapshot(self.run, self.group, self.stepper, step, state, copied=True)
+        work = functools.partial(write, self.run, self.made_by, beside, taken, step, samples)
+        self.background = step, time.perf_counter() - began, Background(work)
+
+    def wait(self) -> None:
+        """Wait for the save that is being written, if one is.
+
+        Raises:
+            CheckpointError: it could not be written, and the run must not go on without.
+        """
+        if self.background is None:
+            return
+        (step, waited, background), self.background = self.background, None
+        began = time.perf_counter()
+        try:
+            background.wait()
+        except CheckpointError as error:
+            self._failed(step, waited + time.perf_counter() - began, error)
+        else:
+            self._saved(step, waited + time.perf_counter() - began)
+
+    def _saved(self, step: int, waited: float) -> None:
+        self._record(step, waited, None)
+        self._completed(step)
+
+    def _failed(self, step: int, waited: float, error: CheckpointError) -> None:
+        self._record(step, waited, str(error))
+        if self.policy.on_failure == "stop" or step == self.recipe.train.steps:
+            raise error
+        if self.group.rank == 0:
+            print(f"NOT SAVED: {error}; training goes on (checkpoint.on_failure: continue)", flush=True)
 
     def finish(self) -> None:
-        """Wait for what runs after checkpoints; then those that stayed for it go, too."""
+        """Wait for what is written and for what runs after it; then checkpoints that stayed for that go, too."""
+        self.wait()
         if self.commands is not None:
             self.commands.finish()
         if self.group.rank == 0:
             prune(self.run, self.policy.keep, self.policy.keep_every)
         self.group.barrier()
 
-    def _record(self, step: int, began: float, error: str | None) -> None:
+    def _record(self, step: int, waited: float, error: str | None) -> None:
         if self.group.rank == 0:
-            saves.record(self.run, SaveLine(step, round(time.perf_counter() - began, 3), error))
+            saves.record(self.run, SaveLine(step, round(waited, 3), error))
 
     def _completed(self, step: int) -> None:
         if self.commands is not None:

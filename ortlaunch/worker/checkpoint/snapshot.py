@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,18 @@ def file_of(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's share of a checkpoint; its tensors are training's own."""
+    """One rank's share of a checkpoint; its tensors are training's own, or copies of them."""
 
     rank: int
     index: dict[str, Any]
     tensors: list[Entry]
     numbers: dict[str, dict[str, float]]
     """`step` and its like, by kind and parameter."""
+
+    def copied(self) -> Snapshot:
+        """The same in memory of the host, which training does not change."""
+        copies = [(key, shape, torch.empty_like(flat, device="cpu").copy_(flat)) for key, shape, flat in self.tensors]
+        return replace(self, tensors=copies)
 
     def write(self, folder: Path) -> None:
         """Write this rank's files; rank 0 also the index."""

@@ -19,7 +19,7 @@ from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.run.origin import ORIGIN
 from ortlaunch.units import human
 from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, size_of, sum_of, sum_up
-from ortlaunch.worker.checkpoint.snapshot import take
+from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import Stepper
 
@@ -35,13 +35,35 @@ def save(
     Raises:
         CheckpointError: it could not be written; what was there before is as it was.
     """
+    return write(run, made_by, group, snapshot(run, group, stepper, step, state), step, state["samples"])
+
+
+def snapshot(
+    run: RunDir, group: DistributedContext, stepper: Stepper, step: int, state: dict[str, Any], copied: bool = False
+) -> Snapshot:
+    """What the checkpoint of this step will hold (collective); `copied`: training may go on before it is written.
+
+    Raises:
+        CheckpointError: on all ranks the same.
+    """
+    found = []
+    with _agreed(run, group, run.partial(step)):
+        taken = take(stepper.named_state(), dict(state), group)
+        found.append(taken.copied() if copied else taken)
+    return found[0]
+
+
+def write(
+    run: RunDir, made_by: dict[str, Any], group: DistributedContext, taken: Snapshot, step: int, samples: int
+) -> Path:
+    """Write what was taken, whole or not at all (collective); arguments and errors as of `save`."""
     folder, partial = run.checkpoint(step), run.partial(step)
     with _agreed(run, group, partial):
         if group.rank == 0:
             _begin(run, partial)
             write_json(partial / ORIGIN, made_by) if made_by else None
     with _agreed(run, group, partial):
-        take(stepper.named_state(), dict(state), group).write(partial)
+        taken.write(partial)
     listed = group.gather(json.dumps(_files_in(partial)))[0]  # hosts of a shared disk may see it later
     files: dict[str, File] = {}
     with _agreed(run, group, partial):
@@ -49,7 +71,7 @@ def save(
     files = {name: file for found in group.gather(json.dumps(files)) for name, file in json.loads(found).items()}
     with _agreed(run, group, partial):
         if group.rank == 0:
-            _complete(run, step, {"step": step, "samples": state["samples"], "ranks": group.size, "files": files})
+            _complete(run, step, {"step": step, "samples": samples, "ranks": group.size, "files": files})
     return folder
 
 

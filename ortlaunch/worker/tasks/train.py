@@ -123,7 +123,7 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
         if asked or saving.is_due(state.step):
             with meter.paused(), progress.during("saving a checkpoint"), saved_for(session, asked):
                 require_finite_weights(state.step, engine.stepper.weights())
-                saving.save(state.step, asdict(state))
+                saving.save(state.step, asdict(state), asked)
             asked = max(asked, agreed.saved())
         agreed.stopped = stop(session, asked, state.step)
     with progress.during("saving a checkpoint"):
