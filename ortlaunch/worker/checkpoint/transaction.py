@@ -117,7 +117,7 @@ def _require_room(run: RunDir) -> None:
     if there is None:
         return
     needed = sum(size_of(file) for file in read_json(there[1] / MANIFEST)["files"].values())
-    free = shutil.disk_usage(run.path).free
+    free = shutil.disk_usage(run.checkpoints).free
     if free < needed:
         raise CheckpointError(
             f"{run.checkpoints}: {human(free)} are free, and a checkpoint takes {human(needed)}. Make room, or set "

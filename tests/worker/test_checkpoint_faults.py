@@ -1,0 +1,222 @@
+"""What disks and machines do to checkpoints: damage to each file, a full disk, one that turns read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.worker import checkpoint
+from tests import labs
+from tests.makers import plan, recipe
+from tests.training import Trained, train_here
+from tests.worker.test_checkpoint import GROUP, flip
+
+ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 64, generator=torch.Generator().manual_seed(0))]
+EVERY_2 = {"every_steps": 2, "every_minutes": None, "keep": None}
+
+
+class Net(nn.Module):
+    """33 kB of weights, 100 kB of a checkpoint; calls a function before each pass."""
+
+    def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.before, self.passes = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 1)), before, 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.before(self.passes)
+        return ((self.layers(x).squeeze(-1) - y) ** 2).mean()
+
+
+def trained(run: RunDir, steps: int = 6, model: nn.Module | None = None, **policy: Any) -> Trained:
+    """A training whose checkpoints have all that those of a run have."""
+    sections = {"train": {"max_steps": steps}, "optimizer": {"name": "adamw", "learning_rate": 0.01}}
+    write_text(run.plan, plan(recipe(**sections)).to_json())
+    return train_here(run.path, model or Net(), ROWS, checkpoint={**EVERY_2, **policy}, **sections)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Checkpoints of steps 2, 4 and 6."""
+    return trained(RunDir(tmp_path_factory.mktemp("whole")))
+
+
+def copy(whole: Trained, folder: Path) -> RunDir:
+    shutil.copytree(whole.run.path, folder, dirs_exist_ok=True)
+    return RunDir(folder)
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "lost": Path.unlink,
+    "flipped": flip,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_to_each_file_is_named(
+    how: str, whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is in a checkpoint: the file is named, the folder set aside, and the one before is taken."""
+    files = sorted(path for path in whole.run.checkpoint(6).rglob("*") if path.is_file())
+    assert len(files) >= 5
+    for number, path in enumerate(files):
+        run = copy(whole, tmp_path / str(number))
+        DAMAGE[how](run.checkpoint(6) / path.relative_to(whole.run.checkpoint(6)))
+        capsys.readouterr()
+        assert checkpoint.choose(run, GROUP) == (4, run.checkpoint(4))
+        said = capsys.readouterr().out
+        if path.name == "COMPLETE" and how == "lost":  # not damaged, but never completed
+            assert said == ""
+            continue
+        # What is wrong with the manifest or the mark shows in the other of the two.
+        names = ("manifest.json",) if path.name in ("manifest.json", "COMPLETE") else (path.name,)
+        assert said.startswith(f"{run.checkpoint(6)} is damaged: ")
+        assert all(name in said for name in names)
+        assert "set aside as step_00000006.broken" in said
+
+
+def test_after_damage_the_same_steps_are_taken_again(whole: Trained, tmp_path: Path) -> None:
+    """From the one before, to the same weights bit for bit."""
+    run = copy(whole, tmp_path)
+    flip(max(run.checkpoint(6).iterdir(), key=lambda path: path.stat().st_size))
+    again = trained(run)
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), whole.model.parameters()))
+    assert [step for step, _ in run.complete_checkpoints()] == [2, 4, 6]
+
+
+def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> None:
+    """`--resume 6` takes no other step in its place."""
+    run = copy(whole, tmp_path)
+    write_json(run.resume, {"exact": True, "step": 6, "checkpoint": str(run.checkpoint(6))})
+    assert checkpoint.choose(run, GROUP) == (6, run.checkpoint(6))
+    os.truncate(run.checkpoint(6) / "manifest.json", 3)
+    with pytest.raises(CheckpointError, match=r"^the checkpoint of step 6 was asked for .*, and it is damaged$"):
+        checkpoint.choose(run, GROUP)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_another_runs_damaged_checkpoint_stays_where_it_is(
+    exact: bool, whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named; the one before it is taken, unless that one alone was asked for. Nothing there is renamed."""
+    other, new = copy(whole, tmp_path / "other"), RunDir(tmp_path / "new")
+    os.truncate(other.checkpoint(6) / "manifest.json", 3)
+    write_json(new.resume, {"exact": exact, "step": 6, "checkpoint": str(other.checkpoint(6)), "source": "other"})
+    if exact:
+        with pytest.raises(CheckpointError, match="No whole checkpoint was found in other"):
+            checkpoint.choose(new, GROUP)
+    else:
+        assert checkpoint.choose(new, GROUP) == (4, other.checkpoint(4))
+        assert f"  skipped: {other.checkpoint(6)} is damaged" in capsys.readouterr().out
+        resumed = trained(new, 6)
+        assert resumed.state.step == 6
+        assert all(torch.equal(a, b) for a, b in zip(resumed.model.parameters(), whole.model.parameters()))
+    assert (other.checkpoint(6) / "COMPLETE").exists()
+
+
+@pytest.mark.parametrize("allow", [[], ["data"]])
+def test_changed_data_are_found_by_those_who_read_them(
+    allow: list[str], whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other samples than the checkpoint was trained on need --allow data."""
+    run = copy(whole, tmp_path)
+    write_json(run.resume, {"allow": allow, "step": 6, "checkpoint": str(run.checkpoint(6))})
+    found = checkpoint.choose(run, GROUP)
+    assert found is not None
+    made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
+    explained = contextlib.nullcontext() if allow else pytest.raises(CheckpointError, match="refused without --allow")
+    with explained:
+        checkpoint.explain(run, made, found, {"samples": 65, "fingerprint": None}, GROUP)
+    said = "takes effect, by --allow data" if allow else "refused without --allow data"
+    assert capsys.readouterr().out == f"  changed: data.samples: 64 -> 65: {said} (as many were read then)\n"
+
+
+# ------------------------------------------------------------------------------------------------------------- disks
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A megabyte of one's own, which can be filled and made read-only."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        labs.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """All but some kilobytes, which logs need."""
+    (folder / "filler").write_bytes(bytes(max(0, shutil.disk_usage(folder).free - 40_000)))
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_full_disk(policy: str, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The save ends with a clear line, nothing half written stays; with `continue` the next one is tried again."""
+    run = RunDir(disk / "run")
+
+    def before(number: int) -> None:
+        if number == 3:
+            fill(disk)
+        elif number == 7:
+            (disk / "filler").unlink()
+
+    if policy == "stop":
+        with pytest.raises(CheckpointError, match=r"00002 is whole$"):
+            trained(run, 8, Net(before))
+    else:
+        trained(run, 8, Net(before), on_failure="continue")
+        said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOT SAVED")]
+        assert len(said) == 2
+        assert "free, and a checkpoint takes" in said[0] or "No space left" in said[0]
+        assert checkpoint.failures(run) == (2, 0)
+    assert [step for step, _ in run.complete_checkpoints()] == ([2] if policy == "stop" else [2, 8])
+    assert {path.name for path in run.checkpoints.iterdir()} <= {"step_00000002", "step_00000008"}
+    assert checkpoint.choose(run, GROUP) == (
+        (2 if policy == "stop" else 8),
+        run.checkpoint(2 if policy == "stop" else 8),
+    )
+
+
+@pytest.mark.lab
+def test_the_first_checkpoint_on_a_full_disk(disk: Path) -> None:
+    """There is none to compare sizes with: the write itself fails, and what was written is taken away."""
+    run = RunDir(disk / "run")
+    with pytest.raises(CheckpointError, match=r"step_00000002.partial could not be written: .*"):
+        trained(run, 4, Net(lambda number: fill(disk) if number == 2 else None))
+    assert list(run.checkpoints.iterdir()) == []
+
+
+@pytest.mark.lab
+def test_a_disk_that_turns_read_only(disk: Path, tmp_path: Path) -> None:
+    """The save ends with a clear line; older ones are whole."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    (disk / "checkpoints").mkdir()
+    run.checkpoints.symlink_to(disk / "checkpoints")
+
+    def before(number: int) -> None:
+        if number == 4:
+            subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+    with pytest.raises(CheckpointError, match=r"Read-only file system.*00002 is whole$"):
+        trained(run, 6, Net(before))
+    assert checkpoint.newest(run) == (2, run.checkpoint(2))
+    assert read_json(run.checkpoint(2) / "manifest.json")["step"] == 2
