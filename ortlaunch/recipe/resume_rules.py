@@ -66,7 +66,7 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "parity_tolerance deepcopy_before_export log_level save_onnx print_memory_stats", "engine"),
     **_all(_EFFECT, "cast_propagation cast_propagation_level conv_algorithm_search triton triton_config", "engine"),
     **_all(_EFFECT, "flash_attention efficient_attention aten_sdpa tuning tuning_duration_ms tuning_results", "engine"),
-    **_all(_EFFECT, "matmul_precision chunked_loss torch_matmul", "engine"),
+    **_all(_EFFECT, "matmul_precision chunked_loss torch_matmul torch_operators torch_modules", "engine"),
     **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed"),
     **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
     **_all(_EFFECT, "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds", "train"),
@@ -74,8 +74,12 @@ RULES: dict[str, RuleOf] = {
     "train.loss_weight": Rule(REFUSED, "loss", "what is minimized is another mean"),
     **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure on_complete async", "checkpoint"),
     **_all(_EFFECT, "on_complete_minutes", "checkpoint"),
-    **_all(_EFFECT, "launcher device nodes processes_per_node interface env forward", "launch"),
+    **_all(_EFFECT, "launcher device nodes processes_per_node interface max_restarts env forward", "launch"),
     **_all(_EFFECT, "every_steps trackers", "log"),
+    **_all(_EFFECT, "scheduler partition account qos reservation time gpus gpu_type cpus_per_task memory", "submit"),
+    **_all(_EFFECT, "constraint nodelist exclude exclusive dependency begin mail_user mail_type requeue", "submit"),
+    **_all(_EFFECT, "signal_seconds container container.runtime container.image container.mounts", "submit"),
+    **_all(_EFFECT, "setup options", "submit"),
 }
 # What is no field of the recipe: the settled world, the data as they were read, code and packages.
 OTHER_RULES: dict[str, RuleOf] = {

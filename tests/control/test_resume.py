@@ -11,9 +11,6 @@ import yaml
 
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe.fields import _paths, models_in, section_at
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.place import dotted
 from ortlaunch.recipe.resume_rules import NAMES, OTHER_RULES, RULES, rule_of
 from ortlaunch.run import origin, provenance, resume
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
@@ -62,25 +59,6 @@ def says(options: ResumeOptions | None = None, ranks: int = 1, **sections: Any) 
 
 
 # --------------------------------------------------------------------------------------------------------- the table
-
-
-def test_every_field_has_a_rule() -> None:
-    """A new field of the recipe needs one, and a rule of no field goes."""
-    paths = {dotted(path) for path in _paths(Recipe, ()) if path[:2] != ("data", "evaluation") or len(path) == 2}
-    sections = {path for path in paths if section_at(tuple(path.split(".")))}
-    optional = {
-        "model.lora",
-        "data.train",
-        "data.evaluation",
-        "data.tokenizer",
-        "data.masked_lm",
-        "train.on_spike",
-        "zero",
-    }
-    assert set(RULES) == (paths - sections) | optional
-    for path in optional:  # may be a word or null, so that it changes as a whole
-        info = section_at(tuple(path.split("."))[:-1]).model_fields[path.split(".")[-1]]  # type: ignore[union-attr]
-        assert info.annotation not in models_in(info.annotation)
 
 
 def test_the_words_of_allow() -> None:

@@ -12,7 +12,10 @@ import pytest
 
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe import Recipe, load, yaml_text
+from ortlaunch.recipe.fields import _paths, models_in, section_at
+from ortlaunch.recipe.place import dotted
 from ortlaunch.recipe.reference import markdown
+from ortlaunch.recipe.resume_rules import RULES
 from ortlaunch.recipe.schema import json_schema
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -195,3 +198,20 @@ def test_tiny_recipes_take_every_engine_and_sharding(name: str, engine: str, zer
     recipe = shipped(name, f"engine.name={engine}", f"zero={zero}", "train.max_steps=20")
     assert recipe.engine.name == engine
     assert recipe.precision == "fp32"
+
+
+def test_every_field_says_what_a_resume_does_with_it() -> None:
+    """A new field takes a rule in recipe/resume_rules.py; so does a section that may be null or a word."""
+    paths = {dotted(path) for path in _paths(Recipe, ())}
+    sections = {path for path in paths if section_at(tuple(path.split("."))) and not _is_optional(path)}
+    assert paths - sections - set(RULES) == set(), "without a rule in ortlaunch/recipe/resume_rules.py"
+    assert set(RULES) - (paths - sections) == set(), "rules of no field"
+
+
+def _is_optional(path: str) -> bool:
+    """Whether something else than the section itself may stand there."""
+    *above, name = path.split(".")
+    section = section_at(tuple(above))
+    assert section is not None
+    annotation = section.model_fields[name].annotation
+    return annotation not in models_in(annotation)
