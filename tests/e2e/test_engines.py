@@ -45,25 +45,37 @@ def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
 # -------------------------------------------------------------------------------------------- precision, batches
 
 
-def test_lower_precision(train: Train) -> None:
-    """bf16 with and without ZeRO 2, and fp16 by autocast, train on a CPU, nearly alike, evaluated and clipped."""
+@pytest.fixture(scope="module")
+def bf16(train: Train) -> list[float]:
+    return precise_curve(train, "bf16", None)
+
+
+def precise_curve(train: Train, precision: str, zero: dict[str, int] | None) -> list[float]:
+    """Losses of training and evaluation, clipped."""
     batch, rate = {"global_size": 64, "micro_size": 16}, {"learning_rate": 3e-2}
-    curves = {}
-    for precision, zero in (("bf16", None), ("bf16", {"stage": 2}), ("fp16", None)):
-        recipe = merged(FULL, {"precision": precision, "zero": zero, "batch": batch, "optimizer": rate})
-        run = ended_well(train(f"{precision}-{bool(zero)}", {**recipe, "model": TOY["model"]}))
-        assert run.truth()["precision"] == precision
-        assert all(norm > 0 for _, norm in run.values("gradient_norm"))
-        evaluations = [loss for _, loss in run.values("evaluation_loss")]
-        assert evaluations == sorted(evaluations, reverse=True)
-        curves[precision, bool(zero)] = [*run.losses(), *evaluations]
-    first, *others = curves.values()
-    assert sum(first[7:10]) < 0.7 * sum(first[:3])
-    for other in others:
-        assert other == pytest.approx(first, rel=0.02)
-        assert other != first
+    recipe = merged(FULL, {"precision": precision, "zero": zero, "batch": batch, "optimizer": rate})
+    run = ended_well(train(f"{precision}-{bool(zero)}", {**recipe, "model": TOY["model"]}))
+    assert run.truth()["precision"] == precision
+    assert all(norm > 0 for _, norm in run.values("gradient_norm"))
+    evaluations = [loss for _, loss in run.values("evaluation_loss")]
+    assert evaluations == sorted(evaluations, reverse=True)
+    return [*run.losses(), *evaluations]
 
 
+@pytest.mark.parametrize(
+    ("precision", "zero"),
+    [("fp16", None), pytest.param("bf16", {"stage": 2}, marks=[pytest.mark.slow, pytest.mark.ci])],
+)
+def test_lower_precision(train: Train, bf16: list[float], precision: str, zero: dict[str, int] | None) -> None:
+    """bf16 with and without ZeRO 2, and fp16 by autocast, train on a CPU, nearly alike."""
+    assert sum(bf16[7:10]) < 0.7 * sum(bf16[:3])
+    other = precise_curve(train, precision, zero)
+    assert other == pytest.approx(bf16, rel=0.02)
+    assert other != bf16
+
+
+@pytest.mark.slow
+@pytest.mark.ci
 def test_fp16_skips_steps_that_overflow(train: Train) -> None:
     """A loss too large for the first scales is skipped until one fits; a resumed run knows scale and count."""
     recipe = merged(TOY, {**EAGER, "precision": "fp16", "model": {"arguments": {"scale": 3.0}}})
@@ -79,7 +91,13 @@ def test_fp16_skips_steps_that_overflow(train: Train) -> None:
     assert (resumed.losses(), resumed.values("skipped_steps")) == (losses, run.values("skipped_steps"))
 
 
-@pytest.mark.parametrize(("clip", "others"), [(0.7, (None, {"stage": 0})), (None, ({"stage": 2},))])
+@pytest.mark.parametrize(
+    ("clip", "others"),
+    [
+        (0.7, (None, {"stage": 0})),
+        pytest.param(None, ({"stage": 2},), marks=[pytest.mark.slow, pytest.mark.ci]),
+    ],
+)
 def test_one_large_or_four_small_batches(clip: float | None, others: tuple[Any, ...], train: Train) -> None:
     """The same global batch at once or in four passes, with DeepSpeed or without: one curve and one norm."""
     recipe = merged(TOY, {**EAGER, "train": {"max_grad_norm": clip, "max_steps": 8}})

@@ -108,6 +108,8 @@ def test_adapters_under_deepspeed(train: Train, eager: Run, engine: str, stage: 
     assert resumed.losses() == pytest.approx(run.losses(), rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @needs_ort
 def test_a_new_head_is_trained_with_the_adapters(train: Train) -> None:
     """For sequence-classification the random head is trained, saved and exported, on ONNX Runtime as in eager."""

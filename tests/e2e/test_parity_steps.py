@@ -155,7 +155,8 @@ def test_training_is_what_it_is_without(start: Start) -> None:
 
 
 @needs_ort
-@pytest.mark.parametrize("zero", [pytest.param(zero, marks=pytest.mark.slow) for zero in (None, 1)] + [2])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [None, 1, pytest.param(2, marks=pytest.mark.ci)])
 def test_two_ranks_compare_each_its_own_batch(start: Start, zero: int | None) -> None:
     """`ortlaunch parity` under DistributedDataParallel and ZeRO; nothing is saved, and the optimizer steps between."""
     sharding = {"zero": None if zero is None else {"stage": zero}}

@@ -228,6 +228,8 @@ def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home:
     assert json.loads((resumed.folder / "checkpoints/step_00000010/manifest.json").read_text())["ranks"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, home: Path) -> None:
     """With ZeRO 1 and 3, and evaluation samples for one rank only in the last turn, export and evaluation agree."""
     weights = ended_well(train("sharded-weights", merged(SHARDED, {"zero": {"stage": 3}}), *TWO_RANKS))
@@ -301,6 +303,8 @@ def test_names_are_the_users_models(zero: dict[str, Any] | None, train: Train) -
     assert all(name.startswith("model.") for name in saved["ort"][0])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_epochs_in_place_of_steps(train: Train) -> None:
     """Half an epoch of 256 samples in steps of 16 is 8 steps, over which the learning rate falls to nothing."""
     recipe = merged(TOY, {**EAGER, "train": {"max_steps": None, "epochs": 0.5}, "batch": {"micro_size": None}})

@@ -46,7 +46,8 @@ def test_parameters_that_no_loss_uses(train: Train, engine: str, micro: int) -> 
     assert one.truth()["unused_parameters"] == []
 
 
-@pytest.mark.parametrize("micro", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [pytest.param(2, marks=pytest.mark.ci), 8])
 def test_parameters_that_some_batches_use(train: Train, micro: int) -> None:
     """Each micro batch decides, so that ranks and passes of a step differ."""
     settings = recipe(micro=micro, sometimes=True)

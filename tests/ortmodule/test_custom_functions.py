@@ -315,6 +315,8 @@ os._exit(0)  # a gloo group that is freed may hang, see ortlaunch/worker/distrib
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_two_ranks_average_the_custom_gradients(tmp_path: Any) -> None:
     """Under DistributedDataParallel on two gloo ranks both ranks have eager's averaged gradients."""
     command = [sys.executable, "-c", TWO_RANKS, str(Path(__file__).parents[2]), str(tmp_path / "store")]

@@ -1,6 +1,7 @@
-"""One rank of two: the three engines under ZeRO 1, each run at highest, medium and highest again in one process.
+"""One rank of two: engines under ZeRO 1, each run at highest, medium and highest again in one process.
 
-Started by torchrun from test_matmul_precision_ranks.py; arguments: a folder with the run folders, the file to write.
+Started by torchrun from test_matmul_precision_ranks.py; arguments: a folder with the run folders, the file to write,
+the engines.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ortlaunch.worker import __main__ as worker
 from ortlaunch.worker import distributed, tasks
 from ortlaunch.worker.watchdog import Watchdog
 
-ENGINES, WORDS = ("ort", "inductor", "eager"), ("highest", "medium", "highest")
+WORDS = ("highest", "medium", "highest")
 
 
 def sum_of_gradients(engine: Any, batch: dict[str, torch.Tensor]) -> str:
@@ -43,7 +44,7 @@ def main() -> None:
     """Every run in turn, in the group of the first."""
     rank, found = Rank.from_environ(os.environ), []
     folder, joined = Path(sys.argv[1]), distributed.group
-    runs = [(name, word, RunDir(folder / f"{name}-{i}")) for name in ENGINES for i, word in enumerate(WORDS)]
+    runs = [(name, word, RunDir(folder / f"{name}-{i}")) for name in sys.argv[3:] for i, word in enumerate(WORDS)]
     torch.set_num_threads(1)
 
     def look(session: Any) -> None:

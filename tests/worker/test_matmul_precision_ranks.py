@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from ortlaunch.run.folder import RunDir, write_text
 from tests.makers import host, plan
 from tests.makers import recipe as made
 from tests.ort import needs_ort
-from tests.worker.precision_ranks import ENGINES, WORDS
+from tests.worker.precision_ranks import WORDS
 
 pytest.importorskip("deepspeed")
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
@@ -46,12 +47,18 @@ def data():
 '''
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """What both ranks saw in each run: engines in turn, at highest, medium and highest again."""
+@pytest.fixture(
+    scope="module",
+    params=[("ort", "eager"), pytest.param(("inductor",), marks=[pytest.mark.slow, pytest.mark.ci])],  # it compiles
+    ids=" and ".join,
+)
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """What both ranks saw in each engine's runs: at highest, medium and highest again."""
     folder = tmp_path_factory.mktemp("precision")
     (folder / "mine.py").write_text(MODULE)
-    for name in ENGINES:
+    for name in request.param:
         for i, word in enumerate(WORDS):
             asked = made(
                 batch={"micro_size": 16, "accumulation_steps": 1}, zero={"stage": 1}, launch={"device": "cpu"},
@@ -64,7 +71,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     process = subprocess.Popen(
-        [*launcher, "-m", "tests.worker.precision_ranks", str(folder), str(folder / "found.json")],
+        [*launcher, "-m", "tests.worker.precision_ranks", str(folder), str(folder / "found.json"), *request.param],
         cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -74,15 +81,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, said[-4000:]
     read: list[list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
-    return read
+    return {name: read[place * len(WORDS) :][: len(WORDS)] for place, name in enumerate(request.param)}
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_medium_is_in_force_in_every_rank_and_off_again(name: str, found: list[list[dict[str, Any]]]) -> None:
+def test_medium_is_in_force_in_every_rank_and_off_again(found: dict[str, list[list[dict[str, Any]]]]) -> None:
     """The engine's own products change exactly where torch's do, and the third run is the first, bit for bit."""
-    place = ENGINES.index(name) * len(WORDS)
-    for rank in range(2):
-        first, medium, again = (run[rank] for run in found[place : place + len(WORDS)])
+    for name, rank in itertools.product(found, range(2)):
+        first, medium, again = (run[rank] for run in found[name])
         assert [run["engine"] for run in (first, medium, again)] == [name] * 3
         assert [run["inside"] for run in (first, medium, again)] == list(WORDS)
         assert [run["after"] for run in (first, medium, again)] == ["highest"] * 3
