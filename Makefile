@@ -13,13 +13,13 @@ INSTALLED = $(VENV)/.installed
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
 
-# Whole files go to a worker: their tests share runs.
+# Whole files go to a worker: their tests share runs. Their order is tests/conftest.py's.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # The most telling slow ones.
 test-ci: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "slow and ci"
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and ci"
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow

@@ -20,6 +20,14 @@ _LEFT_BY_LAUNCHERS = (
     "ROLE_", "CUDA_VISIBLE_DEVICES", "ORTLAUNCH_PROGRESS",
 )  # fmt: skip
 
+_LONGEST_FIRST = ("e2e", "launch", "worker", "ortmodule")  # and the others, whose files are short, at the end
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start whole runs first, so that no process of `make test` is left alone with one at the end."""
+    folders = {name: place for place, name in enumerate(_LONGEST_FIRST)}
+    items.sort(key=lambda item: folders.get(item.path.parent.name, len(folders)))
+
 
 @functools.cache
 def _leave_out_of_collections(modules: int) -> None:
