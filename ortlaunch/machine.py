@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
+KERNEL_LOG = Path("/dev/kmsg")
 THIS_MACHINE = "the memory of this machine"
 _WATCH_SECONDS = 0.5
 _BUSY_SHARE = 0.1  # of one core
+_RECENT_SECONDS = 300.0
 
 
 def hardware() -> dict[str, Any]:
@@ -192,6 +194,33 @@ def oom_kills() -> int | None:
             if found:
                 return int(found[1])
     return None
+
+
+def memory_kill_in_log(pid: int) -> str | None:
+    """What the kernel's log says of a process that its out-of-memory killer ended just now; None: nothing we may read.
+
+    The log counts processes as the machine does, which in a container with numbers of its own finds nothing.
+    """
+    killed = re.compile(rf"Killed process {pid} \(")
+    for line in _kernel_log():
+        head, _, said = line.partition(";")
+        if killed.search(said) and time.monotonic() - int(head.split(",")[2]) / 1e6 < _RECENT_SECONDS:
+            return said.partition("\n")[0]
+    return None
+
+
+def _kernel_log() -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        log = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:
+                with contextlib.suppress(BrokenPipeError):  # overwritten meanwhile
+                    line = os.read(log, 1 << 13)
+                    if not line:
+                        return
+                    yield line.decode(errors="replace")
+        finally:
+            os.close(log)
 
 
 def others_at_work() -> list[str]:

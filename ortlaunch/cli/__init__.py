@@ -12,6 +12,7 @@ import typer
 
 from ortlaunch.cli import (
     bench,
+    diagnose,
     export,
     parity,
     plan,
@@ -43,6 +44,7 @@ VERBS = (
     runs.logs,
     runs.list_runs,
     export.export,
+    diagnose.diagnose,
     setup.setup,
     schema.schema,
     shipped.constraints,

@@ -16,7 +16,7 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     compared = compared_steps(recipe)
     if compared.steps and compared.why:
         lines.append(f"parity: step 1 is also run in plain PyTorch, once ({compared.why})")
-    return "\n".join([*lines, *(_memory_lines(plan.memory, choice) if plan.memory else [])])
+    return "\n".join([*lines, *(memory_lines(plan.memory, choice) if plan.memory else [])])
 
 
 def _world_lines(plan: Plan) -> list[str]:
@@ -79,7 +79,7 @@ def _length_line(plan: Plan, recipe: Recipe) -> str:
     return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"
 
 
-def _memory_lines(memory: Memory, choice: bool) -> list[str]:
+def memory_lines(memory: Memory, choice: bool) -> list[str]:
     """Bytes of a rank, of every ZeRO stage where there is a `choice`."""
     lines = [
         f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch import doctor
+from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request, backend
 from ortlaunch.launch.failure import explain_end
@@ -76,7 +77,9 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
 
         end, stopped = supervise(run, resolved.file.recipe.launch.max_restarts, file, start)
         took = f", in {duration(time.monotonic() - started)}"
-        text = end.text if end.status else with_next(end.text + took, sys.argv[1:], resolved.file.recipe, run)
+        failed = bool(end.status)
+        last = with_verdict(run, end.status, end.text) if failed else end.text + took
+        text = last if failed else with_next(last, sys.argv[1:], resolved.file.recipe, run)
         file.end(end.status, text, stopped=stopped)
     print(text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status

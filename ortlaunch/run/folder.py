@@ -61,6 +61,7 @@ class RunDir:
         self.job_script = self.path / "job.sh"
         self.logs = self.path / "logs"
         self.errors = self.path / "errors"
+        self.flight_recorder = self.errors / "nccl_trace_rank_"  # with the rank's number
         self.failure_printed = self.errors / "printed"
         self.stall = self.errors / "stall.json"
         self.attempts = self.path / "attempts"

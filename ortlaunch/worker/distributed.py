@@ -25,6 +25,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.worker import interface
+from ortlaunch.worker.flight_recorder import record_collectives
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
 # end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.
@@ -103,6 +104,8 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     device = _device(plan, rank)
     found = detect(os.environ)
     launcher = found[1] if found else ""
+    if device.type == "cuda":
+        record_collectives(os.environ, run)
     _join(plan, rank, run, "nccl" if device.type == "cuda" else "gloo")
     _export(rank)
     yield DistributedContext(rank, device)

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from ortlaunch import machine
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir, is_full, read_json, write_json
@@ -88,6 +89,8 @@ class Account:
         seen = self._pulse.read()
         where = {"rank": rank.rank, "local_rank": rank.local_rank, "host": host, "pid": pid, "summary": summary,
                  "step": seen.step, "phase": seen.phase}  # fmt: skip
+        limit = machine.tightest_limit()
+        where["memory_limit"] = {"name": limit.name, "bytes": limit.size}
         self._store({**where, "time": time.time(), **record})
 
     def is_an_echo(self) -> None:

@@ -172,7 +172,7 @@ def _conclude(
     if number == signal.SIGKILL and echo and child.asked:
         what, number = f"was ended by SIGKILL, for it outlived its grace after {_name(child.asked)}", child.asked
     elif number:
-        what = f"was ended by {_name(number)}{_memory(number, oom_kills)}"
+        what = f"was ended by {_name(number)}{_memory(child.pid, number, oom_kills)}"
     else:
         what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
     code = 128 + number if number else os.WEXITSTATUS(status) or 1  # os._exit(0) in the middle of training
@@ -199,9 +199,14 @@ def _name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def _memory(number: int, before: int | None) -> str:
+def _memory(pid: int, number: int, before: int | None) -> str:
     """What the kernel says of its out-of-memory killer."""
-    after = machine.oom_kills() if number == signal.SIGKILL else None
+    if number != signal.SIGKILL:
+        return ""
+    line = machine.memory_kill_in_log(pid)
+    if line:
+        return f": the kernel's out-of-memory killer ended it ({line})"
+    after = machine.oom_kills()
     if after is None or before is None or after <= before:
         return ""
     return f": the kernel's out-of-memory killer ended {after - before} of its control group meanwhile"

@@ -24,7 +24,7 @@ ANY = None
 SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock",
           "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors",
           "user_modules", "launchers"}  # fmt: skip
-CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start",
+CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
            "schedulers"}  # fmt: skip
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
@@ -72,9 +72,11 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.export": ({"errors", "start", "run"}, set()),
     "run.provenance": ({"__init__", "machine", "run.folder"}, set()),
     "run.control": (
-        {"errors", "units", "output", "recipe", "plan", "planning", "launch", "bench", "doctor", "run"},
+        {"errors", "units", "output", "recipe", "plan", "planning", "launch", "bench", "doctor", "diagnose", "run"},
         set(),
     ),
+    "diagnose": ({"errors", "units", "plan", "recipe", "planning", "run", "diagnose"}, set()),
+    "diagnose.words": (set(), set()),
     "run.folder": (set(), set()),
     "run.origin": ({"plan", "recipe", "run.folder"}, set()),
     "run.resume": ({"errors", "recipe", "run"}, set()),

@@ -30,6 +30,7 @@ PATHS = {
     "bad_steps": "bad_steps.jsonl",
     "logs": "logs",
     "errors": "errors",
+    "flight_recorder": "errors/nccl_trace_rank_",
     "failure_printed": "errors/printed",
     "stall": "errors/stall.json",
     "attempts": "attempts",

@@ -19,6 +19,7 @@ from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker import distributed, interface
+from ortlaunch.worker.flight_recorder import record_collectives
 from tests.makers import host, plan, recipe
 
 HOSTS = (host("a", 2), Host("b", 2, (1, 3)))
@@ -28,6 +29,17 @@ HOSTS = (host("a", 2), Host("b", 2, (1, 3)))
 def _box(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine is called box."""
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
+
+
+def test_collectives_are_recorded_where_the_user_has_not_said_how(tmp_path: Path) -> None:
+    """The files of NCCL's flight recorder lie in the run folder, by today's names and torch 2.4's."""
+    environ = {"TORCH_FR_BUFFER_SIZE": "7"}
+    record_collectives(environ, RunDir(tmp_path))
+    prefix = str(tmp_path / "errors" / "nccl_trace_rank_")
+    assert environ == {
+        "TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": prefix, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", plan(recipe(), HOSTS, "mpi").ranks)

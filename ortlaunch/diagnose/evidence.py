@@ -1,0 +1,93 @@
+"""What a run folder holds about its end, read once. Nothing is judged here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.plan import Plan
+from ortlaunch.run.folder import RunDir, is_full, read_json
+
+_LAST_LINES = 12
+_TAIL_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of an end."""
+
+    run: RunDir
+    state: str
+    """As `ortlaunch status` says it."""
+    status: int | None
+    """The exit status of the command; None: it has not ended."""
+    text: str
+    """What the command said last; "" where it said nothing."""
+    records: list[dict[str, Any]]
+    """Accounts of ranks that failed, and of a run that stood still; the cause first."""
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The account of the cause; empty where no rank gave one of its own."""
+        return self.records[0] if self.records and not self.records[0]["secondary"] else {}
+
+    @property
+    def place(self) -> str:
+        """Where that was."""
+        if "rank" not in self.first:
+            return "the run"
+        return f"rank {self.first['rank']} on host {self.first['host']}"
+
+    @property
+    def words(self) -> str:
+        """All that the cause's account says, else what the command said."""
+        names = ("type", "summary", "message", "traceback")
+        return "\n".join(str(self.first.get(name, "")) for name in names) if self.first else self.text
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, where the run came so far."""
+        return Plan.read(self.run.plan) if self.run.plan.exists() else None
+
+    @property
+    def disk_is_full(self) -> bool:
+        """Now."""
+        return is_full(self.run.path)
+
+
+def read(run: RunDir, state: str, status: int | None, text: str) -> Evidence:
+    """Read what the ranks left."""
+    paths = [*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json")]
+    records = [record for path in paths if (record := _record(path))]
+    return Evidence(run, state, status, text, sorted(records, key=lambda one: (one["secondary"], one["time"])))
+
+
+def last_lines(run: RunDir, rank: int) -> list[str]:
+    """The end of a rank's error log."""
+    return _tail(run.log(rank, "err"))[-_LAST_LINES:]
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The last whole lines of a file of JSON lines."""
+    found = []
+    for line in _tail(path):
+        with contextlib.suppress(ValueError):  # the first may be cut, the last half written
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError, OSError):
+        record = read_json(path)
+        return {"secondary": False, "time": 0.0, "signal": None, **record} if isinstance(record, dict) else None
+    return None
+
+
+def _tail(path: Path) -> list[str]:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+    return []

@@ -1,0 +1,83 @@
+"""What a run that ran out of memory had planned, and what would take less: the plan's own estimate, again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ortlaunch.diagnose.evidence import Evidence
+from ortlaunch.plan import Plan
+from ortlaunch.planning.describe import memory_lines
+from ortlaunch.planning.memory import estimate
+from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.units import human
+
+_UNKNOWN = (
+    "the plan cannot count this model; less memory a rank: batch.micro_size lower (accumulation keeps global_size) or "
+    "auto, zero.stage 1 to 3 on several ranks, model.gradient_checkpointing: true"
+)
+
+
+def what_would_fit(found: Evidence) -> list[str]:
+    """The plan's memory table, and settings that would take less, beside the limit where that is known."""
+    plan = found.plan
+    if plan is None or plan.memory is None:
+        return [f"what would fit: {_UNKNOWN}"]
+    recipe = parse_resolved(found.run.recipe.read_text(encoding="utf-8"))
+    limit = _limit(found, plan)
+    head = "what would fit, by the plan's estimate (without framework overhead)"
+    shown = f"{head}: {human(limit)} a rank is the limit there" if limit else head
+    table = memory_lines(plan.memory, choice=plan.world_size > 1)
+    return [*table, shown, *(_row(*row, limit) for row in _less(recipe, plan))]
+
+
+def _limit(found: Evidence, plan: Plan) -> int | None:
+    """Bytes that each rank of the failed one's host can have."""
+    limit = found.first.get("memory_limit")
+    return int(limit["bytes"]) // plan.node_of(found.first["rank"]).slots if limit and plan.device == "cpu" else None
+
+
+def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
+    """(what to set, bytes of a rank then), as it is first."""
+    micro, ranks = plan.batch.micro_samples, plan.world_size
+    now = _total(recipe, micro, ranks, plan.device)
+    yield "as it is", now
+    sizes = [size for size in (micro // 2, micro // 4, 1) if 0 < size < micro]
+    for size in dict.fromkeys(sizes):
+        yield f"batch.micro_size: {size}", _total(recipe, size, ranks, plan.device)
+    changed = recipe
+    for said, update in _settings(recipe, ranks):
+        total = _total(_with(recipe, update), micro, ranks, plan.device)
+        if total < now:
+            yield said, total
+            changed = _with(changed, update)
+    if changed is not recipe and sizes:
+        yield f"all of these, batch.micro_size: {sizes[-1]}", _total(changed, sizes[-1], ranks, plan.device)
+
+
+def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    most = 2 if recipe.engine.name == "ort" else 3
+    stage = recipe.zero.stage if recipe.zero else 0
+    if ranks > 1 and stage < most and recipe.optimizer.name != "lamb":
+        yield f"zero.stage: {most}", {"zero": {"stage": most}}
+    if not recipe.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing: true", {"model": {"gradient_checkpointing": True}}
+    if recipe.engine.chunked_loss == "off":
+        yield "engine.chunked_loss: auto", {"engine": {"chunked_loss": "auto"}}
+
+
+def _with(recipe: Recipe, update: dict[str, dict[str, Any]]) -> Recipe:
+    """The recipe with these fields of its sections."""
+    raw = recipe.model_dump(exclude_unset=True)
+    return Recipe.model_validate({**raw, **{name: {**(raw.get(name) or {}), **each} for name, each in update.items()}})
+
+
+def _total(recipe: Recipe, micro: int, ranks: int, device: str) -> int:
+    memory = estimate(recipe, micro, ranks, device)
+    assert memory is not None  # the plan has one
+    return dict(memory.by_stage)[memory.chosen].total
+
+
+def _row(said: str, total: int, limit: int | None) -> str:
+    fits = "" if limit is None else ", fits" if total < limit else ", does not fit"
+    return f"    {said:<44}{human(total):>11}{fits}"

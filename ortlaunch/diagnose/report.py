@@ -1,0 +1,122 @@
+"""The diagnosis of a run: what `ortlaunch diagnose` prints, and what `train` says of its own failure."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from ortlaunch.diagnose import evidence
+from ortlaunch.diagnose.causes import Cause, cause_of
+from ortlaunch.diagnose.evidence import Evidence
+from ortlaunch.diagnose.memory import what_would_fit
+from ortlaunch.run import status
+from ortlaunch.run.folder import RunDir, json_text
+from ortlaunch.units import human
+
+_FEW_BYTES = 1 << 30
+_SKIPPED_OFTEN = 0.5
+_PLAIN = ("ended-well", "stopped", "running")  # nothing went wrong
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why a run ended as it did."""
+
+    run: str
+    state: str
+    exit_status: int | None
+    kind: str
+    verdict: str
+    advice: tuple[str, ...]
+    evidence: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json_text(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        """Verdict, evidence, what to try."""
+        lines = [f"verdict: {self.verdict}", *(["", "evidence:"] if self.evidence else []), *self.evidence]
+        return "\n".join([*lines, *(["", "try:"] if self.advice else []), *(f"  {each}" for each in self.advice)])
+
+
+def diagnose(run: RunDir) -> Diagnosis:
+    """Look at a run, which may go on.
+
+    Raises:
+        InputError: it is no run folder, or its files are not for this user.
+    """
+    found = status.look(run)
+    exit_status = found.job.exit_status if found.state.is_end else None
+    about = evidence.read(run, found.state.value, exit_status, found.job.verdict or "")
+    cause = cause_of(about)
+    return Diagnosis(str(run), found.state.value, exit_status, cause.kind, cause.verdict, cause.advice,
+                     tuple(_evidence(about, cause)))  # fmt: skip
+
+
+def with_verdict(run: RunDir, exit_status: int, text: str) -> str:
+    """What a command says last of a run that failed, with the verdict before its last line."""
+    about = evidence.read(run, "failed", exit_status, text)
+    cause = cause_of(about)
+    if not exit_status or cause.kind in _PLAIN:
+        return text
+    more = what_would_fit(about) if cause.kind == "out-of-memory" else []
+    lines = [f"verdict: {cause.verdict}", *more, *(f"try: {each}" for each in cause.advice)]
+    before, mark, last = text.rpartition("ortlaunch: ")
+    return "\n".join([*([before.rstrip("\n")] if before.strip() else []), *lines, f"{mark}{last}"])
+
+
+def _evidence(found: Evidence, cause: Cause) -> Iterator[str]:
+    code = found.status
+    yield f"  {found.state}" + (f", exit status {code}{_meaning(code)}" if code is not None else "")
+    for record in found.records[:1]:
+        yield f"  {record.get('summary')}"
+        yield from (f"    | {line}" for line in evidence.last_lines(found.run, record["rank"]))
+    others = [f"{record['rank']}" for record in found.records[1:]]
+    if others:
+        yield f"  rank {', '.join(others[:16])} ended after that: {len(others)} in all"
+    if not found.records and found.text:
+        yield f"  the command said: {found.text.strip().splitlines()[-1]}"
+    yield from _progress(found)
+    yield from _storage(found, cause)
+    yield from (f"  {line}" for line in (what_would_fit(found) if cause.kind == "out-of-memory" else ()))
+    prefix = found.run.flight_recorder
+    recorders = [path for path in prefix.parent.glob(f"{prefix.name}*") if path.stat().st_size]
+    if recorders:
+        yield f"  NCCL's flight recorder: {len(recorders)} files; torchfrtrace {prefix.parent} -p {prefix.name}"
+
+
+def _meaning(code: int) -> str:
+    """128 + a signal's number in words."""
+    if code == 85:
+        return " (saved; run me again)"
+    try:
+        return f" (128 + {code - 128}: {signal.Signals(code - 128).name})" if code > 128 else ""
+    except ValueError:
+        return ""
+
+
+def _progress(found: Evidence) -> Iterator[str]:
+    """How far it came, and whether its numbers were well."""
+    steps = [line for line in evidence.json_lines(found.run.metrics) if "loss" in line]
+    if steps:
+        loss = steps[-1]["loss"]
+        yield f"  the last logged step is {steps[-1]['step']}" + (f", loss {float(loss):.4g}" if loss else "")
+        skipped = steps[-1].get("skipped_steps", 0) - steps[0].get("skipped_steps", 0)
+        between = steps[-1]["step"] - steps[0]["step"]
+        if between and skipped / between > _SKIPPED_OFTEN:
+            yield f"  fp16 skipped {skipped} of the last {between} steps: its loss scale finds no place"
+    for line in evidence.json_lines(found.run.bad_steps)[-3:]:
+        yield f"  bad step {line['step']} ({line['action']}): {line['message'].splitlines()[0]}"
+    saved = found.run.complete_checkpoints()
+    yield f"  the newest complete checkpoint is after step {saved[-1][0]}" if saved else "  no complete checkpoint"
+
+
+def _storage(found: Evidence, cause: Cause) -> Iterator[str]:
+    for line in [line for line in evidence.json_lines(found.run.saves) if line.get("error")][-1:]:
+        yield f"  the save after step {line['step']} failed: {line['error']}"
+    free = shutil.disk_usage(found.run.path).free
+    if free < _FEW_BYTES or cause.kind == "disk-full":
+        yield f"  {human(free)} are free now on the disk of {found.run}"
