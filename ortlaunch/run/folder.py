@@ -8,6 +8,7 @@ runs/<name>-<timestamp>/
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   errors/stall.json errors/stacks_00003.txt                            the run stood still: who, and where each rank was
+  slow_ranks.jsonl                                                     ranks that hold the others up, each named once
   attempts/1/{logs,errors}                                             of a failed start, once another has begun
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   steps.json summary.json                                              train.epochs in steps; the end of the run
@@ -64,6 +65,7 @@ class RunDir:
         self.flight_recorder = self.errors / "nccl_trace_rank_"  # with the rank's number
         self.failure_printed = self.errors / "printed"
         self.stall = self.errors / "stall.json"
+        self.slow_ranks = self.path / "slow_ranks.jsonl"
         self.attempts = self.path / "attempts"
         self.ready = self.path / "ready"
         self.requests = self.path / "requests"

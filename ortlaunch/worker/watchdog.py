@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.worker.child import Child
 from ortlaunch.worker.exchange import Exchange
 from ortlaunch.worker.pulse import AUTO, NEVER, Activity, Pulse, state_of
+from ortlaunch.worker.slow import SlowRanks
 from ortlaunch.worker.stall import EXIT_STATUS, Beat, Verdict, judge
 
 _BEAT_SECONDS = 1.0
@@ -46,6 +48,7 @@ class Watchdog:
         self._beat_at = self._since = time.monotonic()
         self._asked_at: float | None = None
         self._activity: Activity | None = None
+        self._slow = SlowRanks()
         if self._plan.task not in _WATCHED_TASKS:
             self.pulse.limit = NEVER
 
@@ -78,9 +81,17 @@ class Watchdog:
         mine = self._seen(child.pid)
         self.exchange.tell(mine)
         beats = self.exchange.beats(mine)
+        self._look_for_slow_ranks(beats, now)
         found = judge(beats, self.pulse.limit, now - self._since) if beats else None
         if found:
             self._begin_ending(found, child)
+
+    def _look_for_slow_ranks(self, beats: list[Beat] | None, now: float) -> None:
+        slow = self._slow.look(beats, now) if beats and len(beats) > 1 and self.exchange.is_hub else None
+        if slow is not None:
+            print(f"ortlaunch: {slow.summary}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError), open(self.run.slow_ranks, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": time.time(), **slow._asdict()}) + "\n")
 
     def _seen(self, pid: int) -> Beat:
         self._activity = self._activity or Activity(pid)

@@ -34,6 +34,7 @@ PATHS = {
     "failure_printed": "errors/printed",
     "stall": "errors/stall.json",
     "attempts": "attempts",
+    "slow_ranks": "slow_ranks.jsonl",
     "ready": "ready",
     "commands": "commands.jsonl",
     "modules": "modules",

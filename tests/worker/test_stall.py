@@ -11,6 +11,7 @@ import pytest
 from ortlaunch.rank import Rank
 from ortlaunch.worker.exchange import Exchange
 from ortlaunch.worker.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, Pulse
+from ortlaunch.worker.slow import SlowRanks
 from ortlaunch.worker.stall import MEETING, Beat, behind, judge, limits
 
 
@@ -164,3 +165,22 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     hub.leave()
     other.receive()
     assert other.beats(beat(1)) is None
+
+
+def test_a_slow_rank_is_named_once() -> None:
+    """Twice its peers' own time over many steps, where that is much of a step; a single long step names nobody."""
+    slow = SlowRanks()
+
+    def at(step: int, *own: float) -> list[Beat]:
+        return [beat(rank, step=step, own_seconds=seconds) for rank, seconds in enumerate(own)]
+
+    assert slow.look(at(2, 0.0, 0.0, 0.0), 0.0) is None
+    assert slow.look(at(40, 4.0, 12.0, 4.0), 60.0) is None  # too few steps
+    found = slow.look(at(102, 10.0, 30.0, 10.0), 90.0)
+    assert found is not None
+    assert found.summary == (
+        "rank 1 on host h is slow: reading batches and forward passes take it 0.3 s a step, 3.0 times as long as its "
+        "peers (0.1 s), over 100 steps; all wait for it"
+    )
+    assert slow.look(at(202, 20.0, 60.0, 20.0), 200.0) is None  # named before
+    assert slow.look(at(302, 20.1, 60.1, 20.5), 300.0) is None  # 4 ms of a second
