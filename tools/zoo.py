@@ -154,7 +154,9 @@ def _section(title: str, found: dict[str, Any]) -> list[str]:
 def _row(name: str, case: dict[str, Any]) -> str:
     if "difference" not in case:
         return f"| {name} | {case['state']} | | {case['why'].replace('|', ' ')[:200]} |"
-    calls = ", ".join(f"{key.removeprefix('aten.')} {count}" for key, count in case["torch"].items())
+    calls = f"as the error says, torch_modules: {', '.join(case['named'])}; " if case.get("named") else ""
+    calls += ", ".join(f"{key.removeprefix('aten.')} {count}" for key, count in list(case["torch"].items())[:6])
+    calls += f" and {len(case['torch']) - 6} more" if len(case["torch"]) > 6 else ""
     return f"| {name} | {case['state']} | {case['difference']:.0e} | {calls} |"
 
 

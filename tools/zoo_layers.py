@@ -119,6 +119,7 @@ def _others() -> dict[str, Callable[[], Case]]:
         "Unfold": lambda: (nn.Unfold((2, 3)), [x(2, 3, 5, 6)]),
         "GroupNorm": lambda: (nn.GroupNorm(2, 4), [x(*images)]),
         "LayerNorm": lambda: (nn.LayerNorm(6), [x()]),
+        "LayerNorm without bias": lambda: (nn.LayerNorm(6, bias=False), [x()]),
         "LayerNorm two axes": lambda: (nn.LayerNorm([8, 8]), [x(*images)]),
         "LazyLinear": lambda: (nn.LazyLinear(5), [x()]),
         "Linear": lambda: (nn.Linear(6, 5), [x()]),

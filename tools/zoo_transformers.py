@@ -28,7 +28,7 @@ _SIZES: dict[str, Any] = {
     "num_channels": 3, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
     "n_routed_experts": 4, "num_labels": 3, "attn_implementation": "sdpa", "max_source_positions": 24,
     "max_target_positions": 24, "num_mel_bins": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 1, "use_cache": False,
+    "decoder_start_token_id": 1, "use_cache": False, "apply_spec_augment": False,
 }  # fmt: skip
 
 
@@ -51,6 +51,9 @@ def made(task: str, family: str, kind: str) -> tuple[nn.Module, dict[str, torch.
     config = transformers.AutoConfig.for_model(family, **known)
     for name in drops:
         setattr(config, name, 0.0)
+    for name in ("mask_time_prob", "mask_feature_prob"):  # drawn by NumPy, which is refused
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
     config.num_labels = 3
     if hasattr(config, "problem_type"):
         config.problem_type = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 import time
 import traceback
@@ -72,8 +73,7 @@ def _net(make: Callable[[], Any]) -> tuple[nn.Module, list[Any]]:
 
 def tried(make: Callable[[], Any]) -> dict[str, Any]:
     """What became of one case: trains, differs, refused, or is no case at all (eager does not run it)."""
-    from ortlaunch.errors import EngineError
-    from ortlaunch.ortmodule import ORTModule, torch_calls
+    from ortlaunch.ortmodule import torch_calls
 
     torch.manual_seed(0)
     began = time.perf_counter()
@@ -83,18 +83,34 @@ def tried(make: Callable[[], Any]) -> dict[str, Any]:
         theirs = steps(eager, eager, inputs)
     except Exception as error:
         return {"state": "no case", "why": brief(error)}
-    torch_calls.calls.clear()
+    torch_calls.restart()
     try:
-        ours = steps(model, ORTModule(model), inputs)
-    except EngineError as error:
-        return {"state": "refused", "why": brief(error)}
+        ours, named = advised(model, inputs)
     except Exception as error:
         return {"state": "refused", "why": brief(error), "trace": traceback.format_exc()[-3000:]}
     worst = max(difference(a, b) for a, b in zip(ours, theirs))
     took = time.perf_counter() - began
     operators = {name: found.forward for name, found in torch_calls.made().items()}
     state = "trains" if worst <= LIMIT else "differs"
-    return {"state": state, "difference": worst, "torch": operators, "seconds": round(took, 1)}
+    return {"state": state, "named": named, "difference": worst, "torch": operators, "seconds": round(took, 1)}
+
+
+def advised(model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], list[str]]:
+    """What a run gives, as it is or with the layers that its error says can run as torch; and these layers."""
+    from ortlaunch.ortmodule import ORTModule, Settings
+
+    named: list[str] = []
+    for _ in range(4):
+        try:
+            tried = copy.deepcopy(model)
+            return steps(tried, ORTModule(tried, Settings(torch_modules=named)), inputs), named
+        except Exception as error:
+            found = re.search(r"Settings\.torch_modules=\[(.*?)\]", str(error))
+            more = re.findall(r"'([^']+)'", found[1]) if found else []
+            if not more or set(more) <= set(named):
+                raise
+            named = sorted({*named, *more})
+    raise AssertionError("every export names another layer")
 
 
 def steps(model: nn.Module, module: Any, inputs: Any) -> list[torch.Tensor]:

@@ -61,10 +61,11 @@ class Gradients:
     """Follows, in a graph that is being written, what a gradient of the model's weights and inputs goes through.
 
     is_trained: whether an input of the graph, by name, gets a gradient.
+    device: cpu or cuda; their kernels differ.
     """
 
-    def __init__(self, is_trained: Callable[[str], bool]) -> None:
-        self._is_trained = is_trained
+    def __init__(self, is_trained: Callable[[str], bool], device: str) -> None:
+        self._is_trained, self._device = is_trained, device
         self._known: dict[int, bool] = {}
 
     def reach(self, value: Any) -> bool:
@@ -88,7 +89,7 @@ class Gradients:
 
     def lost(self, written: Sequence[Any], outputs: Iterable[Any]) -> str:
         """The first ONNX operator among nodes just written through which ORT's gradient would not come; or empty."""
-        if all(map(_is_derived, written)):
+        if all(_is_derived(node, self._device) for node in written):
             return ""
         own = {value.unique() for node in written for value in node.outputs()}
         pending = [value for value in outputs if value is not None and _is_float(value)]
@@ -99,25 +100,27 @@ class Gradients:
                 continue
             seen.add(value.unique())
             given = list(_given(value))
-            if not _is_derived(value.node()) and any(map(self.reach, given)):
+            if not _is_derived(value.node(), self._device) and any(map(self.reach, given)):
                 return _name(value.node())
             pending += given
         return ""
 
 
-def _is_derived(node: Any) -> bool:
+def _is_derived(node: Any, device: str) -> bool:
     """Also by what ORT's builders and kernels of gradients do not know of their operator."""
     name = _name(node)
     if name in ("GRU", "LSTM"):
         return _text(node, "direction", "forward") == "forward"
+    if name == "LayerNormalization":  # without a bias the gradient has two outputs of one name
+        return len(list(node.inputs())) > 2
     if name == "Pad":
         return _text(node, "mode", "constant") == "constant"
     if name in ("AveragePool", "MaxPool"):  # of other ranks, or with places, a wrong shape or the end of the process
         return _rank(node) == 4 and node.outputsSize() == 1
     if name == "ConvTranspose":
-        return bool(torch.cuda.is_available())
+        return device != "cpu"
     if name == "Conv" and "group" in node.attributeNames() and int(node.i("group")) > 1:
-        return bool(torch.cuda.is_available() or _rank(node) != 5)  # which overwrites other tensors
+        return device != "cpu" or _rank(node) != 5  # which overwrites other tensors
     return name in _DERIVED
 
 

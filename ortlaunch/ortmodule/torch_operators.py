@@ -8,6 +8,7 @@ its place (torch_calls.py). What shows only when ORT builds the gradient is expo
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import re
@@ -21,7 +22,7 @@ from ortlaunch.ortmodule.differentiable import Gradients
 from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.settings import settings_of
-from ortlaunch.ortmodule.source_guard import TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, TRANSITION, owner
 
 _NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
 # Those that ORT, or its exporter's form, does not what torch does for.
@@ -38,6 +39,7 @@ def install() -> None:
     """Let the build of a gradient that fails for one operator be tried with that operator as torch's."""
     for step in ("_build_graph", "_create_execution_agent"):
         wrap_method(owner(TRAINING), step, _trying_again)
+    wrap_method(owner(EVALUATION), "_create_execution_agent", _forgetting_call)
     wrap_method(owner(TRANSITION), "get_post_processed_model", _noting_call)
 
 
@@ -81,7 +83,8 @@ class _Translator:
         buffers = {name for name, _ in export.module.named_buffers()}
         inputs = set(export.info.onnx_graph_input_names_require_grad)
         plain = set(export.info.onnx_graph_input_names) - inputs - parameters.keys()
-        self._gradients = Gradients(lambda name: parameters.get(name, name not in buffers and name not in plain))
+        is_trained = functools.partial(_is_trained, parameters, buffers | plain)
+        self._gradients = Gradients(is_trained, export.device.type)
 
     def noting(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         """Note each operator's schema, which the exporter's passes over the traced graph forget."""
@@ -99,9 +102,11 @@ class _Translator:
             return original(*given)
 
         name = node.kind()
-        if not name.startswith(("aten::", "torchvision::")) or name.rstrip("_") in _NEVER:
+        if not name.startswith(("aten::", "torchvision::")):
             return plainly()
         call = operator_calls.Call(node, inputs, self._schemas)
+        if name.rstrip("_") in _NEVER and not call.is_complex():
+            return plainly()
         context = importlib.import_module(_JIT).GraphContext(graph, block, _opset(), node, {}, env, known, new)
         if name.rstrip("_") in self._names or call.is_complex() or (self._by_rule and name in _WRONG):
             return call.write(context, self._gradients)
@@ -129,6 +134,10 @@ class _Translator:
             raise RuntimeError(f"{error}; nor can it be called as torch's: {why}") from error
 
 
+def _is_trained(parameters: dict[str, bool], others: set[str], name: str) -> bool:
+    return parameters.get(name, name not in others)
+
+
 def _nodes(block: Any) -> Iterator[Any]:
     for node in block.nodes():
         yield node
@@ -154,18 +163,32 @@ def _blamed_so_far(options: Any) -> set[str]:
 
 def _noting_call(original: Callable[..., Any], transition: Any, inputs: Any, kwargs: Any) -> Any:
     transition._ortlaunch_given = inputs, kwargs
-    return original(transition, inputs, kwargs)
+    changed, info = original(transition, inputs, kwargs)
+    if not changed:  # no build follows, and a batch is not to be kept
+        del transition._ortlaunch_given
+    return changed, info
+
+
+def _forgetting_call(original: Callable[..., Any], manager: Any) -> Any:
+    _built(manager, original.__name__)
+    return original(manager)
 
 
 def _trying_again(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
     for _ in range(_ROUNDS):
         try:
-            return original(manager, *args)
+            original(manager, *args)
+            return _built(manager, original.__name__)
         except Exception as error:
             if not _blame(manager, str(error)):
                 raise
             _export_anew(manager, original.__name__)
     return original(manager, *args)
+
+
+def _built(manager: Any, step: str) -> None:
+    if step == "_create_execution_agent":
+        vars(manager._graph_transition_manager).pop("_ortlaunch_given", None)
 
 
 def _blame(manager: Any, message: str) -> set[str]:
