@@ -47,6 +47,8 @@ def made(task: str, family: str, kind: str) -> tuple[nn.Module, dict[str, torch.
 
     plain = transformers.AutoConfig.for_model(family)
     known = {name: size for name, size in _SIZES.items() if name == "num_labels" or hasattr(plain, name)}
+    if hasattr(plain, "conv_dim"):
+        known["conv_dim"] = tuple(16 for _ in plain.conv_dim)
     drops = [n for n in vars(plain) if ("dropout" in n or "drop_" in n or "layerdrop" in n) and _is_rate(plain, n)]
     config = transformers.AutoConfig.for_model(family, **known)
     for name in drops:
