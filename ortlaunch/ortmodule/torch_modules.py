@@ -17,6 +17,7 @@ from unittest import mock
 import numpy
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ortlaunch.errors import EngineError
@@ -26,8 +27,15 @@ from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.settings import SettingError, settings_of
 from ortlaunch.ortmodule.torch_calls import as_function
 
-# Layers of torch.nn whose code takes sizes that depend on values, or checks of values, which no trace follows.
-_NO_TRACE = (nn.AdaptiveLogSoftmaxWithLoss, nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
+# Layers of torch.nn whose code takes sizes that depend on values, or checks of values, which no trace follows, or
+# changes a buffer in place in a way of which the exporter's translation ends.
+_NO_TRACE = (
+    nn.AdaptiveLogSoftmaxWithLoss,
+    nn.MaxUnpool1d,
+    nn.MaxUnpool2d,
+    nn.MaxUnpool3d,
+    parametrizations._SpectralNorm,
+)
 _MARK = "_ortlaunch_torch"
 
 

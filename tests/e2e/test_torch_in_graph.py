@@ -64,11 +64,14 @@ def layers(home: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, {"stage": 1}, {"stage": 2}], ids=["ddp", "zero1", "zero2"])
 def test_two_ranks_with_a_layer_in_torch(train: Train, zero: Any) -> None:
-    """Losses are eager's; engine.json and the end of the run say what ran as torch."""
+    """Losses are those of eager under DistributedDataParallel; engine.json and the end of the run say what is torch's.
+
+    Eager ZeRO 2 of such a model differs: its ranks take other branches, and with them another order of gradients.
+    """
     sharded = {"zero": zero} if zero else {}
     name = f"zero{zero['stage']}" if zero else "ddp"
     ours = ended_well(train(f"torch-{name}", merged(RECIPE, sharded), *TWO_RANKS, timeout=300))
-    plain = {"engine": {"name": "eager", "torch_modules": []}, **sharded}
+    plain = {"engine": {"name": "eager", "torch_modules": []}}
     eager = ended_well(train(f"eager-{name}", merged(RECIPE, plain), *TWO_RANKS, timeout=300))
     assert ours.losses() == pytest.approx(eager.losses(), rel=1e-5)
     calls = ours.truth()["onnxruntime"]["torch_calls"]
