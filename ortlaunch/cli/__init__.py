@@ -13,6 +13,7 @@ import typer
 from ortlaunch.cli import (
     bench,
     diagnose,
+    doctor,
     export,
     parity,
     plan,
@@ -45,6 +46,7 @@ VERBS = (
     runs.list_runs,
     export.export,
     diagnose.diagnose,
+    doctor.doctor,
     setup.setup,
     schema.schema,
     shipped.constraints,

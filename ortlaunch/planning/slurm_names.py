@@ -27,6 +27,12 @@ def hosts_of_step(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
     return tuple(Host(name, count, tuple(range(count))) for name, count in zip(nodes, tasks))
 
 
+def hosts_of_job(environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The nodes of the job that this process is in, with their tasks; none outside of one."""
+    job = {"SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE"}
+    return hosts_of_step({name: value for name, value in environ.items() if name in job}) or ()
+
+
 def node_names(text: str) -> list[str]:
     """`a,host[1-2,04]-ib` -> a, host1-ib, host2-ib, host04-ib, in Slurm's order."""
     return [name for part in _parts(text) for name in _expanded(part)]

@@ -323,6 +323,9 @@ class Launch(Section):
     interface: Optional[Text] = None
     """Network interface of every host that ranks meet on, as `ib0`; null: that of the route to the other hosts. Same as
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in `env`, which come first."""
+    preflight: bool = True
+    """Look at every host before ranks of several are started through ssh, all at once: reached, same versions, GPUs,
+    address, shared run folder, disk for checkpoints (`ortlaunch doctor` looks at more). Not within a job of Slurm's."""
     env: dict[str, str] = {}
     """Environment variables for every rank, as `{NCCL_DEBUG: WARN}`. No secrets: export those in your shell."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0

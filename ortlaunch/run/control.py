@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ortlaunch import doctor
 from ortlaunch.diagnose.report import with_verdict
+from ortlaunch.doctor import hosts
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request, backend
 from ortlaunch.launch.failure import explain_end
@@ -64,6 +65,7 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
             found = micro_size.find(resolved.file.recipe, resolved.plan, run)
             resolved = resolved.with_choice(micro_size.override(found))
         resume.apply(run, beginning, options)
+        _look_at_hosts(resolved, run)
         request = _prepare(resolved, run)
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
         launcher = backend(resolved.plan.launcher)
@@ -83,6 +85,19 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
         file.end(end.status, text, stopped=stopped)
     print(text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
+
+
+def _look_at_hosts(resolved: ResolvedRun, run: RunDir) -> None:
+    """What would let ranks of several hosts fail or wait for ever, before they are started."""
+    plan, recipe = resolved.plan, resolved.file.recipe
+    if len(plan.nodes) == 1 or not recipe.launch.preflight:
+        return
+    if "SLURM_JOB_ID" in os.environ:
+        _say(["launch.preflight: not inside a job of Slurm's, where hosts are not reached by ssh: ortlaunch doctor"])
+        return
+    kept = (recipe.checkpoint.keep or 1) + 1
+    needed = plan.memory.checkpoint * kept if plan.memory else 0
+    hosts.require(hosts.Asked(plan.nodes, plan.device, Path(os.path.abspath(run.path)), needed))
 
 
 def _says_that_nothing_is_left(

@@ -1,0 +1,121 @@
+"""Whole runs over hosts of the lab: by mpirun, torchrun and through Slurm's queue, beside one on a single machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.lab import LOGIN, Lab
+from tests.e2e.runs import BERT, COMMAND, environment, merged
+from tests.ort import INSTALLED, build, share_extensions
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(280)]
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+RECIPE = merged(
+    BERT,
+    {
+        "model": {"config": NO_DROPOUT},
+        "batch": {"global_size": 16, "micro_size": 4},
+        "engine": {"name": "ort" if INSTALLED else "eager"},
+        "zero": {"stage": 1},
+        "train": {"max_steps": 6, "evaluate_every_steps": None},
+        "launch": {"forward": ["WANDB_API_KEY"]},
+    },
+)
+SECRET = "s3cret-of-the-tests"
+
+
+class Site:
+    """A user's folder on the shared disk, and commands in it on the login node."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self.env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"], "WANDB_API_KEY": SECRET}
+
+    def ortlaunch(self, *words: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+        return self.lab.run(LOGIN, str(COMMAND), *words, cwd=self.folder, env=self.env, timeout=timeout)
+
+    def well(self, *words: str) -> str:
+        """Its output; it must end well."""
+        ended = self.ortlaunch(*words)
+        assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+        return ended.stdout
+
+    def losses(self, run: str) -> list[float]:
+        lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
+        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def site(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """With a recipe, its text and a cache that has the built extensions."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "cache").mkdir()
+    if INSTALLED:
+        build()
+        share_extensions(folder / "cache")
+    text = [f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(400)]
+    for name in ("train", "held-out"):
+        (folder / f"{name}.txt").write_text("\n\n".join(text))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return Site(lab, folder)
+
+
+@pytest.fixture(scope="module")
+def curve(site: Site) -> list[float]:
+    """Losses of one process on one machine."""
+    site.well("train", "recipe.yaml", "--run-dir", "alone")
+    return site.losses("alone")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "slots"), [("mpi", (1, 2, 1)), ("torchrun", (1, 1))], ids=["mpirun-1-2-1", "torchrun-1-1"]
+)
+def test_hosts_of_a_file_train_as_one_machine(
+    launcher: str, slots: tuple[int, ...], site: Site, curve: list[float]
+) -> None:
+    """The same losses; hosts are named; no forwarded value is anywhere in the run folder."""
+    lines = [f"host{number} slots={count}" for number, count in enumerate(slots, 1)]
+    (site.folder / "hosts").write_text("\n".join(lines) + "\n")
+    out = site.well("train", "recipe.yaml", "--hostfile", "hosts", "--launcher", launcher, "--run-dir", launcher)
+    assert site.losses(launcher) == pytest.approx(curve, abs=1e-5)
+    assert f"{sum(slots)} ranks on {len(slots)} hosts" in out
+    assert all(f"host{number}: rank" in out for number in range(1, len(slots) + 1))
+    assert not leaking(site.folder / launcher)
+
+
+def test_a_queued_run_trains_as_one_machine(site: Site, curve: list[float]) -> None:
+    """The id alone, logs to the end, and the truth about it; unequal tasks of a job of one's own, too."""
+    out = site.well("submit", "recipe.yaml", "--run-dir", "queued", "launch.nodes=2", "launch.processes_per_node=1")
+    number = out.strip()
+    assert number.isdecimal()
+    assert site.well("status", "queued").splitlines()[0].endswith(f"job {number} of slurm)")
+    assert "final loss" in site.well("logs", "queued", "--follow")
+    assert site.losses("queued") == pytest.approx(curve, abs=1e-5)
+    status = json.loads(site.well("status", "queued", "--json"))
+    assert (status["state"], status["job"]["backend"], status["job"]["exit_status"]) == ("succeeded", "slurm", 0)
+    assert site.well("list").split()[0] == "succeeded"
+    assert not leaking(site.folder / "queued")
+
+
+def test_a_job_of_ones_own_has_unequal_tasks_and_no_forgotten_srun(site: Site, curve: list[float]) -> None:
+    """Tasks 2 + 1 train, on hosts with Slurm's names; a batch script without srun is refused."""
+    batch = ("launch.forward=[]", "batch.global_size=12", "batch.micro_size=4", "train.max_steps=2")
+    words = [str(COMMAND), "train", "recipe.yaml", *batch, "--run-dir", "uneven"]
+    ended = site.lab.run(LOGIN, "srun", "--nodes=2", "--ntasks=3", *words, cwd=site.folder, env=site.env, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    hosts = json.loads((site.folder / "uneven" / "plan.json").read_text())["nodes"]
+    assert [(host["host"], host["slots"]) for host in hosts] == [("host1", 2), ("host2", 1)]
+    wrapped = ("sbatch", "--wait", "--nodes=2", "--ntasks=2", "--output=forgot.out", "--wrap")
+    command = f"{COMMAND} train recipe.yaml --run-dir forgot"
+    assert site.lab.run(LOGIN, *wrapped, command, cwd=site.folder, env=site.env).returncode == 2
+    assert "start all with `srun ortlaunch train ...`" in (site.folder / "forgot.out").read_text()
+
+
+def leaking(folder: Path) -> list[str]:
+    """Files of a run that hold the secret."""
+    return [str(path) for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
