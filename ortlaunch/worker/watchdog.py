@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -44,7 +45,7 @@ class Watchdog:
         self.verdict: Verdict | None = None
         self.ended_it = False
         self._plan = Plan.read(run.plan)
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the guardian lives
+        self._stacks = _memory_file()
         self._beat_at = self._since = time.monotonic()
         self._asked_at: float | None = None
         self._activity: Activity | None = None
@@ -171,14 +172,22 @@ class Watchdog:
             self.exchange.leave()
 
     def _shown(self) -> str:
-        size = os.fstat(self._stacks.fileno()).st_size
-        return os.pread(self._stacks.fileno(), size, 0).decode(errors="replace")
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+
+
+def _memory_file() -> int:
+    """A file that needs no disk (Linux), open as long as the guardian lives."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("stacks")
+    return os.dup(tempfile.TemporaryFile().fileno())
 
 
 def _first_lines(stack: str) -> str:
-    """The innermost frames; all of them are in errors/."""
-    lines = stack.splitlines(keepends=True)
-    return "".join(lines[:_SHOWN_LINES]) + ("  ...\n" if len(lines) > _SHOWN_LINES else "")
+    """The innermost frames of the main thread; all of them are in errors/."""
+    threads = re.split(r"\n(?=(?:Current t|T)hread 0x|py-spy:)", stack)
+    main = next((one for one in threads if "rank_supervisor.py" in one), stack)
+    lines = main.strip("\n").splitlines(keepends=True)
+    return "".join(lines[:_SHOWN_LINES]) + ("\n" if len(lines) <= _SHOWN_LINES else "  ...\n")
 
 
 def _py_spy(pid: int) -> str:

@@ -13,6 +13,7 @@ from ortlaunch.worker.exchange import Exchange
 from ortlaunch.worker.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, Pulse
 from ortlaunch.worker.slow import SlowRanks
 from ortlaunch.worker.stall import MEETING, Beat, behind, judge, limits
+from ortlaunch.worker.watchdog import _first_lines
 
 
 def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Beat:
@@ -184,3 +185,14 @@ def test_a_slow_rank_is_named_once() -> None:
     )
     assert slow.look(at(202, 20.0, 60.0, 20.0), 200.0) is None  # named before
     assert slow.look(at(302, 20.1, 60.1, 20.5), 300.0) is None  # 4 ms of a second
+
+
+def test_the_main_threads_innermost_frames_are_shown() -> None:
+    """Not the thread that counts collectives; the rest of a deep stack is in errors/."""
+    frames = "".join(f'  File "deep.py", line {n} in f\n' for n in range(30))
+    stack = (
+        f'Thread 0x1 (most recent call first):\n  File "meeting.py"\n\nThread 0x2 (most recent call first):\n{frames}'
+    )
+    shown = _first_lines(stack + '  File "/x/rank_supervisor.py", line 9 in watch\n').splitlines()
+    assert shown[:2] == ["Thread 0x2 (most recent call first):", '  File "deep.py", line 0 in f']
+    assert (len(shown), shown[-1]) == (13, "  ...")
