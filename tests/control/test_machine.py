@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,17 @@ def test_cores_are_what_a_control_group_gives_time_for(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert machine.cores() == cores
+
+
+@pytest.mark.parametrize(("age", "pid", "found"), [(1, 77, True), (1, 7, False), (3600, 77, False)])
+def test_the_kernels_log_names_who_was_ended_for_memory(
+    age: float, pid: int, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line about this process, and not about another, nor about one that had its number long ago."""
+    said = "Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB"
+    log = tmp_path / "kmsg"
+    log.write_text(f"3,1,{int((time.monotonic() - age) * 1e6)},-;{said}\n SUBSYSTEM=memory\n")
+    monkeypatch.setattr(machine, "KERNEL_LOG", log)
+    assert machine.memory_kill_in_log(pid) == (said if found else None)
+    monkeypatch.setattr(machine, "KERNEL_LOG", tmp_path / "absent")
+    assert machine.memory_kill_in_log(pid) is None
