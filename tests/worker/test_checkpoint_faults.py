@@ -133,7 +133,7 @@ def test_changed_data_are_found_by_those_who_read_them(
 ) -> None:
     """Other samples than the checkpoint was trained on need --allow data."""
     run = copy(whole, tmp_path)
-    write_json(run.resume, {"allow": allow, "step": 6, "checkpoint": str(run.checkpoint(6))})
+    write_json(run.resume, {"allow": allow, "step": 6, "checkpoint": str(run.checkpoint(6))})  # absolute
     found = checkpoint.choose(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})

@@ -5,6 +5,7 @@ The control side said in resume.json where to begin; only ranks read whole files
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ def explain(run: RunDir, recipe: Recipe, found: Found, data: Mapping[str, Any], 
         return
     now = {**origin.of_run(run, recipe), "data": data}
     changes = origin.differences(made, now)
-    if asked.get("checkpoint") and Path(asked["checkpoint"]).name == found.folder.name:
+    if asked.get("checkpoint") == os.path.abspath(found.folder):
         changes = [change for change in changes if change.field.startswith("data.") and change.field[5:] in data]
     allow = tuple(asked.get("allow", ()))
     if group.rank == 0:
