@@ -40,7 +40,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(8, 512), nn.GELU(), nn.Dropout(0.2), nn.Linear(512, 512), nn.Linear(512, 1)
+            nn.Linear(8, 1024), nn.GELU(), nn.Dropout(0.2), nn.Linear(1024, 1024), nn.Linear(1024, 1)
         )
 
     def forward(self, x, y):
@@ -100,6 +100,7 @@ class Life:
                 command, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True
             )
         self.deadline = time.monotonic() + TIMEOUT
+        self.family: list[int] = []
 
     def complete(self) -> list[int]:
         return [step for step, _ in self.run.complete_checkpoints()]
@@ -116,10 +117,15 @@ class Life:
         found = self.complete()
         return bool(found) and found[-1] > self.newest
 
+    def look(self) -> list[int]:
+        """All of its processes."""
+        self.family = [self.process.pid, *descendants_of(self.process.pid)]
+        return self.family
+
     def kill(self) -> None:
         """All of its processes, at once; none is left."""
-        pids = [self.process.pid, *descendants_of(self.process.pid)]
-        for pid in pids:
+        pids = self.family or self.look()
+        for pid in pids:  # without looking again, which would take longer than a checkpoint
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -151,9 +157,10 @@ def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
         time.sleep(chance.uniform(0.1, 4.0))
     else:
         life.wait_for("complete")  # so that each life gets on
+        life.look()
         if how == "partial":
             life.wait_for("partial")
-        time.sleep(chance.uniform(0, 0.02 if how == "partial" else 0.4))
+        time.sleep(chance.uniform(0, 0.01 if how == "partial" else 0.4))
     life.kill()
     if life.process.returncode != -signal.SIGKILL:
         raise SystemExit(f"kill {number}: the run had ended with {life.process.returncode} before it was killed")
