@@ -34,12 +34,13 @@ class Writer:
     def named_state(self) -> Writer:
         return self
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path) -> dict[str, Any]:
         (folder / "part").mkdir()
         (folder / "part" / "weights").write_text("12345")
         if self.fails:
             raise OSError("No space left on device")
         (folder / "state").write_text(json.dumps(self.state))
+        return {}
 
 
 def take(writer: Writer, state: dict[str, Any], group: DistributedContext) -> Writer:

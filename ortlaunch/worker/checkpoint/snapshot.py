@@ -19,6 +19,7 @@ import torch
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.run.folder import write_json
+from ortlaunch.worker.checkpoint.manifest import File
 from ortlaunch.worker.checkpoint.tensor_file import write_tensors
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.named_state import NamedState, Part, counts_by_group, tensor_kinds
@@ -47,11 +48,12 @@ class Snapshot:
         copies = [(key, shape, torch.empty_like(flat, device="cpu").copy_(flat)) for key, shape, flat in self.tensors]
         return replace(self, tensors=copies)
 
-    def write(self, folder: Path) -> None:
-        """Write this rank's files; rank 0 also the index."""
-        write_tensors(folder / file_of(self.rank), self.tensors, {"numbers": json.dumps(self.numbers)})
+    def write(self, folder: Path) -> dict[str, File]:
+        """Write this rank's files, rank 0 also the index; those whose size and sum are known."""
+        name = file_of(self.rank)
         if self.rank == 0:
             write_json(folder / INDEX, self.index)
+        return {name: write_tensors(folder / name, self.tensors, {"numbers": json.dumps(self.numbers)})}
 
 
 def take(named: NamedState, state: dict[str, Any], group: DistributedContext) -> Snapshot:

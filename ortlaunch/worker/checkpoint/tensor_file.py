@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.worker.checkpoint.manifest import File
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -38,8 +40,8 @@ class Entry(NamedTuple):
 
 def write_tensors(
     path: Path, tensors: Sequence[tuple[str, Sequence[int], torch.Tensor]], metadata: dict[str, str]
-) -> None:
-    """Write (key, shape, flat tensor) in this order."""
+) -> File:
+    """Write (key, shape, flat tensor) in this order, onto the disk; size and sum of what was written."""
     header, end = {"__metadata__": metadata} if metadata else {}, 0
     described: dict[str, Any] = dict(header)
     for key, shape, tensor in tensors:
@@ -47,11 +49,17 @@ def write_tensors(
         described[key] = {"dtype": _name_of(key, tensor.dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
+    head, size = struct.pack("<Q", len(text)) + text, 8 + len(text) + end
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(head)
+        total = zlib.crc32(head)
         for _, _, tensor in tensors:
             for block in _blocks(tensor):
                 file.write(block)
+                total = zlib.crc32(block, total)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "crc32": total}
 
 
 def _name_of(key: str, dtype: torch.dtype) -> str:

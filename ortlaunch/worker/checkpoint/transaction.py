@@ -62,12 +62,13 @@ def write(
         if group.rank == 0:
             _begin(run, partial)
             write_json(partial / ORIGIN, made_by) if made_by else None
-    with _agreed(run, group, partial):
-        taken.write(partial)
-    listed = group.gather(json.dumps(_files_in(partial)))[0]  # hosts of a shared disk may see it later
     files: dict[str, File] = {}
     with _agreed(run, group, partial):
-        files = _flushed(partial, json.loads(listed)[group.rank :: group.size])
+        files = taken.write(partial)
+    written = {name for found in group.gather(json.dumps(files)) for name in json.loads(found)}
+    with _agreed(run, group, partial):
+        if group.rank == 0:
+            files.update(_flushed(partial, [name for name in _files_in(partial) if name not in written]))
     files = {name: file for found in group.gather(json.dumps(files)) for name, file in json.loads(found).items()}
     with _agreed(run, group, partial):
         if group.rank == 0:
