@@ -3,9 +3,9 @@
     python benchmarks/checkpoint.py [--parameters 300e6] [--rounds 3] [--steps 4] [--folder .]
 
 All ways take turns in the same two processes, on the disk of --folder. DeepSpeed and torch.save leave their bytes in
-the disk's cache; they are timed without and with the flush that ours always has. Loads are from that cache. Then steps of
-training alone, with one save that they wait for, and with one written beside them; the disk's rate is `dd` with fsync,
-the memory's a copy of the same size. Needs about 60 bytes of memory and 20 of disk for each parameter.
+the disk's cache; they are timed without and with the flush that ours always has. Loads are from that cache. Then steps
+of training alone, with one save that they wait for, and with one written beside them; the disk's rate is `dd` with
+fsync, the memory's a copy of the same size. Needs about 60 bytes of memory and 20 of disk for each parameter.
 """
 
 from __future__ import annotations
@@ -259,7 +259,8 @@ def told(found: dict[str, Any]) -> list[str]:
         f"  steps alone {alone:.3f}; a save adds {both['sync']:.3f} (sync), {both['async']:.3f} (async: "
         f"copy {median['async: copy in memory']:.3f}, wait at the end {median['async: wait at the end']:.3f})",
         f"  written at {reached / 1e9:.3f} GB/s (async), {size / median['ours: save, flushed'] / 1e9:.3f} (sync); "
-        f"dd with fsync {disk / 1e9:.3f}, a copy in memory {memory / 1e9:.3f}: {reached / min(disk, memory):.0%} of the slower",
+        f"dd with fsync {disk / 1e9:.3f}, a copy in memory {memory / 1e9:.3f}: "
+        f"{reached / min(disk, memory):.0%} of the slower",
     ]
     peaks = {way: sum(max(rank[f"peak, {way}"]) for rank in found["ranks"]) for way in ("alone", "sync", "async")}
     return [*lines, "  memory of both ranks at peak: " + ", ".join(f"{way} {gb:.3f} GB" for way, gb in peaks.items())]
