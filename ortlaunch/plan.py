@@ -88,6 +88,12 @@ class Plan:
     forward: tuple[str, ...]
     memory: Memory | None
     deepspeed: dict[str, Any] | None
+    grace_seconds: int = 60  # from a stop that is asked for to SIGKILL
+
+    @property
+    def saves(self) -> bool:
+        """Whether its ranks have something to save when they are asked to stop."""
+        return self.task == "train"
 
     @property
     def world_size(self) -> int:

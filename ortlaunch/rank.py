@@ -42,8 +42,10 @@ VARIABLES = frozenset(_OPEN_MPI_NAMES + _MVAPICH_NAMES + _HYDRA_NAMES + _PALS_NA
 _LAST_REAL_STEP = 0xFFFFFFF0
 
 
-# Of a rank, from SIGTERM to SIGKILL, whoever sends them.
+# Of a rank that has nothing to save, from SIGTERM to SIGKILL, whoever sends them.
 GRACE_SECONDS = 8.0
+# Exit status of a run that was asked to stop: all is saved, run it again.
+EXIT_SAVED = 85
 # Set by ortlaunch's own launchers for what they start on this host: process_space() and the launcher's process id.
 LAUNCHER_VARIABLE = "ORTLAUNCH_LAUNCHER"
 

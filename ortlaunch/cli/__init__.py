@@ -41,6 +41,8 @@ VERBS = (
     bench.bench,
     submit.submit,
     status.status,
+    status.stop,
+    status.checkpoint,
     status.cancel,
     runs.logs,
     runs.list_runs,

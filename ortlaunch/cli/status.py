@@ -1,4 +1,4 @@
-"""`ortlaunch status` and `ortlaunch cancel`: a run that another command has, or had."""
+"""`ortlaunch status`, `stop`, `checkpoint` and `cancel`: a run that another command has, or had."""
 
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +26,34 @@ def status(
     typer.echo(found.to_json() if json else str(found))
     if wait:
         raise typer.Exit(found.job.exit_status or 0)
+
+
+def stop(
+    run: RunFolder,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for its end.")] = True,
+) -> None:
+    """Ask a run to finish its step, save and end: `train` leaves with status 85, and goes on when it is run again.
+
+    Exit status 0 once it has (with --no-wait once it is asked), also where it had ended before; 1 where it ended
+    otherwise; 2 where there is no run, or none that can save.
+    """
+    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run.requests import stop as ask
+
+    said, exit_status = ask(RunDir(run), wait)
+    typer.echo(said)
+    raise typer.Exit(exit_status)
+
+
+def checkpoint(run: RunFolder) -> None:
+    """Have a run save a checkpoint after its next step, and say which; it trains on.
+
+    Exit status 0 once it is complete; 1 where the run ended or could not save; 2 where there is no run that trains.
+    """
+    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run.requests import checkpoint as ask
+
+    typer.echo(ask(RunDir(run)))
 
 
 def cancel(run: RunFolder) -> None:

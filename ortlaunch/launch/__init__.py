@@ -12,8 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from ortlaunch.launch.stop import Stop
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir
 
 
@@ -24,6 +26,7 @@ class Request(NamedTuple):
     env: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
     tells_ranks: bool = True  # SIGUSR1 and SIGUSR2 to the command reach the ranks
+    stop: Stop | None = None  # how the ranks are asked to save and stop; None: they have nothing to save
 
     def __str__(self) -> str:
         """What a person would type."""
@@ -37,15 +40,25 @@ def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
     return ((str(run_dir.store), ""),) if 1 < plan.world_size == plan.nodes[0].slots else ()
 
 
+def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
+    """How this plan's ranks are asked to stop."""
+    return Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds) if plan.saves else None
+
+
 class JobState(Enum):
     """Where a job is in its life."""
 
     PENDING = "pending"  # queued, or its command prepares: no rank has been started
     RUNNING = "running"
-    PREEMPTED = "preempted"  # a scheduler took its place away
+    PREEMPTED = "preempted"  # it was asked to stop, and saved: run it again
     CANCELLED = "cancelled"  # a person or a signal asked for its end
     SUCCEEDED = "succeeded"
     FAILED = "failed"
+
+    @classmethod
+    def of_status(cls, status: int) -> JobState:
+        """How a run has ended that left with this status by itself."""
+        return cls.PREEMPTED if status == EXIT_SAVED else cls.FAILED if status else cls.SUCCEEDED
 
     @property
     def is_end(self) -> bool:

@@ -35,8 +35,12 @@ def explain_end(
         oom_kills: processes of this control group that the kernel ended for memory meanwhile; None where unknown.
         shown: rank 0's output went to the terminal, and its end is not said again.
     """
+    if run.stopped.exists():
+        return _saved(run, stopped_by)
     records = _records(run)
     first = _first(records)
+    if first is not None and first.get("type") == "Stopped" and not _killed(run, records):
+        return End(130 if stopped_by == signal.SIGINT else first["exit_status"], _text(first))
     if stopped_by is not None:
         return End(128 + stopped_by, _stopped_text(run, first, stopped_by))
     if first is not None and not first["secondary"]:
@@ -46,8 +50,26 @@ def explain_end(
     return _without_cause(run, status, ended_by, oom_kills, records)
 
 
+def _killed(run: RunDir, records: list[dict[str, Any]]) -> list[int]:
+    """Ranks whose guardian was killed: it has taken room for an account, and left none."""
+    told = {record["rank"] for record in records} | set(_asked(run))
+    return [rank for rank in ranks_that_began(run) - told if run.spare(rank).exists()]
+
+
+def _saved(run: RunDir, stopped_by: int | None) -> End:
+    """The end of a run that was asked to stop, and saved."""
+    how = read_json(run.stopped)
+    done = f"stopped by {how['by']}, saved after step {how['step']} of {how['steps']}"
+    return End(
+        130 if stopped_by == signal.SIGINT else how["exit_status"],
+        f"ortlaunch: {done}; to go on, give --run-dir {run}",
+    )
+
+
 def explain_silence(run: RunDir, command: str) -> End:
     """The end of a run whose command disappeared, and took the ranks with it."""
+    if run.stopped.exists():
+        return _saved(run, None)
     first = _first(_records(run))
     if first is not None and not first["secondary"]:
         return End(first["exit_status"], _text(first))
@@ -128,7 +150,7 @@ def _asked(run: RunDir) -> dict[int, tuple[int, float]]:
 
 
 def _stopped_text(run: RunDir, first: dict[str, Any] | None, number: int) -> str:
-    told = f"{_text(first)}\n" if first and not first["secondary"] else ""
+    told = f"{_text(first)}\n" if first and (not first["secondary"] or first.get("type") == "Outlived") else ""
     saved = run.complete_checkpoints()
     mend = f"; to go on after step {saved[-1][0]}, give --run-dir {run}" if saved else ""
     return f"{told}ortlaunch: stopped by {signal.Signals(number).name}{mend}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.launch import Request
+from ortlaunch.launch import Request, stop_of
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
 from ortlaunch.run.folder import RunDir
@@ -12,4 +12,4 @@ __all__ = ["cancel", "request", "state", "submit", "wait"]
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
     """The worker's own command."""
-    return Request((*plan.argv, str(run_dir)), plan.env)
+    return Request((*plan.argv, str(run_dir)), plan.env, stop=stop_of(plan, run_dir))

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch.errors import MissingDependency, PlanError
-from ortlaunch.launch import Request, store_file
+from ortlaunch.launch import Request, stop_of, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import LOCAL_NAMES, Node, Plan
 from ortlaunch.run.folder import RunDir
@@ -27,7 +27,8 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     build = argv_open_mpi if family(mpirun) == "Open MPI" else argv_mpich
     files = ((str(run_dir.hostfile), hostfile(plan, family(mpirun))), *store_file(plan, run_dir))
     env = {**dict(plan.env), **(_root(plan) if build is argv_open_mpi else {})}
-    return Request((*build(plan, run_dir, mpirun), str(run_dir)), tuple(sorted(env.items())), files=files)
+    argv = (*build(plan, run_dir, mpirun), str(run_dir))
+    return Request(argv, tuple(sorted(env.items())), files, stop=stop_of(plan, run_dir))
 
 
 def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.orphans import Orphans, descendants_of, send
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch.stop import Stop
 from ortlaunch.process import Process, heeded
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
 from ortlaunch.run.folder import write_text
@@ -51,10 +52,12 @@ class Job:
     oom_kills: how many processes of this control group the kernel ended for memory meanwhile; None where it is silent.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], orphans: Orphans, tells_ranks: bool) -> None:
-        self.process, self.orphans, self.tells_ranks = process, orphans, tells_ranks
+    def __init__(
+        self, process: subprocess.Popen[bytes], orphans: Orphans, tells_ranks: bool, stop: Stop | None = None
+    ) -> None:
+        self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.signal: int | None = None
-        self.signals = 0  # that asked for the end
+        self.is_ended = self.is_killed = False  # by SIGTERM, by SIGKILL from here
         self.ended_by: int | None = None
         self.oom_kills: int | None = None
         self._oom_kills_before = machine.oom_kills()
@@ -82,7 +85,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
     with open(output, "ab") if output else contextlib.nullcontext() as sink:
         process = subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink)
     orphans.belong_to(process.pid)
-    return Job(process, orphans, request.tells_ranks)
+    return Job(process, orphans, request.tells_ranks, request.stop)
 
 
 def state(job: Job | JobRecord) -> JobState:
@@ -151,40 +154,80 @@ def _gone(family: Sequence[Process], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def _forwarding(job: Job) -> Iterator[None]:
-    def end(number: int, frame: object) -> None:
-        job.signals += 1
-        job.signal = job.signal or number
-        if job.signals == 1:
-            _signal_group(job, signal.SIGTERM)
-            _signal_group(job, signal.SIGCONT)  # what is stopped could not end
-        else:  # now
-            for pid in (job.process.pid, *job.orphans.left()):
-                send(pid, signal.SIGKILL)
-
-    def notify(number: int, frame: object) -> None:
-        said = (
-            f"ortlaunch: {signal.Signals(number).name} is passed on to the ranks, which go on unless they handle it\n"
-        )
-        os.write(2, said.encode())  # print is not reentrant
-        for pid in [job.process.pid] if job.tells_ranks else job.orphans.children_of(job.process.pid):
-            send(pid, number)
-
+    """While open, signals to this process are for the job."""
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
-    handlers.update(dict.fromkeys(heeded(_ENDING_SIGNALS), end))
-    handlers.update(dict.fromkeys(_NOTICES, notify))
+    handlers.update(dict.fromkeys(heeded(_ENDING_SIGNALS), lambda number, frame: _end(job, number)))
+    handlers.update(dict.fromkeys(_NOTICES, lambda number, frame: _notify(job, number)))
+    if job.stop is not None:
+        handlers[signal.SIGUSR1] = lambda number, frame: _end(job, number)
+        handlers[signal.SIGALRM] = lambda number, frame: _kill(job)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
+        if job.stop is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _end(job: Job, number: int) -> None:
+    """A signal that asks for the end: first a wish to save and stop, where there is something to save."""
+    asked, job.signal = job.signal is not None, job.signal or number
+    if job.stop is not None and not job.stop.is_cancelled:
+        if not asked:
+            _ask(job, job.stop, number)
+        elif number == signal.SIGINT:
+            _kill(job)
+    elif job.is_ended:
+        _kill(job)
+    else:
+        job.is_ended = True
+        _signal_group(job, signal.SIGTERM)
+        _signal_group(job, signal.SIGCONT)  # what is stopped could not end
+
+
+def _ask(job: Job, stop: Stop, number: int) -> None:
+    """Ask the ranks to save and stop; after their grace all is killed."""
+    name, grace = signal.Signals(number).name, stop.grace_seconds
+    _say(f"{name}: stops after this step, with a checkpoint, within {grace} s (launch.grace_seconds); Ctrl-C: at once")
+    stop.ask(name)
+    _signal_group(job, signal.SIGCONT)
+    _wake(job, signal.SIGUSR1)
+    signal.setitimer(signal.ITIMER_REAL, grace + 2 * _MORE_SECONDS)  # guardians kill, and say so, before that
+
+
+def _kill(job: Job) -> None:
+    """End all of it now."""
+    job.is_killed = True
+    for pid in (job.process.pid, *job.orphans.left()):
+        send(pid, signal.SIGKILL)
+
+
+def _notify(job: Job, number: int) -> None:
+    """Pass a notice on."""
+    saves = job.stop is not None and number == signal.SIGUSR2
+    _say(f"{signal.Signals(number).name} is passed on to the ranks, which "
+         f"{'save after this step' if saves else 'go on unless they handle it'}")  # fmt: skip
+    _wake(job, number)
+
+
+def _wake(job: Job, number: int) -> None:
+    """Send the ranks' guardians a signal, through the launcher where that hands it on."""
+    for pid in [job.process.pid] if job.tells_ranks else job.orphans.children_of(job.process.pid):
+        send(pid, number)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"ortlaunch: {line}\n".encode())  # print is not reentrant
 
 
 def _end_rest(job: Job) -> None:
     """End what is left of the job: SIGTERM to what nothing stands above, and after a grace SIGKILL to all."""
     deadline, asked = time.monotonic() + GRACE_SECONDS + _MORE_SECONDS, set[int]()
     while left := job.orphans.left():
-        late = time.monotonic() > deadline or job.signals > 1
+        late = time.monotonic() > deadline or job.is_killed
         for pid in left if late else [pid for pid, is_root in left.items() if is_root and pid not in asked]:
             send(pid, signal.SIGKILL if late else signal.SIGTERM)
             send(pid, signal.SIGCONT)

@@ -12,7 +12,7 @@ import json
 
 from ortlaunch import start
 from ortlaunch.errors import PlanError
-from ortlaunch.launch import Request, store_file
+from ortlaunch.launch import Request, stop_of, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
 from ortlaunch.rank import GRACE_SECONDS
@@ -21,20 +21,18 @@ from ortlaunch.run.folder import RunDir
 __all__ = ["cancel", "request", "state", "submit", "wait"]
 
 _KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; a lost host is seen by ssh
-# A guardian ends its rank after the grace; one that is stopped is killed soon after it, not after torchrun's 30 s.
-_GRACE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{GRACE_SECONDS + 2:.0f}"}
 _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a port for a store of the ranks
 
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
     """torchrun with a rendezvous in the run folder; it never restarts ranks by itself."""
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
-    env = {"OMP_NUM_THREADS": str(plan.threads or 1), **_GRACE, **_NO_STORE, **dict(plan.env)}
+    env = {"OMP_NUM_THREADS": str(plan.threads or 1), **_grace(plan), **_NO_STORE, **dict(plan.env)}
     if len(plan.nodes) > 1:
         return _of_several_hosts(plan, run_dir, env)
     argv = _torchrun(plan, run_dir, "localhost")
     files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
-    return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False)
+    return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False, stop=stop_of(plan, run_dir))
 
 
 def _of_several_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
@@ -53,7 +51,8 @@ def _of_several_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Reque
     ]
     work = {"agents": agents, "env": dict(sorted(env.items())), "forward": plan.forward}
     files = ((str(run_dir.rendezvous), ""), (str(run_dir.meeting), ""), (str(run_dir.agents), json.dumps(work) + "\n"))
-    return Request((*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents)), files=files)
+    argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
+    return Request(argv, files=files, stop=stop_of(plan, run_dir))
 
 
 def _torchrun(plan: Plan, run_dir: RunDir, name: str) -> tuple[str, ...]:
@@ -71,3 +70,8 @@ def _torchrun(plan: Plan, run_dir: RunDir, name: str) -> tuple[str, ...]:
         *plan.argv,
         str(run_dir),
     )
+
+
+def _grace(plan: Plan) -> dict[str, str]:
+    """A guardian ends its rank after the grace; one that is stopped is killed soon after it, not after 30 s."""
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{(plan.grace_seconds if plan.saves else GRACE_SECONDS) + 2:.0f}"}

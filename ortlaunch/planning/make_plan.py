@@ -63,6 +63,7 @@ def make_plan(
         forward=_forwarded(recipe, environ),
         memory=estimate(recipe, batch.micro_samples, first, world.device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, first),
+        grace_seconds=recipe.launch.grace_seconds,
     )
 
 

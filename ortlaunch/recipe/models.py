@@ -326,6 +326,9 @@ class Launch(Section):
     preflight: bool = True
     """Look at every host before ranks of several are started through ssh, all at once: reached, same versions, GPUs,
     address, shared run folder, disk for checkpoints (`ortlaunch doctor` looks at more). Not within a job of Slurm's."""
+    grace_seconds: Annotated[int, Field(ge=1, le=86400)] = 60
+    """How long a run that is asked to stop (SIGTERM, SIGINT, SIGUSR1, `ortlaunch stop`) may take to finish its step and
+    write a checkpoint; then it is killed. Make it shorter than the time that your cluster leaves."""
     env: dict[str, str] = {}
     """Environment variables for every rank, as `{NCCL_DEBUG: WARN}`. No secrets: export those in your shell."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0

@@ -13,7 +13,7 @@ from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run import lock
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run.folder import RunDir, write_text
 from ortlaunch.run.queued import cancel as cancel_queued
 from ortlaunch.run.queued import is_queued
 from ortlaunch.run.status import Status, elsewhere, look
@@ -35,6 +35,7 @@ def cancel(run: RunDir) -> str:
         _refuse(run, status)
     try:
         if not status.state.is_end:
+            write_text(run.cancelled, "")  # else SIGTERM would be a wish to save first
             backend(status.job.backend).cancel(status.job)
         killed = _end_rest(run, status.job.process)
     except PermissionError:

@@ -60,7 +60,7 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
     _say(beginning.lines)
     run = claimed(run) if chosen is None else run
     lock.take(run)
-    with JobFile(run, resolved.plan.launcher) as file:
+    with JobFile(run, resolved.plan.launcher, resolved.plan.saves) as file:
         if micro_size.is_asked(resolved.file.recipe):
             found = micro_size.find(resolved.file.recipe, resolved.plan, run)
             resolved = resolved.with_choice(micro_size.override(found))

@@ -14,24 +14,33 @@ from ortlaunch.errors import OrtlaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.process import heeded
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run import registry
 from ortlaunch.run.folder import RunDir
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = tuple(128 + number for number in (*_ENDING, signal.SIGINT))
+
+
+class Stopped(SystemExit):
+    """A signal to a command that prepares."""
+
+    def __init__(self, status: int, number: int) -> None:
+        self.number = number
+        super().__init__(status)
 
 
 class JobFile:
     """job.json of a run that this process has; an exception that leaves it is the run's end, and so is a signal."""
 
-    def __init__(self, run: RunDir, backend: str) -> None:
-        self.run = run
+    def __init__(self, run: RunDir, backend: str, saves: bool = True) -> None:
+        self.run, self.saves = run, saves
         self.record = JobRecord.begun(run, backend, JobState.PENDING)
 
     def __enter__(self) -> JobFile:
         self.record.write(self.run)
         registry.add(self.run)
-        self._handlers = {number: signal.signal(number, _leave) for number in heeded(_ENDING)}
+        self._handlers = {number: signal.signal(number, self._leave) for number in heeded(_ENDING)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -52,19 +61,19 @@ class JobFile:
 
     def end(self, status: int, verdict: str, stopped: bool = False) -> None:
         """It has ended; `stopped`: by a signal to this process, which is how it is cancelled."""
-        state = JobState.CANCELLED if stopped else JobState.FAILED if status else JobState.SUCCEEDED
+        state = JobState.CANCELLED if stopped and status != EXIT_SAVED else JobState.of_status(status)
         try:
             self._write(self.record.at_end(state, status, verdict))
         except OSError as error:  # a full disk: what ended the run is told in any case
             print(f"ortlaunch: {self.run.job} does not say how it ended: {error.strerror}", file=sys.stderr, flush=True)
 
+    def _leave(self, number: int, frame: object) -> NoReturn:
+        """Nothing has begun, so that all is saved; `ortlaunch cancel` wants no second start all the same."""
+        raise Stopped(EXIT_SAVED if self.saves and not self.run.cancelled.exists() else 128 + number, number)
+
     def _write(self, record: JobRecord) -> None:
         self.record = record
         record.write(self.run)
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _status_of(error: BaseException) -> int:
@@ -79,6 +88,7 @@ def _verdict_of(error: BaseException) -> str:
     if isinstance(error, OrtlaunchError):
         return f"ortlaunch: {error}"
     status = _status_of(error)
-    if status in _STOPPED:
+    if isinstance(error, Stopped) or status in _STOPPED:
+        status = 128 + error.number if isinstance(error, Stopped) else status
         return f"ortlaunch: stopped by {signal.Signals(status - 128).name} before its ranks were started"
     return f"ortlaunch: {type(error).__name__}: {error}"

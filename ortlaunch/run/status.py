@@ -177,8 +177,7 @@ def _found(run: RunDir, job: JobRecord) -> JobRecord:
     if written is not None and written.process == job.process and written.state.is_end:
         return written
     end = _unrecorded(run, job)
-    return replace(job, state=JobState.FAILED if end.status else JobState.SUCCEEDED, exit_status=end.status,
-                   verdict=end.text)  # fmt: skip
+    return replace(job, state=JobState.of_status(end.status), exit_status=end.status, verdict=end.text)
 
 
 def _unrecorded(run: RunDir, job: JobRecord) -> End:

@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.surroundings import Surroundings
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
 PASSED_ON = (*ENDING, *NOTICES)
 _PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.5  # between two looks into the run folder
 
 
 def be_ended_first() -> None:
@@ -25,39 +28,81 @@ def be_ended_first() -> None:
 
 
 class Child:
-    """A process that was forked here. `asked` is the signal that first asked it to end, if any did, at `asked_at`."""
+    """A process that was forked here. `asked` is the signal that first asked it to end, if any did, at `asked_at`.
 
-    def __init__(self, pid: int, mark: Path) -> None:
-        self.pid, self._mark, self._parent = pid, mark, os.getppid()
+    A rank that listens takes such a signal for a wish, and has its grace to save; where its run ends anyway, because
+    another rank failed or its launcher is gone, it is ended at once.
+    """
+
+    def __init__(self, pid: int, run: RunDir, rank: int, grace_seconds: float | None) -> None:
+        """grace_seconds: of a rank that listens; None: it has nothing to save and never does."""
+        self.pid, self._parent, self._mark = pid, os.getppid(), run.asked(rank)
+        self.saves, self.grace_seconds = grace_seconds is not None, grace_seconds or GRACE_SECONDS
+        self.surroundings = Surroundings(run, rank)
         self.asked: int | None = None
         self.asked_at = 0.0
+        self.listens = False
+        self.ended_by_us = False
         self._deadline = float("inf")
+        self._next_look = 0.0
         self._status: int | None = None
 
     def pass_on(self, number: int, frame: object = None) -> None:
         """Handle a signal to this process."""
-        if number in NOTICES:
+        if number == signal.SIGUSR2 or (number == signal.SIGUSR1 and not self.saves):
+            if self.listens:
+                self.surroundings.save_is_asked()
             self.send(number)
             return
-        if self.asked is None and not self._has_ended():
-            self.asked, self.asked_at = number, time.time()
-            self._deadline = time.monotonic() + GRACE_SECONDS
-            with contextlib.suppress(OSError):  # mpirun may leave no time for more
-                self._mark.parent.mkdir(parents=True, exist_ok=True)
-                self._mark.write_text(f"{number} {self.asked_at}")
-        self.send(number)
-        self.send(signal.SIGCONT)  # what is stopped could not end
+        again = self.asked is not None
+        if not again and not self._has_ended():
+            self._note(number)
+        if self._must_end() or (again and number == signal.SIGINT):
+            self._end_now(number)
+        else:
+            self.send(number)
+            self.send(signal.SIGCONT)  # what is stopped could not end
 
     def poll(self) -> int | None:
         """Its wait status once it has ended; it has to end with the launcher, and is killed when the grace is over."""
         if self._status is None:
             if os.getppid() != self._parent and self.asked is None:
                 self.pass_on(signal.SIGTERM)
+            if time.monotonic() > self._next_look:
+                self._next_look = time.monotonic() + _LOOK_SECONDS
+                self._look()
             if time.monotonic() > self._deadline:
                 self.send(signal.SIGKILL)
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self._status = status if ended else None
         return self._status
+
+    def _look(self) -> None:
+        """At what others left in the run folder."""
+        if self.asked is not None:
+            if not self.ended_by_us and self._must_end():
+                self._end_now(self.asked)
+        elif self.saves:
+            number = self.surroundings.request(self.listens)
+            if number is not None:
+                self.pass_on(number)
+
+    def _note(self, number: int) -> None:
+        self.asked, self.asked_at = number, time.time()
+        self._deadline = time.monotonic() + (self.grace_seconds if self.listens else GRACE_SECONDS)
+        with contextlib.suppress(OSError):  # mpirun may leave no time for more
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.write_text(f"{number} {self.asked_at}")
+
+    def _must_end(self) -> bool:
+        """Whether there is nothing to wait for: its launcher is gone, or the run has failed or was cancelled."""
+        return os.getppid() != self._parent or self.surroundings.are_gone()
+
+    def _end_now(self, number: int) -> None:
+        self.ended_by_us = True
+        self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
+        self.send(signal.SIGKILL if self.listens else number if number != signal.SIGUSR1 else signal.SIGTERM)
+        self.send(signal.SIGCONT)
 
     @property
     def was_killed_late(self) -> bool:

@@ -20,17 +20,19 @@ from typing import NoReturn
 
 from ortlaunch import machine
 from ortlaunch.plan import Plan
-from ortlaunch.rank import Rank
+from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run import lock
 from ortlaunch.run.folder import RunDir, progress_width
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
 from ortlaunch.worker.failure import SEEN, Account
 from ortlaunch.worker.rank_log import RankLog
+from ortlaunch.worker.requests import ASKS, DEAF, LISTENING, Requests
 from ortlaunch.worker.stall import EXIT_STATUS as STALLED
 from ortlaunch.worker.terminal import Screen, Stream, Taken
 from ortlaunch.worker.watchdog import Watchdog
 
 _FINISHED = b"finished"
+_STOPS = tuple(number for number, ask in ASKS.items() if ask.stops)
 _EXIT_SECONDS = 30
 _FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
 _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
@@ -39,7 +41,8 @@ _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: th
 def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> int:
     """Run `live` as this rank in a child process; returns its exit status, or dies of the rank's own signal."""
     die_with_parent(signal.SIGTERM, os.getppid())
-    if launcher_is_gone(os.environ, Plan.read(run.plan).launcher):
+    plan = Plan.read(run.plan)
+    if launcher_is_gone(os.environ, plan.launcher):
         return 128 + signal.SIGTERM
     lock.share(run)
     watchdog = Watchdog(rank, run)
@@ -58,7 +61,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
         )
     for _, write_end in streams.values():
         os.close(write_end)
-    child = Child(pid, run.asked(rank.rank))
+    child = Child(pid, run, rank.rank, plan.grace_seconds if plan.saves else None)
     for number in PASSED_ON:
         signal.signal(number, child.pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -66,6 +69,8 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     code = _conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
     account.close()
+    if finished and plan.launcher != "inside":
+        return 0  # the command knows of a stop; its launcher would take another status for a failure
     return _end_alike(code)
 
 
@@ -74,8 +79,13 @@ def _be_the_rank(
 ) -> NoReturn:
     """The child: live, say how it went, leave without finalizers that could hang or change the status."""
     die_with_parent(signal.SIGKILL, guardian)
-    for number in NOTICES:  # until the user's own code handles them
+    os.setpgid(0, 0)  # mpirun and Ctrl-C signal whole groups; it, and what it starts, hear its guardian alone
+    saves = Plan.read(account.run.plan).saves
+    for number in (signal.SIGUSR2,) if saves else NOTICES:  # until it listens, or the user's own code handles them
         signal.signal(number, signal.SIG_IGN)
+    if saves:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    Requests.guardian = ends["finished"]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.dup2(ends["out"], 1)
     os.dup2(ends["err"], 2)
@@ -129,12 +139,13 @@ def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int], watchdog
                     selector.unregister(key.fd) if data == b"" else None
                 elif key.data == "finished":
                     said += data
+                    child.listens = said.count(LISTENING) > said.count(DEAF)
                 else:
                     _copy(sinks[key.data][0].take(data), key.data, sinks[key.data][1], screen)
         for name, (stream, log) in sinks.items():
             _copy(Taken(stream.rest(), None), name, log, screen)
         screen.close() if screen else None
-    return said == _FINISHED, status
+    return said.endswith(_FINISHED), status
 
 
 def _read(end: int) -> bytes | None:
@@ -166,18 +177,22 @@ def _conclude(
         return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
     if watchdog.ended_it:
         return _conclude_stall(account, child, watchdog)
-    number, echo = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None
-    if number == signal.SIGKILL and not child.was_killed_late:
+    number, echo, kind = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None, "Signal"
+    if child.saves and not child.ended_by_us and number in _STOPS:
+        return _was_stopped(account, child, child.asked or number)
+    if number == signal.SIGKILL and not (child.was_killed_late or child.ended_by_us):
         echo = False  # nobody here sent that
-    if number == signal.SIGKILL and echo and child.asked:
-        what, number = f"was ended by SIGKILL, for it outlived its grace after {_name(child.asked)}", child.asked
+    if number == signal.SIGKILL and echo and child.asked and child.ended_by_us and not child.was_killed_late:
+        what, number = f"was ended with its run, after {_name(child.asked)}", child.asked
+    elif number == signal.SIGKILL and echo and child.asked:
+        what, number, kind = _outlived(child), child.asked, "Outlived"
     elif number:
         what = f"was ended by {_name(number)}{_memory(child.pid, number, oom_kills)}"
     else:
         what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
     code = 128 + number if number else os.WEXITSTATUS(status) or 1  # os._exit(0) in the middle of training
     if not account.is_written:
-        record = {"exit_status": code, "signal": number, "type": "Signal" if number else "Exit"}
+        record = {"exit_status": code, "signal": number, "type": kind if number else "Exit"}
         account.of_end(child.pid, what, {**record, "secondary": echo})
     elif echo and account.read()["time"] > child.asked_at:
         account.is_an_echo()
@@ -193,6 +208,26 @@ def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
         account.of_end(child.pid, "was ended, for the run stood still", record)
     _tell(account, child)
     return STALLED
+
+
+def _was_stopped(account: Account, child: Child, number: int) -> int:
+    """It was asked to stop where it had nothing to save, before its first step or after its last; returns the status.
+
+    A signal's default action ends a rank that does not listen, wherever it is.
+    """
+    code = 128 + signal.SIGINT if number == signal.SIGINT else EXIT_SAVED
+    what = f"was stopped by {_name(number)} before its first step, or after its last: there is nothing to save"
+    record = {"exit_status": code, "signal": number, "type": "Stopped", "secondary": False, "traceback": ""}
+    if not account.is_written:
+        account.of_end(child.pid, what, record)
+    _tell(account, child)
+    return code
+
+
+def _outlived(child: Child) -> str:
+    assert child.asked
+    grace = f" of {child.grace_seconds:g} s (launch.grace_seconds)" if child.listens else ""
+    return f"was ended by SIGKILL, for it outlived its grace{grace} after {_name(child.asked)}"
 
 
 def _name(number: int) -> str:

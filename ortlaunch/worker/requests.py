@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any
 
 from ortlaunch.process import heeded
+from ortlaunch.rank import EXIT_SAVED
 
 LISTENING, DEAF = b"listening\n", b"deaf\n"
-EXIT_SAVED = 85  # saved, run me again
 
 
 class Ask(IntEnum):
@@ -74,6 +74,7 @@ class Requests:
             return
         for number in heeded(ASKS):
             self._before[number] = signal.signal(number, self._handler(signal.getsignal(number)))
+        os.register_at_fork(after_in_child=self._be_deaf)
         self._tell(LISTENING)
 
     def close(self) -> None:
@@ -96,6 +97,11 @@ class Requests:
                 theirs(number, frame)
 
         return note
+
+    def _be_deaf(self) -> None:
+        """What is forked here, such as a loader's worker, is no rank: only SIGTERM ends it, as its parent may want."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
     def _tell(self, word: bytes) -> None:
         if self.guardian is not None:

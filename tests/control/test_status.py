@@ -140,11 +140,17 @@ def test_an_error_before_the_ranks(
 
 
 def test_a_signal_before_the_ranks(run: RunDir) -> None:
-    """SIGTERM to a command that prepares ends it, and its handler goes with it."""
-    with pytest.raises(SystemExit) as caught, JobFile(run, "mpi"):
-        signal.raise_signal(signal.SIGTERM)
-    assert (caught.value.code, look(run).state) == (143, JobState.CANCELLED)
+    """SIGTERM to a command that prepares ends it as a stop, unless it has nothing to save or is to be cancelled."""
+    for saves, status, state in ((True, 85, JobState.PREEMPTED), (False, 143, JobState.CANCELLED)):
+        with pytest.raises(SystemExit) as caught, JobFile(run, "mpi", saves):
+            signal.raise_signal(signal.SIGTERM)
+        assert (caught.value.code, look(run).state) == (status, state)
+        assert look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    write_text(run.cancelled, "")
+    with pytest.raises(SystemExit), JobFile(run, "mpi"):
+        signal.raise_signal(signal.SIGTERM)
+    assert look(run).state is JobState.CANCELLED
 
 
 def test_a_full_disk_hides_no_verdict(

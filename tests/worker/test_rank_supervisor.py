@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ def live(watchdog):
     print("to stdout", flush=True)
     if "QUIET" not in os.environ:
         print("to stderr", file=sys.stderr, flush=True)
+    if os.environ["LIFE"] == "return_85":
+        return 85
     exec(os.environ["LIFE"], globals())
 
 ortlaunch.worker.child.GRACE_SECONDS = 0.3
@@ -58,9 +61,10 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def write_plan(run: RunDir, launcher: str) -> None:
-    """Two ranks of this host."""
-    write_text(run.plan, plan(recipe(), [host("localhost", 2)], launcher).to_json())
+def write_plan(run: RunDir, launcher: str, task: str = "train") -> None:
+    """Two ranks of this host, which may take two seconds to save."""
+    made = plan(recipe(launch={"grace_seconds": 2}), [host("localhost", 2)], launcher)
+    write_text(run.plan, replace(made, task=task).to_json())
 
 
 def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
@@ -83,6 +87,8 @@ def test_a_good_life(rank: int, run: RunDir) -> None:
 
 
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
+LISTENS = "from ortlaunch.worker.requests import Requests; Requests().listen(); time.sleep(0.3)"
+FAILED = "open(RunDir(sys.argv[2]).error(0), 'w').close()"
 EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
 ENDS = {  # life: (status of the guardian, and of the record: exit status, type, secondary, words of its summary)
     "raise ValueError('planted')": (1, 1, "ValueError", False, "failed with ValueError"),
@@ -98,22 +104,50 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
     "os._exit(0)": (1, 1, "Exit", False, "left with exit status 0 before the end; exit status 1"),
     "os.kill(os.getpid(), 9)": (-9, 137, "Signal", False, "was ended by SIGKILL; exit status 137"),
     "os.kill(os.getpid(), 11)": (-11, 139, "Signal", False, "was ended by SIGSEGV; exit status 139"),
-    "os.kill(os.getppid(), 15); time.sleep(9)": (-15, 143, "Signal", True, "was ended by SIGTERM; exit status 143"),
-    f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(9)": (
+    # A stop that is asked for, where nothing is to be saved; 130 after a person's Ctrl-C.
+    "os.kill(os.getppid(), 15); time.sleep(9)": (85, 85, "Stopped", False, "was stopped by SIGTERM before its first"),
+    "os.kill(os.getppid(), 10); time.sleep(9)": (85, 85, "Stopped", False, "was stopped by SIGUSR1 before its first"),
+    "os.kill(os.getppid(), 2); time.sleep(9)": (130, 130, "Stopped", False, "was stopped by SIGINT before its first"),
+    "os.kill(os.getpid(), 15)": (85, 85, "Stopped", False, "was stopped by SIGTERM before its first step"),
+    "os.killpg(os.getpid(), 2)": (130, 130, "Stopped", False, "was stopped by SIGINT before its first step"),
+    "os.kill(os.getppid(), 15); os.kill(os.getpid(), 19); time.sleep(9)": (85, 85, "Stopped", False, "SIGTERM"),
+    # Another rank has failed: this one is to go, and whatever listens has nothing to wait for.
+    f"{FAILED}; os.kill(os.getppid(), 15); time.sleep(9)": (-15, 143, "Signal", True, "was ended by SIGTERM; exit"),
+    f"{FAILED}; {LISTENS}; os.kill(os.getppid(), 15); time.sleep(9)": (
         -15,
         143,
         "Signal",
         True,
+        "was ended with its run, after SIGTERM; exit status 143",
+    ),
+    f"{LISTENS}; os.kill(os.getppid(), 15); time.sleep(0.1); {FAILED}; time.sleep(9)": (
+        -15,
+        143,
+        "Signal",
+        True,
+        "was ended with its run, after SIGTERM; exit status 143",
+    ),
+    f"{LISTENS}; os.kill(os.getppid(), 15); time.sleep(9)\ntime.sleep(9)": (
+        -15,
+        143,
+        "Outlived",
+        True,
+        "was ended by SIGKILL, for it outlived its grace of 2 s (launch.grace_seconds) after SIGTERM; exit status 143",
+    ),
+    f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(9)": (
+        -15,
+        143,
+        "Outlived",
+        True,
         "was ended by SIGKILL, for it outlived its grace after SIGTERM; exit status 143",
     ),
-    "os.kill(os.getppid(), 15); os.kill(os.getpid(), 19); time.sleep(9)": (-15, 143, "Signal", True, "SIGTERM"),
     f"{EXITS}; os.kill(os.getppid(), 15); time.sleep(9)": (3, 3, "SystemExit", True, "failed with SystemExit"),
-    "signal.signal(10, signal.SIG_DFL); os.kill(os.getppid(), 10); time.sleep(9)": (
-        -10,
-        138,
+    "signal.signal(12, signal.SIG_DFL); os.kill(os.getppid(), 12); time.sleep(9)": (
+        -12,
+        140,
         "Signal",
         False,
-        "was ended by SIGUSR1; exit status 138",
+        "was ended by SIGUSR2; exit status 140",
     ),
 }
 
@@ -133,7 +167,36 @@ def test_how_a_rank_ends(life: str, run: RunDir) -> None:
     assert words in ended.record["summary"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_nothing_to_save_is_nothing_to_stop_for(run: RunDir) -> None:
+    """A comparison or a bench leaves with its signal, as it always did."""
+    write_plan(run, "mpi", task="parity")
+    ended = guarded(run, "os.kill(os.getppid(), 15); time.sleep(9)")
+    assert (ended.status, ended.record and ended.record["type"]) == (-15, "Signal")
+
+
+@pytest.mark.parametrize(("launcher", "status"), [("mpi", 0), ("torchrun", 0), ("inside", 85)])
+def test_a_rank_that_saved_and_stopped(launcher: str, status: int, run: RunDir) -> None:
+    """Its own launcher would take 85 for a failure, and the command knows; another launcher is told."""
+    write_plan(run, launcher)
+    ended = guarded(run, "return_85")
+    assert (ended.status, ended.record) == (status, None)
+
+
+@pytest.mark.parametrize(("file", "number"), [("stop_request", signal.SIGUSR1), ("save_request", signal.SIGUSR2)])
+def test_a_request_in_the_run_folder_is_a_signal(file: str, number: int, run: RunDir) -> None:
+    """Rank 0 looks for both by itself, for a command on another host cannot wake it; each is passed on once."""
+    life = (
+        f"heard = []; signal.signal({int(number)}, lambda *_: heard.append(1)); {LISTENS}\n"
+        f"RunDir(sys.argv[2]).requests.mkdir(); open(RunDir(sys.argv[2]).{file}, 'w').close()\n"
+        "end = time.monotonic() + 1.3\n"
+        "while time.monotonic() < end: time.sleep(0.1)\n"
+        "assert heard == [1], heard"
+    )
+    ended = guarded(run, life, rank=0)
+    assert (ended.status, ended.record) == (0, None), ended
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2])
 def test_a_notice_ends_nothing(number: int, run: RunDir) -> None:
     """A scheduler's notice reaches the rank, which goes on unless its own code handles it."""
     heard = "heard = []; signal.signal({0}, lambda *_: heard.append(1)); os.kill(os.getppid(), {0}); time.sleep(0.3)"

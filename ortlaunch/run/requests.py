@@ -1,0 +1,95 @@
+"""Asking a run for something from another process: to stop once it has saved, or to save and go on."""
+
+from __future__ import annotations
+
+import getpass
+import signal
+import socket
+import time
+
+from ortlaunch.errors import InputError, LaunchError
+from ortlaunch.launch import JobState
+from ortlaunch.launch.stop import write_request
+from ortlaunch.plan import Plan
+from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.status import Status, look
+
+_POLL_SECONDS = 0.2
+_GOOD = (0, EXIT_SAVED, 128 + signal.SIGINT)
+
+
+def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
+    """Ask a run to save and stop; what to say, and the exit status: 0 where it did (with `wait`) or was asked to.
+
+    Raises:
+        InputError: it is no run, has nothing to save, or is another user's.
+    """
+    status = look(run)
+    if status.state.is_end:
+        return f"nothing to stop, for it has ended\n{status}", 0
+    if status.state is JobState.RUNNING:
+        _require_training(run, "stop")
+        _ask(run, status, "stop")
+    else:
+        _wake(run, status, signal.SIGTERM)  # it measures or prepares, and reads no request
+    if not wait:
+        return f"asked to stop: {run}", 0
+    while not (status := look(run)).state.is_end:
+        if not status.certain and run.stopped.exists():
+            return f"stopped: {run}", 0
+        time.sleep(_POLL_SECONDS)
+    return str(status), 0 if status.job.exit_status in _GOOD else 1
+
+
+def checkpoint(run: RunDir) -> str:
+    """Have a run save after its next step, and wait for it; says which checkpoint that is.
+
+    Raises:
+        InputError: it is no run that trains now, or is another user's.
+        LaunchError: it ended, or could not save.
+    """
+    status = look(run)
+    if status.state is not JobState.RUNNING:
+        raise InputError(f"{run}: {status.state.value}; only a run whose ranks train can save")
+    _require_training(run, "checkpoint")
+    before = _newest(run)
+    _ask(run, status, "checkpoint")
+    while run.save_request.exists():
+        if look(run).state.is_end:
+            raise LaunchError(f"{run}: ended before it saved\n{look(run)}")
+        time.sleep(_POLL_SECONDS)
+    after = _newest(run)
+    if after == before:
+        raise LaunchError(f"{run}: could not save; see {run.log(0, 'out')}")
+    return f"saved after step {after}: {run.checkpoint(after)}"
+
+
+def _ask(run: RunDir, status: Status, verb: str) -> None:
+    """Leave the request, and wake the command where it is on this host; rank 0 looks twice a second by itself."""
+    path = run.stop_request if verb == "stop" else run.save_request
+    try:
+        write_request(path, f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}")
+    except PermissionError:
+        raise InputError(f"{run}: is another user's; only that user or root may ask it for something") from None
+    _wake(run, status, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
+
+
+def _wake(run: RunDir, status: Status, number: int) -> None:
+    if status.certain:
+        try:
+            status.job.process.send(number)
+        except PermissionError:
+            raise InputError(f"{run}: is another user's; only that user or root may ask it for something") from None
+
+
+def _require_training(run: RunDir, verb: str) -> None:
+    task = Plan.read(run.plan).task
+    if task != "train":
+        raise InputError(f"{run}: runs {task}, which has nothing to save; `ortlaunch cancel` ends it, not `{verb}`")
+
+
+def _newest(run: RunDir) -> int:
+    """The step of the newest checkpoint; 0: there is none."""
+    saved = run.complete_checkpoints()
+    return saved[-1][0] if saved else 0

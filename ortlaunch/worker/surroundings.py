@@ -1,0 +1,48 @@
+"""What a guardian sees in the run folder: requests from outside, and that its run ends. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+from ortlaunch.run import lock
+from ortlaunch.run.folder import RunDir
+
+
+class Surroundings:
+    """The run of one rank, as its guardian finds it."""
+
+    def __init__(self, run: RunDir, rank: int) -> None:
+        self.run, self.rank = run, rank
+        self._looks, self._save_seen = 0, 0
+
+    def request(self, listens: bool) -> int | None:
+        """The signal for a request that nobody has passed on; of all ranks 0 looks, and each when it begins."""
+        self._looks += 1
+        if self._looks > 1 and self.rank > 0:
+            return None
+        if self.run.stop_request.exists():
+            return signal.SIGUSR1
+        found = self._save()
+        return signal.SIGUSR2 if listens and found and found != self._save_seen else None
+
+    def save_is_asked(self) -> None:
+        """The request that is there now was passed on."""
+        self._save_seen = self._save()
+
+    def are_gone(self) -> bool:
+        """Whether the run ends without this rank: another one failed, or the command is gone or was told to cancel."""
+        if self.run.cancelled.exists() or any(path != self.run.error(self.rank) for path in self._failures()):
+            return True
+        command = lock.command_at(self.run)
+        return command is not None and command.is_here and not command.lives()
+
+    def _failures(self) -> list[os.PathLike[str]]:
+        return list(self.run.errors.glob("rank_*.json"))
+
+    def _save(self) -> int:
+        """Which request for a checkpoint is there; 0: none."""
+        with contextlib.suppress(OSError):
+            return self.run.save_request.stat().st_mtime_ns
+        return 0
