@@ -15,17 +15,26 @@ import time
 
 from ortlaunch import start
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker.requests import Ask, Requests
 
 
-def live(run: RunDir, rank: Rank, _: object) -> int:
-    """Log steps without end; rank 1 ends in its third if the recipe says how."""
+def live(run: RunDir, rank: Rank, *_: object) -> int:
+    """Log steps until it is asked to stop; rank 1 ends in its third if the recipe says how."""
     import yaml
 
     how = yaml.safe_load(run.recipe.read_text())["model"]["arguments"].get("how", "")
     if how == "ignore SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    requests = Requests()
+    requests.listen()
     for step in itertools.count(1):
+        if rank.rank == 0 and requests.asked:
+            write_text(run.checkpoint(step) / "COMPLETE", "")
+            run.save_request.unlink(missing_ok=True)
+        if requests.asked.stops:
+            return _stop(run, rank, step, requests.asked)
+        requests.asked = Ask.NOTHING
         if rank.rank == 1 and step == 3:
             _end(how)
         if rank.rank == 0:
@@ -33,6 +42,13 @@ def live(run: RunDir, rank: Rank, _: object) -> int:
                 file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
         time.sleep(0.1)
     raise AssertionError
+
+
+def _stop(run: RunDir, rank: Rank, step: int, asked: Ask) -> int:
+    by = json.loads(run.stop_request.read_text())["by"] if run.stop_request.exists() else asked.signal.name
+    if rank.rank == 0:
+        write_json(run.stopped, {"step": step, "steps": 9, "by": by, "exit_status": asked.exit_status})
+    return asked.exit_status
 
 
 def _end(how: str) -> None:
