@@ -41,7 +41,11 @@ class Agreement:
             self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._channel, async_op=True)
 
     def end(self) -> Ask:
-        """What all ranks do now; a request that came since `begin` is the next one's."""
+        """What all ranks do now; a request that came since `begin` is the next one's.
+
+        The first call ends a first step, so that there is something to save: signals are requests from now on.
+        """
+        self.requests.listen()
         if self._channel is None:
             return self.requests.asked
         self._work.wait()

@@ -95,7 +95,6 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
         progress.step()
         last = state.step == recipe.train.steps
         asked = agreed.end()
-        agreed.requests.listen()  # a signal before this ends the rank at once: it has nothing to save
 
         if state.step % recipe.log.every_steps == 0 or last or asked.stops:
             losses, read = meter.losses, meter.read()
