@@ -13,6 +13,7 @@ from ortlaunch.launch.stop import write_request
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.queued import is_queued
 from ortlaunch.run.status import Status, look
 
 _POLL_SECONDS = 0.2
@@ -31,8 +32,10 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
     if status.state is JobState.RUNNING:
         _require_training(run, "stop")
         _ask(run, status, "stop")
+    elif is_queued(status.job):
+        raise InputError(f"{run}: waits in the queue and has nothing to save; `ortlaunch cancel` takes it out")
     else:
-        _wake(run, status, signal.SIGTERM)  # it measures or prepares, and reads no request
+        _wake(status, run, signal.SIGTERM)  # it measures or prepares, and reads no request
     if not wait:
         return f"asked to stop: {run}", 0
     while not (status := look(run)).state.is_end:
@@ -72,11 +75,11 @@ def _ask(run: RunDir, status: Status, verb: str) -> None:
         write_request(path, f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}")
     except PermissionError:
         raise InputError(f"{run}: is another user's; only that user or root may ask it for something") from None
-    _wake(run, status, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
+    _wake(status, run, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
 
 
-def _wake(run: RunDir, status: Status, number: int) -> None:
-    if status.certain:
+def _wake(status: Status, run: RunDir, number: int) -> None:
+    if status.job.process.is_here and not is_queued(status.job):
         try:
             status.job.process.send(number)
         except PermissionError:

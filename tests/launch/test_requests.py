@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from ortlaunch import launchers, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import Backend, JobState, Request, backend, mpi, processes
+from ortlaunch.launch.stop import Stop
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host
 from ortlaunch.run.folder import RunDir
@@ -33,6 +35,7 @@ MPIRUN = "/opt/mpi/bin/mpirun"
 OWN_MPIRUN = str(Path(sys.prefix) / "bin" / "mpirun")
 NAMES = ("NCCL_DEBUG", "NOTE", "API_KEY", "HF_TOKEN", "PATH")
 ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
+STOP = Stop("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
 ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 
 
@@ -77,11 +80,11 @@ def test_torchrun_takes_equal_hosts() -> None:
 def test_local() -> None:
     """One process is the worker's own command."""
     request = backend("local").request(made("local", (host("localhost", 1),)), RUN)
-    assert request == Request((*WORKER, "runs/x"), ENV)
+    assert request == Request((*WORKER, "runs/x"), ENV, stop=STOP)
     assert str(request) == f"NCCL_DEBUG=WARN NOTE='two words' /venv/bin/python {start.__file__} ortlaunch.worker runs/x"
 
 
-GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")
+GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "62")  # launch.grace_seconds, and a moment
 
 
 def test_torchrun() -> None:
@@ -103,7 +106,18 @@ def test_torchrun() -> None:
         "runs/x",
     )
     env = (*ENV, ("OMP_NUM_THREADS", "2"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), GRACE)
-    assert request == Request(argv, env, (("runs/x/rendezvous", ""), ("runs/x/store", "")), tells_ranks=False)
+    assert request == Request(
+        argv, env, (("runs/x/rendezvous", ""), ("runs/x/store", "")), tells_ranks=False, stop=STOP
+    )
+
+
+@pytest.mark.parametrize(("task", "seconds"), [("train", "302"), ("parity", "10")])
+def test_the_grace_is_the_launchers_too(task: str, seconds: str) -> None:
+    """torchrun waits as long as a rank may save, and no longer for what has nothing to save."""
+    made = plan(recipe(launch={"grace_seconds": 300}), [host("localhost", 2)], "torchrun")
+    request = backend("torchrun").request(replace(made, task=task), RUN)
+    assert dict(request.env)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == seconds
+    assert request.stop == (STOP._replace(grace_seconds=300) if task == "train" else None)
 
 
 def test_torchrun_keeps_the_recipes_threads() -> None:
@@ -119,7 +133,7 @@ def test_open_mpi(installed: Any) -> None:
     names = tuple(word for name in NAMES for word in ("-x", name))
     hostfile = ("runs/x/hostfile", "a slots=2\nme@b slots=1\n")
     request = backend("mpi").request(made("mpi"), RUN)
-    assert request == Request((*argv, *names, *WORKER, "runs/x"), ENV, (hostfile,))
+    assert request == Request((*argv, *names, *WORKER, "runs/x"), ENV, (hostfile,), stop=STOP)
 
 
 def test_open_mpi_as_root(installed: Any) -> None:
@@ -163,7 +177,7 @@ def test_mpich(installed: Any) -> None:
     argv = (MPIRUN, "-n", "3", "-f", "runs/x/hostfile", "-bind-to", "none", "-genvlist", ",".join(NAMES))
     hostfile = ("runs/x/hostfile", "a:2\nb:1 user=me\n")
     request = backend("mpi").request(made("mpi"), RUN)
-    assert request == Request((*argv, *WORKER, "runs/x"), ENV, (hostfile,))
+    assert request == Request((*argv, *WORKER, "runs/x"), ENV, (hostfile,), stop=STOP)
 
 
 def test_mpich_without_variables(installed: Any) -> None:
