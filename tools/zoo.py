@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def main() -> int:
         done = results.setdefault(kind, {})
         names = [name for name in options.only or _names(kind) if options.again or name not in done]
         while names:
-            names = _round(kind, names, done, options.limit)
+            names = _round(kind, names, done, options.limit, lambda: store.write_text(json.dumps(results, indent=1)))
             store.write_text(json.dumps(results, indent=1))
         print(f"{kind}: {dict(Counter(found['state'] for found in done.values()))}", flush=True)
     if options.write:
@@ -75,7 +76,7 @@ def _names(kind: str) -> list[str]:
     return [line["case"] for line in lines if "case" in line]
 
 
-def _round(kind: str, names: list[str], done: dict[str, Any], limit: float) -> list[str]:
+def _round(kind: str, names: list[str], done: dict[str, Any], limit: float, save: Callable[[], Any]) -> list[str]:
     """One worker, until it is through, dies or hangs; the names that are left."""
     process, current = _worker(kind, *names), None
     late = False
@@ -101,6 +102,7 @@ def _round(kind: str, names: list[str], done: dict[str, Any], limit: float) -> l
             done[found.pop("name")] = found
             print(f"{kind} {current}: {found['state']} {found.get('why', '')}"[:160], flush=True)
             current = None
+            save()
     timer.cancel()
     process.wait()
     _kill(process)

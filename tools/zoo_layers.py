@@ -120,6 +120,7 @@ def _others() -> dict[str, Callable[[], Case]]:
         "GroupNorm": lambda: (nn.GroupNorm(2, 4), [x(*images)]),
         "LayerNorm": lambda: (nn.LayerNorm(6), [x()]),
         "LayerNorm without bias": lambda: (nn.LayerNorm(6, bias=False), [x()]),
+        "LayerNorm without weights": lambda: (nn.LayerNorm(6, elementwise_affine=False), [x()]),
         "LayerNorm two axes": lambda: (nn.LayerNorm([8, 8]), [x(*images)]),
         "LazyLinear": lambda: (nn.LazyLinear(5), [x()]),
         "Linear": lambda: (nn.Linear(6, 5), [x()]),

@@ -93,8 +93,8 @@ def _batch(task: str, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
         side = getattr(config, "image_size", 32)
         sides = side if isinstance(side, (list, tuple)) else (side, side)
         return {
-            "pixel_values": torch.randn(2, getattr(config, "num_channels", 3), *sides),
-            "labels": torch.tensor([0, 2]),
+            "pixel_values": torch.randn(8, getattr(config, "num_channels", 3), *sides),
+            "labels": torch.arange(8) % 3,
         }
     if task == "ctc":
         values = {"input_features": torch.randn(2, 40, getattr(config, "feature_projection_input_dim", 160))}

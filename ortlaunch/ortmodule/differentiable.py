@@ -106,13 +106,18 @@ class Gradients:
         return ""
 
 
+def is_valid(node: Any) -> bool:
+    """Whether ORT takes what the exporter wrote: it writes a LayerNorm without weights, which ONNX has not."""
+    return _name(node) != "LayerNormalization" or not any(given.node().mustBeNone() for given in node.inputs())
+
+
 def _is_derived(node: Any, device: str) -> bool:
     """Also by what ORT's builders and kernels of gradients do not know of their operator."""
     name = _name(node)
     if name in ("GRU", "LSTM"):
         return _text(node, "direction", "forward") == "forward"
     if name == "LayerNormalization":  # without a bias the gradient has two outputs of one name
-        return len(list(node.inputs())) > 2
+        return len(list(node.inputs())) > 2 and is_valid(node)
     if name == "Pad":
         return _text(node, "mode", "constant") == "constant"
     if name in ("AveragePool", "MaxPool"):  # of other ranks, or with places, a wrong shape or the end of the process

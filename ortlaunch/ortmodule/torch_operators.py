@@ -18,7 +18,7 @@ from unittest import mock
 
 from ortlaunch.ortmodule import extensions, operator_calls
 from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.differentiable import Gradients
+from ortlaunch.ortmodule.differentiable import Gradients, is_valid
 from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.settings import settings_of
@@ -121,7 +121,7 @@ class _Translator:
         for one in written:
             self._makers.setdefault(one.kind().rpartition("::")[2], set()).add(name)
         values = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        if self._training and self._gradients.lost(written, values):
+        if not all(map(is_valid, written)) or (self._training and self._gradients.lost(written, values)):
             return self._instead(call, context, None, outputs)
         return outputs
 

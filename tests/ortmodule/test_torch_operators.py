@@ -200,6 +200,19 @@ def test_layers_whose_buffers_a_graph_would_not_change() -> None:
     assert any(note.startswith("norm runs as torch") for note in tally.notes)
 
 
+def test_layer_norms_without_bias_or_weights() -> None:
+    """Which ORT derives wrong, or does not take; in training and in evaluation."""
+    norms = nn.LayerNorm(6, bias=False), nn.LayerNorm(6, elementwise_affine=False)
+    model = nn.Sequential(nn.Linear(4, 6), norms[0], nn.Tanh(), norms[1])
+    eager, x = copy.deepcopy(model), torch.randn(3, 4)
+    module = wrapped(model)
+    for run in (module, eager):
+        run(x).sin().sum().backward()
+    same(model, eager)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x), eager.eval()(x))
+
+
 def test_dropout_of_torch_is_drawn_once_a_pass() -> None:
     """The backward pass of an operator that draws numbers uses those of its forward pass."""
 
