@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from ortlaunch.run.folder import progress_width
-from ortlaunch.worker.pulse import BACKWARD, FORWARD, READING, TRAINING, Pulse
+from ortlaunch.worker.pulse import BACKWARD, FORWARD, PASSING, READING, TRAINING, Pulse
 from ortlaunch.worker.terminal import LIVE
 
 Batch = TypeVar("Batch")
@@ -78,6 +78,7 @@ class Progress:
                 batch = next(source)
             except StopIteration:
                 return
+            self.pulse.at(PASSING)
             yield batch
 
     def show_loss(self, loss: float | None) -> None:

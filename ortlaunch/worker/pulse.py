@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STAGES = ("", "reading a batch", "the forward pass", "the backward pass", "the optimizer step")
-READING, FORWARD, BACKWARD, STEPPING = range(1, len(STAGES))
+STAGES = ("", "reading a batch", "a pass", "the forward pass", "the backward pass", "the optimizer step")
+READING, PASSING, FORWARD, BACKWARD, STEPPING = range(1, len(STAGES))
 TRAINING = "training"
 _BYTES, _PHASE, _PLACE, _RING, _KEPT_STEPS = 4096, 1024, 2048, 64, 32
 _STEP, _MOVES, _STAGE, _COLLECTIVES, _STEPS_HERE, _RUNG = range(6)  # whole numbers
