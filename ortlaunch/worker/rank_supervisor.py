@@ -83,8 +83,8 @@ def _be_the_rank(
     saves = Plan.read(account.run.plan).saves
     for number in (signal.SIGUSR2,) if saves else NOTICES:  # until it listens, or the user's own code handles them
         signal.signal(number, signal.SIG_IGN)
-    if saves:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGUSR1) if saves else ():  # of which launchers are started to ignore one
+        signal.signal(number, signal.SIG_DFL)
     Requests.guardian = ends["finished"]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     os.dup2(ends["out"], 1)

@@ -71,7 +71,11 @@ def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
     """A rank that lives this code, and its guardian."""
     command = [sys.executable, "-c", GUARDED, str(rank), str(run)]
     env = {**os.environ, "LIFE": life, **environ}
-    result = subprocess.run(command, env=env, capture_output=True, timeout=30, check=False)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as launchers are started
+    try:
+        result = subprocess.run(command, env=env, capture_output=True, timeout=30, check=False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     record = json.loads(run.error(rank).read_text()) if run.error(rank).exists() else None
     return Ended(result.returncode, result.stdout.decode(), result.stderr.decode(), record)
 
