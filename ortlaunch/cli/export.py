@@ -12,7 +12,9 @@ def export(
     run: RunFolder,
     step: Annotated[Optional[int], typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
     to: Annotated[Optional[Path], typer.Option("--to", help="A new folder; RUN/exports/step_N if not.")] = None,
-    form: Annotated[str, typer.Option("--format", help="What to write: huggingface.")] = "huggingface",
+    form: Annotated[
+        str, typer.Option("--format", help="What to write: huggingface, or onnx, held against PyTorch.")
+    ] = "huggingface",
 ) -> None:
     """Write a checkpoint of a run as a model for others, without starting the run; on one process, on the CPU."""
     from ortlaunch.run.export import export as write

@@ -9,7 +9,7 @@ from ortlaunch import start
 from ortlaunch.errors import InputError
 from ortlaunch.run.folder import RunDir
 
-FORMATS = ("huggingface",)
+FORMATS = ("huggingface", "onnx")
 
 
 def export(run: RunDir, step: int | None, to: Path | None, form: str) -> int:
@@ -21,7 +21,7 @@ def export(run: RunDir, step: int | None, to: Path | None, form: str) -> int:
     if form not in FORMATS:
         raise InputError(f"--format: got {form!r}; one of {', '.join(FORMATS)}")
     chosen = _chosen(run, step)
-    folder = to or run.exported(chosen)
+    folder = to or run.exported(chosen, form)
     if folder.exists():
         raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
     words = start.command("ortlaunch.worker.export_checkpoint")

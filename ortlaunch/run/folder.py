@@ -13,7 +13,7 @@ runs/<name>-<timestamp>/
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
-  exports/step_00000500/                                               a checkpoint as a model, by `ortlaunch export`
+  exports/step_00000500{,_onnx}/  exports.jsonl                        checkpoints as models, by `ortlaunch export`
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
   saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed
   bad_steps.jsonl                                                      losses and gradients that were not trained on
@@ -131,9 +131,14 @@ class RunDir:
         """Where that checkpoint is while it is written."""
         return self.checkpoints / f"step_{step:08d}.partial"
 
-    def exported(self, step: int) -> Path:
+    def exported(self, step: int, form: str) -> Path:
         """Where `ortlaunch export` writes a checkpoint as a model."""
-        return self.path / "exports" / f"step_{step:08d}"
+        return self.path / "exports" / (f"step_{step:08d}" + ("" if form == "huggingface" else f"_{form}"))
+
+    @property
+    def exports(self) -> Path:
+        """A line of each export."""
+        return self.path / "exports.jsonl"
 
     def trial_of(self, micro_size: int) -> RunDir:
         """Folder of one try of `micro_size: auto`: a run of its own, which writes trial.json."""

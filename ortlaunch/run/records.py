@@ -205,3 +205,37 @@ class CommandLine:
     """Exit status of the command, negative for a signal; 124: it was ended at its limit."""
     seconds: float
     """What it took, beside training."""
+
+
+@dataclass
+class OnnxCheck:
+    """A model.onnx, run back by onnxruntime on the CPU on batches of the run's own data, beside PyTorch in float32."""
+
+    opset: int
+    """Version of ONNX's operators."""
+    inputs: list[str]
+    """Names of the inputs, as transformers': batch and length are open."""
+    outputs: list[str]
+    """Names of the outputs: the head's logits."""
+    largest_difference: float
+    """Of any logit from PyTorch's."""
+    limit: float
+    """Above which the export is an error."""
+    batches: list[list[int]]
+    """Samples and length of each batch that was compared; the first two are padded."""
+    external_data: bool
+    """Whether the weights, above 2 GB, are in model.onnx_data beside it."""
+
+
+@dataclass
+class ExportLine:
+    """What `ortlaunch export` wrote, a line each time."""
+
+    step: int
+    """Of the checkpoint."""
+    format: str
+    """huggingface or onnx."""
+    folder: str
+    """Where it lies."""
+    onnx: OnnxCheck | None = None
+    """Of format onnx: how it was compared."""

@@ -29,6 +29,7 @@ _FILES = {
     "saves.jsonl": "SaveLine",
     "saves.jsonl, commands": "CommandLine",
     "bad_steps.jsonl": "BadStep",
+    "exports.jsonl": "ExportLine",
 }
 _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null", "Any": "any value"}
 

@@ -11,23 +11,25 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.records import OnnxCheck
+from ortlaunch.worker.data import Data
 from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.model import LossModule, set_use_cache
+from ortlaunch.worker.model import LossModule, give_back_cache
 from ortlaunch.worker.stepping import Stepper
 
 
 def export(
-    recipe: Recipe, run: RunDir, group: DistributedContext, stepper: Stepper, trained: LossModule, tokenizer: Any
+    recipe: Recipe, run: RunDir, group: DistributedContext, stepper: Stepper, trained: LossModule, data: Data
 ) -> None:
     """Write export/ (collective): weights, config and tokenizer. The model is of no further use: LoRA is merged."""
     with stepper.whole_weights():
         if group.rank == 0:
             run.export.mkdir(parents=True, exist_ok=True)
-            huggingface(recipe, run.export, trained, tokenizer)
+            huggingface(recipe, run.export, trained, data)
     group.barrier()
 
 
-def huggingface(recipe: Recipe, folder: Path, trained: LossModule, tokenizer: Any) -> None:
+def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> None:
     """What transformers (or peft) loads, or safetensors where the model is the user's own, into an existing folder."""
     model: Any = trained.model
     if recipe.model.lora and recipe.model.lora.merge:
@@ -36,33 +38,37 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, tokenizer: An
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        _give_back_cache(model, trained.generates_with_cache)
+        give_back_cache(model, trained.generates_with_cache)
         model.save_pretrained(folder)
     else:
         _save_tensors(model, str(folder / "model.safetensors"))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    _follow_umask(folder)
+    if data.tokenizer is not None:
+        data.tokenizer.save_pretrained(folder)
+    follow_umask(folder)
 
 
-FORMATS: dict[str, Callable[[Recipe, Path, LossModule, Any], None]] = {"huggingface": huggingface}
+def _onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxCheck:
+    from ortlaunch.worker.onnx_export import onnx
+
+    found = onnx(recipe, folder, trained, data)
+    follow_umask(folder)
+    return found
+
+
+FORMATS: dict[str, Callable[[Recipe, Path, LossModule, Data], OnnxCheck | None]] = {
+    "huggingface": huggingface,
+    "onnx": _onnx,
+}
 """What `ortlaunch export --format` writes; the names are run/export.py's, too."""
 
 
-def _follow_umask(folder: Path) -> None:
+def follow_umask(folder: Path) -> None:
     """Safetensors writes files for their owner alone; as all others they should be the umask's."""
     umask = os.umask(0o077)
     os.umask(umask)
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o666 & ~umask)
-
-
-def _give_back_cache(model: Any, own: bool | None) -> None:
-    """The model's own `use_cache`, which training had switched off."""
-    config = getattr(model, "config", None)
-    if config is not None and own is not None:
-        set_use_cache((config, config.get_text_config()), own)
 
 
 def _save_tensors(model: torch.nn.Module, path: str) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from ortlaunch.errors import CheckpointError, OrtlaunchError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run.folder import RunDir, json_text
+from ortlaunch.run.records import ExportLine, as_json
 from ortlaunch.worker.child import die_with_parent
 
 
@@ -44,8 +45,11 @@ def write(run: RunDir, step: int, folder: Path, form: str) -> None:
     from ortlaunch.worker.distributed import DistributedContext
     from ortlaunch.worker.export import FORMATS
     from ortlaunch.worker.model import build_model
+    from ortlaunch.worker.onnx_export import refuse_own
 
     recipe, plan = parse_resolved(run.recipe.read_text(encoding="utf-8")), Plan.read(run.plan)
+    if form == "onnx":
+        refuse_own(recipe)
     make_importable(recipe, Path(plan.modules))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     if wrong := damage(run.checkpoint(step), alone):
@@ -58,8 +62,21 @@ def write(run: RunDir, step: int, folder: Path, form: str) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    FORMATS[form](recipe, partial, model, data.tokenizer)
+    found = FORMATS[form](recipe, partial, model, data)
     partial.replace(folder)
+    _tell(run, ExportLine(step, form, str(folder.absolute()), found))
+
+
+def _tell(run: RunDir, line: ExportLine) -> None:
+    """In exports.jsonl, and the comparison with PyTorch on the screen, too."""
+    with run.exports.open("a", encoding="utf-8") as file:
+        file.write(json_text(as_json(line)) + "\n")
+    if line.onnx is not None:
+        shapes = ", ".join(" x ".join(map(str, shape)) for shape in line.onnx.batches)
+        print(
+            f"onnxruntime's logits differ from PyTorch's by at most {line.onnx.largest_difference:.2g} (limit "
+            f"{line.onnx.limit:g}) on batches of {shapes}, padded ones among them"
+        )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def finish(session: Session) -> None:
         used = engine.memory.record(session.plan, group)
         session.progress.doing("writing the export")
         session.model.chunk(None)
-        export(recipe, run, group, engine.stepper, session.model, session.data.tokenizer)
+        export(recipe, run, group, engine.stepper, session.model, session.data)
         trained = engine.memory.looks > 0
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:

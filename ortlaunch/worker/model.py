@@ -106,11 +106,18 @@ def _train_without_cache(model: nn.Module) -> bool | None:
     """Keys and values are kept for generation only; returns the model's own choice, which the export gets back."""
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     own = [config.use_cache for config in configs.values() if hasattr(config, "use_cache")]
-    set_use_cache(list(configs.values()), False)
+    _set_use_cache(list(configs.values()), False)
     return own[0] if own else None
 
 
-def set_use_cache(configs: Iterable[Any], value: bool) -> None:
+def give_back_cache(model: Any, own: bool | None) -> None:
+    """The model's own `use_cache`, which training had switched off."""
+    config = getattr(model, "config", None)
+    if config is not None and own is not None:
+        _set_use_cache((config, config.get_text_config()), own)
+
+
+def _set_use_cache(configs: Iterable[Any], value: bool) -> None:
     """In those configs that have it."""
     for config in configs:
         if hasattr(config, "use_cache"):

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize(
     ("step", "to", "form", "message"),
     [
-        (None, None, "gguf", "--format: got 'gguf'; one of huggingface"),
+        (None, None, "gguf", "--format: got 'gguf'; one of huggingface, onnx"),
         (30, None, "huggingface", "has no complete checkpoint of step 30; of 10, 20"),
         (None, Path(), "huggingface", r"\. is there already; take it away, or give another folder with --to"),
     ],

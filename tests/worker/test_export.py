@@ -42,7 +42,7 @@ def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
     inner: Any = model.model
     assert inner.config.use_cache is False  # in training keys and values are of no use
     stepper = TorchStepper(model, torch.optim.SGD(model.parameters()), group, "fp32", 1, None)
-    export(chosen, run, group, stepper, model, data.tokenizer)
+    export(chosen, run, group, stepper, model, data)
     return {name: json.loads((run.export / f"{name}.json").read_text()) for name in ("config", "generation_config")}
 
 

@@ -1,0 +1,110 @@
+"""model.onnx: the head's logits as PyTorch gives them, for batches and lengths that the export has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.errors import EngineError, InputError
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.records import OnnxCheck
+from ortlaunch.worker import onnx_export
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.model import LossModule, build_model
+from ortlaunch.worker.onnx_export import onnx
+from tests import makers
+from tests.ort import needs_ort
+
+pytestmark = needs_ort
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+         "max_position_embeddings": 32, "vocab_size": 512}  # fmt: skip
+BERT, LLAMA = {"model_type": "bert", **SMALL}, {"model_type": "llama", **SMALL}
+WORDPIECE = {"train": "wordpiece", "vocab_size": 300}
+PRETRAINING = makers.recipe(
+    model={"task": "pretraining", "config": BERT},
+    data={"train": "python-docs", "tokenizer": WORDPIECE, "sequence_length": 24},
+)
+LORA = makers.recipe(
+    model={"task": "causal-lm", "config": LLAMA, "lora": {"r": 2, "target_modules": ["q_proj"]}},
+    data={"train": "python-docs", "tokenizer": {"train": "bpe", "vocab_size": 300}, "sequence_length": 24},
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for this file, so that its tokenizers are trained once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTLAUNCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def built(recipe: Recipe) -> tuple[LossModule, Data]:
+    """As training leaves it: in training mode, with adapters that have learned something."""
+    data = Data(recipe)
+    model = build_model(recipe, data)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return model, data
+
+
+def by_onnxruntime(path: Path, **batch: torch.Tensor) -> list[Any]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return list(session.run(None, {name: value.numpy() for name, value in batch.items()}))
+
+
+def test_bert_for_pretraining(tmp_path: Path) -> None:
+    """Both heads, for a batch and a length that were not compared; the folder has what transformers reads."""
+    from transformers import AutoTokenizer, BertForPreTraining
+
+    model, data = built(PRETRAINING)
+    found = onnx(PRETRAINING, tmp_path, model, data)
+    names = ["input_ids", "attention_mask", "token_type_ids"], ["prediction_logits", "seq_relationship_logits"]
+    assert found == OnnxCheck(17, *names, found.largest_difference, 1e-4, [[3, 24], [2, 13], [1, 24]], False)
+    assert {path.name for path in tmp_path.iterdir()} >= {"model.onnx", "config.json", "tokenizer.json"}
+
+    texts = AutoTokenizer.from_pretrained(tmp_path)(["a b", "some words more", "x", "y", "z"], padding=True,
+                                                    return_tensors="pt")  # fmt: skip
+    reference = BertForPreTraining(BertForPreTraining.config_class.from_pretrained(tmp_path)).eval()
+    reference.load_state_dict(model.model.state_dict())
+    with torch.no_grad():
+        words, sentences = reference(**texts)[:2]
+    given = {name: texts[name] for name in names[0]}
+    torch.testing.assert_close([*map(torch.tensor, by_onnxruntime(tmp_path / "model.onnx", **given))],
+                               [words, sentences], atol=1e-5, rtol=1e-5)  # fmt: skip
+
+
+def test_adapters_are_merged_and_large_weights_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama with LoRA, written as if it were above 2 GB: one file of weights, and PyTorch's logits from both."""
+    monkeypatch.setattr(onnx_export, "_MOST_IN_ONE_FILE", 1000)
+    model, data = built(LORA)
+    ids = torch.arange(3, 13).reshape(2, 5)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        expected = model.model.eval()(input_ids=ids, attention_mask=mask).logits
+    found = onnx(LORA, tmp_path, model, data)
+    assert (found.outputs, found.external_data) == (["logits"], True)
+    assert {path.name for path in tmp_path.iterdir()} >= {"model.onnx", "model.onnx_data"}
+    (logits,) = by_onnxruntime(tmp_path / "model.onnx", input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_another_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that differ, or that are no numbers, are no export."""
+    model, data = built(PRETRAINING)
+    for wrong in (2e-4, float("nan")):
+        monkeypatch.setattr(onnx_export, "difference", lambda *_, wrong=wrong: wrong)
+        with pytest.raises(EngineError, match=r"differ from PyTorch's by .*; the limit is 0\.0001"):
+            onnx(PRETRAINING, tmp_path, model, data)
+
+
+def test_an_own_model_is_refused() -> None:
+    """It says what to do instead."""
+    with pytest.raises(InputError, match=r"--format onnx takes transformers' models, .* give torch\.onnx\.export"):
+        onnx_export.refuse_own(makers.recipe())
