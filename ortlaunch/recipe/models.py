@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal, Optional, Union
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.schedule import Schedule
 from ortlaunch.recipe.section import (
     MAPPING,
     MOST,
     WORD,
     Decay,
-    Fraction,
     OneOrMore,
     Positive,
     PositiveOrAuto,
@@ -186,20 +186,6 @@ class Optimizer(Section):
     """Decoupled weight decay (adam, lamb); L2 for sgd."""
     no_decay: Words = ("bias", "norm", "LayerNorm")
     """Parameters whose name contains one of these words get no weight decay."""
-
-
-class Schedule(Section):
-    """Learning rate over the steps, after a linear warm-up."""
-
-    name: Literal["linear", "cosine", "polynomial", "constant"] = "linear"
-    """Decay after the warm-up: `linear` and `polynomial` to 0 at the last step, `cosine` to 0, `constant`
-    not at all."""
-    warmup_steps: Optional[Annotated[int, Field(ge=0)]] = None
-    """Steps from 0 to the peak; or give `warmup_ratio`."""
-    warmup_ratio: Optional[Fraction] = None
-    """Warm-up as a share of all steps."""
-    power: Annotated[float, Field(gt=0)] = 1.0
-    """Exponent of `polynomial`: 0.5 in BERT-large's phase 1 and 2."""
 
 
 class Zero(Section):

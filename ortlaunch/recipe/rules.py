@@ -15,6 +15,7 @@ from ortlaunch.recipe.model_rules import function, model_rules
 from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
 from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.place import SECRET, Problem
+from ortlaunch.recipe.schedule import schedule_rules
 from ortlaunch.recipe.submit_rules import submit_rules
 
 _FORMAT_FIELDS = {
@@ -47,7 +48,7 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         _data,
         _batch,
         _optimizer,
-        _schedule,
+        schedule_rules,
         _engine,
         _parity,
         engine_rules,
@@ -241,21 +242,6 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
             ("optimizer.name", "precision", "zero"),
             "got lamb with bf16 under DeepSpeed, whose bf16 optimizer flattens tensors also at stage 0; use zero: null",
         )
-
-
-def _schedule(recipe: Recipe) -> Iterator[Problem]:
-    schedule = recipe.schedule
-    if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
-        yield ("schedule.warmup_ratio", "schedule.warmup_steps"), "is given beside warmup_steps; keep one"
-    steps = recipe.train.max_steps
-    if schedule.warmup_steps is not None and steps is not None and schedule.warmup_steps > steps:
-        yield (
-            ("schedule.warmup_steps", "train.max_steps"),
-            f"got {schedule.warmup_steps}, more than train.max_steps ({steps}): "
-            "the learning rate would never reach its peak",
-        )
-    if "power" in _chosen(schedule) and schedule.name != "polynomial":
-        yield ("schedule.power", "schedule.name"), f"does nothing with {schedule.name}: it is polynomial's exponent"
 
 
 def _engine(recipe: Recipe) -> Iterator[Problem]:

@@ -38,9 +38,12 @@ def with_steps(
         if begun["samples"] != samples:
             print(f"the data has {samples:,} samples, and had {begun['samples']:,} when this run began; it keeps its "
                   f"{steps:,} steps", flush=True)  # fmt: skip
-    if recipe.schedule.warmup_steps is not None and recipe.schedule.warmup_steps > steps:
+    schedule = recipe.schedule
+    decay = round(schedule.decay_ratio * steps) if schedule.name == "wsd" else 0
+    if schedule.warmup_steps is not None and schedule.warmup_steps + decay > steps:
         raise InputError(
-            f"schedule.warmup_steps: got {recipe.schedule.warmup_steps}, and train.epochs: {epochs:g} are {steps} steps"
+            f"schedule.warmup_steps: got {schedule.warmup_steps}, and train.epochs: {epochs:g} are {steps} steps"
+            + (f", the last {decay} of them wsd's decay" if decay else "")
         )
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
 

@@ -84,6 +84,13 @@ def test_a_warm_up_longer_than_the_epochs(tmp_path: Path) -> None:
         steps(RunDir(tmp_path), 160, train={"epochs": 1}, schedule={"warmup_steps": 11})
 
 
+def test_a_warm_up_that_reaches_into_the_decay_of_the_epochs(tmp_path: Path) -> None:
+    """As the recipe's rule says for max_steps."""
+    schedule = {"name": "wsd", "warmup_steps": 9, "decay_ratio": 0.2}
+    with pytest.raises(InputError, match=r"warmup_steps: got 9, and .* are 10 steps, the last 2 of them wsd's decay"):
+        steps(RunDir(tmp_path), 160, train={"epochs": 1}, schedule=schedule)
+
+
 def test_the_length_in_a_line() -> None:
     """Steps, samples and epochs, whichever of them the recipe gave."""
     line = length_line(recipe(train={"max_steps": 1000}), BATCH, 1234)
