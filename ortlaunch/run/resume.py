@@ -71,14 +71,20 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
     """
     own, skipped = run.complete_checkpoints(), tuple(incomplete(run.checkpoints))
     if options.choice == NEVER:
-        there = run.checkpoints.exists() and any(run.checkpoints.iterdir())
-        return Chosen(None, skipped=skipped, aside=(run.checkpoints,) if there else ())
+        return Chosen(None, skipped=skipped, aside=tuple(_of_training(run)))
     if options.choice.isdecimal():
         return _step(run, int(options.choice), own)._replace(skipped=skipped)
     source = Path(options.choice) if options.choice != AUTO else _source(run)
     if own:
         return Chosen(own[-1][1], own[-1][0], source, skipped=skipped)
     return Chosen(None, skipped=skipped) if source is None else _elsewhere(source)
+
+
+def _of_training(run: RunDir) -> Iterator[Path]:
+    """What a training that begins anew must not take for its own: checkpoints, batches left out, records."""
+    if run.checkpoints.exists() and any(run.checkpoints.iterdir()):
+        yield run.checkpoints
+    yield from (path for path in (run.bad_steps, run.saves, run.metrics, run.tensorboard) if path.exists())
 
 
 def incomplete(folder: Path) -> Iterator[str]:

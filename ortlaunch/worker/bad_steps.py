@@ -5,17 +5,19 @@ All ranks come to the same decision: what they look at is the same on all of the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ortlaunch.errors import BadStepError, LossSpikeError
+from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
 from ortlaunch.recipe.bad_step_rules import actions
 from ortlaunch.recipe.models import Spike
 from ortlaunch.run.folder import RunDir, json_text
@@ -48,8 +50,9 @@ class BadSteps:
     def begin(self, saving: checkpoint.Saving, state: Any) -> None:
         """Steps follow on `state`; where a rollback may come, there has to be a checkpoint (collective)."""
         self._saving = saving
-        if "rollback" in actions(self.train) and checkpoint.newest(self.session.run) is None:
-            with self.session.progress.during("saving a checkpoint"):
+        session = self.session
+        if "rollback" in actions(self.train) and checkpoint.newest_of_all(session.run, session.group) is None:
+            with session.progress.during("saving a checkpoint"):
                 saving.save(state.step, asdict(state))
 
     def before(self) -> None:
@@ -84,19 +87,23 @@ class BadSteps:
             RollBack: the newest checkpoint is to be taken up.
         """
         found: BadStep = error.found
-        found.action, limit = self._action(error), ""
+        found.action, limit, newest = self._action(error), "", None
         if found.action == "skip" and state.left_out >= self.train.max_skips:
             limit = f"train.max_skips ({self.train.max_skips}) steps have been skipped"
         if found.action == "rollback" and self.rollbacks >= self.train.max_rollbacks:
             limit = f"train.max_rollbacks ({self.train.max_rollbacks}) rollbacks have been made"
-        if found.action == "rollback" and checkpoint.newest(self.session.run) is None:
+        if found.action == "rollback":
+            newest = self._newest()
+        if found.action == "rollback" and newest is None:
             limit = "train.on_nonfinite is rollback, and no checkpoint could be written to go back to"
         if limit or found.action == "stop":
             found.action = "stop"
             self._record(found)
+            with contextlib.suppress(CheckpointError):
+                self._newest()  # what is being written beside training is whole before the run ends
             raise type(error)(f"{error}\n{limit}" if limit else str(error), found) from None
         self.session.engine.stepper.drop_gradients()
-        self._skip(found, state) if found.action == "skip" else self._roll_back(found, state)
+        self._roll_back(found, state, newest) if newest else self._skip(found, state)
 
     def _action(self, error: BadStepError) -> str:
         spike = isinstance(error, LossSpikeError) and self.train.on_spike
@@ -109,9 +116,14 @@ class BadSteps:
         count = f"{state.left_out} of at most {self.train.max_skips}"
         self._record(found, f"{_field(found)} is skip: its update is left out ({count})")
 
-    def _roll_back(self, found: BadStep, state: Any) -> None:
-        batches, newest = self.session.batches, checkpoint.newest(self.session.run)
-        assert newest is not None
+    def _newest(self) -> tuple[int, Path] | None:
+        """The newest checkpoint, once the one that is being written is whole (collective)."""
+        with self.session.progress.during("saving a checkpoint"):
+            self._saving.wait()
+            return checkpoint.newest_of_all(self.session.run, self.session.group)
+
+    def _roll_back(self, found: BadStep, state: Any, newest: tuple[int, Path]) -> None:
+        batches = self.session.batches
         found.checkpoint, found.places = newest[0], list(batches.stretch(state.step))
         self._leave_out(found)
         where, count = (
@@ -119,7 +131,7 @@ class BadSteps:
             f"{self.rollbacks} of at most {self.train.max_rollbacks}",
         )
         self._record(found, f"{_field(found)} is rollback: back to {where}, without these samples ({count})")
-        self._saving.finish()
+        self._saving.finish(self.session.progress.pulse.tick)
         raise RollBack
 
     def _leave_out(self, found: BadStep) -> None:

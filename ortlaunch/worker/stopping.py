@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ortlaunch.errors import CheckpointError, NotSaved
 from ortlaunch.run.folder import read_json, write_json
 from ortlaunch.run.records import Stopped, as_json
+from ortlaunch.worker.checkpoint import Saving
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.session import Session
@@ -33,7 +34,7 @@ def stop(session: Session, asked: Ask, step: int) -> Ask:
 
 
 @contextlib.contextmanager
-def saved_for(session: Session, asked: Ask) -> Iterator[None]:
+def saved_for(session: Session, saving: Saving, asked: Ask) -> Iterator[None]:
     """While a checkpoint is written: the request for it is answered; one that a stop needs and fails is its end.
 
     Raises:
@@ -45,7 +46,7 @@ def saved_for(session: Session, asked: Ask) -> Iterator[None]:
         if not asked.stops:
             raise
         raise _not_saved(session, asked, str(error)) from error
-    if session.group.rank == 0:
+    if session.group.rank == 0 and saving.answers(asked):
         session.run.save_request.unlink(missing_ok=True)
 
 

@@ -224,7 +224,12 @@ def applied(choice: str, run: RunDir = RUN) -> dict[str, Any]:
 def test_never_keeps_what_was_there_aside() -> None:
     """The run begins anew, and no later start takes the old checkpoints for its own."""
     save(RUN, 2)
+    of_training = (RUN.bad_steps, RUN.saves, RUN.metrics)
+    for path in of_training:  # batches that were left out, saves and metrics are that training's, too
+        path.write_text("{}\n")
     assert applied("never")["checkpoint"] is None
+    assert [path.exists() for path in of_training] == [False] * 3
+    assert RUN.metrics.with_name("metrics.jsonl.aside").read_text() == "{}\n"
     assert RUN.complete_checkpoints() == []
     assert (RUN.path / "checkpoints.aside/step_00000002/COMPLETE").exists()
     save(RUN, 4)

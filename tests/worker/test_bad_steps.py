@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe.models import Spike
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.bad_steps import Spikes, recorded
+from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from ortlaunch.worker.data.left_out import LeftOut
 from tests.training import Trained, records, train_here
@@ -131,6 +134,31 @@ def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
     assert [(line.checkpoint, line.places) for line in recorded(done.run)] == [(0, [0, 4]), (0, [4, 8])]
     longer = trained(tmp_path, "loss", None, *bad, on_nonfinite="rollback", max_steps=STEPS + 1)
     assert longer.state.samples == (STEPS + 3) * SIZE
+
+
+@pytest.mark.parametrize("zero", [None, {"stage": 1}], ids=str)
+def test_a_rollback_to_the_start_forgets_the_optimizer(zero: dict | None, tmp_path: Path, world: None) -> None:
+    """The checkpoint of step 0 has no moments; those of the steps that are taken back are not gone on with."""
+    settings = {**SETTINGS, "checkpoint": {"every_steps": 100}, "zero": zero}
+    train = {"max_steps": STEPS, "on_nonfinite": "rollback"}
+    done = train_here(tmp_path, Line("loss"), rows(BAD), train=train, **settings)
+    close(done.model, reference("loss", [0, 1, 2, 4, 5, 6], rate))
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "rollback"])
+def test_a_save_beside_training_is_whole_first(
+    on_failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run neither ends nor goes back past a checkpoint that is being written."""
+    write = savings.write
+    monkeypatch.setattr(savings, "write", lambda *args: (time.sleep(0.5), write(*args)))
+    settings = {**SETTINGS, "checkpoint": {"every_steps": 3, "async": True}}
+    train = {"max_steps": STEPS, "on_nonfinite": on_failure}
+    with pytest.raises(NonFiniteError) if on_failure == "stop" else contextlib.nullcontext():
+        train_here(tmp_path, Line("loss"), rows(BAD), train=train, **settings)
+    (line,) = recorded(RunDir(tmp_path))
+    assert 3 in dict(RunDir(tmp_path).complete_checkpoints())
+    assert line.checkpoint == (3 if on_failure == "rollback" else None)
 
 
 @pytest.mark.parametrize(("train", "said"), [

@@ -87,6 +87,16 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert found == (100_000_000, run.checkpoint(100_000_000))
 
 
+def test_all_ranks_take_the_one_that_rank_0_sees(tmp_path: Path) -> None:
+    """Also where a disk that hosts share shows this one an older or no checkpoint."""
+    run = RunDir(tmp_path)
+    other: Any = SimpleNamespace(gather=lambda mine: ["4 step_00000004", mine])
+    assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint(4))
+    save(run, 2)
+    assert checkpoint.newest_of_all(run, other) == (4, run.checkpoint(4))
+    assert checkpoint.newest_of_all(run, GROUP) == (2, run.checkpoint(2))
+
+
 def test_what_was_half_written_is_written_anew(tmp_path: Path) -> None:
     """A folder left by a failed save does not stand in the way of the next, nor mix with it."""
     run = RunDir(tmp_path)

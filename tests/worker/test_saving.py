@@ -211,6 +211,16 @@ def test_a_command_after_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len((tmp_path / "done").read_text().split()) == 4
 
 
+def test_the_wait_for_a_command_is_no_standstill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes: all ranks show that they live, and no collective lasts as long as the command."""
+    monkeypatch.setattr(savings, "_TURN_SECONDS", 0.05)
+    saver, ticks = saving(RunDir(tmp_path), every_steps=50, on_complete="sleep 0.5"), []
+    save_all(saver, range(1, 51))
+    saver.finish(lambda: ticks.append(1))
+    assert len(ticks) >= 3
+    assert records(RunDir(tmp_path))[-1]["status"] == 0
+
+
 @pytest.mark.parametrize(("command", "how"), [
     ("echo some words; exit 3", "exit status 3"), ("kill -9 $$", "exit status 137"),
     ("sleep 60 & echo $! >> $ORTLAUNCH_RUN/pids; wait", "ended after 0.02 minutes"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from ortlaunch.errors import NonFiniteError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from tests.training import records, train_here
 
@@ -182,3 +186,31 @@ def test_fp16_hides_no_failure(slope: float, message: str, tmp_path: Path) -> No
     """A loss that is not finite, or gradients that overflow without being scaled, end an fp16 run, too."""
     with pytest.raises(NonFiniteError, match=message):
         train_here(tmp_path, Steep(slope), ROWS, **HALF)
+
+
+@pytest.mark.parametrize(("number", "saved"), [(signal.SIGUSR1, [2]), (signal.SIGUSR2, [2, 3, 4, 6])])
+def test_what_is_asked_for_while_one_is_written_beside(
+    number: signal.Signals, saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop takes the checkpoint that is being written, once it is whole; a save is of the next step, and whole."""
+    snapshot, write, asked = savings.snapshot, savings.write, []
+
+    def with_request(*args: Any, **how: Any) -> Any:
+        if not asked:
+            asked.append(signal.raise_signal(number))
+            RunDir(tmp_path).save_request.parent.mkdir(exist_ok=True)
+            RunDir(tmp_path).save_request.touch()
+        return snapshot(*args, **how)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.5)
+        return write(*args)
+
+    monkeypatch.setattr(savings, "snapshot", with_request)
+    monkeypatch.setattr(savings, "write", slow)
+    policy = {"every_steps": 2, "keep": None, "async": True}
+    done = train_here(tmp_path, Line(), ROWS, train=STEPS, checkpoint=policy)
+    assert [step for step, _ in done.run.complete_checkpoints()] == saved
+    assert done.run.stopped.exists() is (number == signal.SIGUSR1)
+    assert done.state.step == saved[-1]
+    assert not done.run.save_request.exists()

@@ -5,7 +5,7 @@ taken up; snapshot is what is inside, restore puts it into an engine of any worl
 """
 
 from ortlaunch.worker.checkpoint.choose import Found, choose, explain
-from ortlaunch.worker.checkpoint.damage import set_aside_damaged
+from ortlaunch.worker.checkpoint.damage import newest_of_all, set_aside_damaged
 from ortlaunch.worker.checkpoint.manifest import newest, samples_seen
 from ortlaunch.worker.checkpoint.restore import load
 from ortlaunch.worker.checkpoint.saves import failures
@@ -20,6 +20,7 @@ __all__ = [
     "failures",
     "load",
     "newest",
+    "newest_of_all",
     "samples_seen",
     "save",
     "set_aside_damaged",

@@ -15,8 +15,8 @@ from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir, read_json
-from ortlaunch.worker.checkpoint.damage import damage, set_aside_damaged
-from ortlaunch.worker.checkpoint.manifest import MANIFEST, newest, samples_seen
+from ortlaunch.worker.checkpoint.damage import damage, newest_of_all, set_aside_damaged
+from ortlaunch.worker.checkpoint.manifest import MANIFEST, samples_seen
 from ortlaunch.worker.distributed import DistributedContext
 
 
@@ -39,12 +39,11 @@ def choose(run: RunDir, group: DistributedContext) -> Found | None:
     """
     asked = read_json(run.resume) if run.resume.exists() else {}
     set_aside_damaged(run, group)
-    own = newest(run)
-    step = group.gather_numbers([float(own[0] if own else -1)])[0][0]  # hosts of a shared disk may see it later
-    if step >= 0:
-        if asked.get("exact") and step < asked["step"]:
+    own = newest_of_all(run, group)
+    if own is not None:
+        if asked.get("exact") and own[0] < asked["step"]:
             raise CheckpointError(f"the checkpoint of step {asked['step']} was asked for (--resume), and it is damaged")
-        return Found(int(step), run.checkpoint(int(step)))
+        return Found(*own)
     return _elsewhere(asked, group) if asked.get("source") else None
 
 

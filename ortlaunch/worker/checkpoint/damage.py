@@ -22,7 +22,8 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
         CheckpointError: none is whole; to begin anew instead is for the user to say.
     """
     lines = []
-    while folder := _newest_of_all(run, group):
+    while there := newest_of_all(run, group):
+        folder = there[1]
         wrong = damage(folder, group)
         if not wrong:
             return
@@ -39,11 +40,12 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
         )  # fmt: skip
 
 
-def _newest_of_all(run: RunDir, group: DistributedContext) -> Path | None:
-    """The newest checkpoint that rank 0 sees, for hosts of a shared disk may see it later."""
+def newest_of_all(run: RunDir, group: DistributedContext) -> tuple[int, Path] | None:
+    """(step, folder) of the newest that rank 0 sees, for hosts of a shared disk may see it later (collective)."""
     there = newest(run)
-    name = group.gather(there[1].name if there else "")[0]
-    return run.checkpoints / name if name else None
+    name = group.gather(f"{there[0]} {there[1].name}" if there else "")[0]
+    step, _, folder = name.partition(" ")
+    return (int(step), run.checkpoints / folder) if name else None
 
 
 def damage(folder: Path, group: DistributedContext) -> str:

@@ -30,6 +30,7 @@ class Commands:
         self.command, self.minutes, self.run = policy.on_complete, policy.on_complete_minutes, run
         self._steps: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._busy: list[int] = []
+        self._finishing = False
         self._thread = threading.Thread(target=self._work, name="on_complete", daemon=True)
         self._thread.start()
         ended = {line["step"] for line in saves.records(run) if "status" in line}
@@ -47,12 +48,15 @@ class Commands:
         """Steps whose checkpoints must stay."""
         return tuple(self._busy)
 
-    def finish(self) -> None:
-        """Wait for all of them; each has its limit."""
-        if self._busy:
-            print(f"waiting for checkpoint.on_complete of step {self._busy[-1]}", flush=True)
-        self._steps.put(None)
-        self._thread.join()
+    def finish(self, seconds: float) -> bool:
+        """Wait for all of them, so long at most; whether they are through. Each has its limit. None begins any more."""
+        if not self._finishing:
+            self._finishing = True
+            if self._busy:
+                print(f"waiting for checkpoint.on_complete of step {self._busy[-1]}", flush=True)
+            self._steps.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while (step := self._steps.get()) is not None:

@@ -152,6 +152,8 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
     for part in named.parts:
         by_master.setdefault(id(part.master), []).append(part)
     kinds = {kind for kind, _ in shards.pieces if kind != WEIGHT}
+    for group in named.optimizer.param_groups if counts_by_group(named.optimizer) else ():
+        group.update(step=0) if "step" in group else None
     for parts in by_master.values():
         _load_master(shards, parts, named.optimizer)
     wanted = tensor_kinds(named.optimizer.param_groups[0])
@@ -163,11 +165,12 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
 
 def _load_master(shards: Shards, parts: list[Part], optimizer: torch.optim.Optimizer) -> None:
     master, group = parts[0].master, parts[0].group
+    before = optimizer.state.pop(master, {})  # after a rollback; a checkpoint may be older than the first step
     state: dict[str, Any] = {}
     for kind in tensor_kinds(group):
         there = [part for part in parts if shards.has(kind, part.name)]
         if there:
-            state[kind] = torch.zeros_like(master)
+            state[kind] = _zeros(before.get(kind), master)
         for part in there:
             _fill(shards, kind, part, state[kind])
     steps = [step for part in parts if (step := shards.numbers.get("step", {}).get(part.name)) is not None]
@@ -179,6 +182,13 @@ def _load_master(shards: Shards, parts: list[Part], optimizer: torch.optim.Optim
             state["step"] = torch.tensor(max(steps), dtype=torch.float32, device=device)
     if state:
         optimizer.state[master] = state
+
+
+def _zeros(before: Any, master: torch.Tensor) -> torch.Tensor:
+    """As large as the master weights; in the memory that was the optimizer's own, if any."""
+    if isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (master.shape, master.dtype):
+        return before.zero_()
+    return torch.zeros_like(master)
 
 
 def _load_buffers(entries: dict[str, Entry], buffers: dict[str, torch.Tensor]) -> None:

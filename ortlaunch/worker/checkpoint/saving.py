@@ -9,7 +9,7 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ortlaunch.errors import CheckpointError
@@ -26,6 +26,8 @@ from ortlaunch.worker.checkpoint.transaction import save, snapshot, write
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.stepping import Stepper
+
+_TURN_SECONDS = 1.0  # other ranks wait in a collective, which has its limit
 
 
 class Saving:
@@ -120,11 +122,19 @@ class Saving:
         if self.group.rank == 0:
             print(f"NOT SAVED: {error}; training goes on (checkpoint.on_failure: continue)", flush=True)
 
-    def finish(self) -> None:
-        """Wait for what is written and for what runs after it; then checkpoints that stayed for that go, too."""
+    def answers(self, asked: Ask) -> bool:
+        """Whether the save that was just made is the one that a person waits for: whole, or asked for by the clock."""
+        return bool(asked) or self.background is None
+
+    def finish(self, tick: Callable[[], object] = lambda: None) -> None:
+        """Wait for what is written and for what runs after it; then checkpoints that stayed for that go, too.
+
+        Args:
+            tick: called now and then, for no rank may seem to stand still, however long a command takes.
+        """
         self.wait()
-        if self.commands is not None:
-            self.commands.finish()
+        while self.group.sum(float(self.commands is not None and not self.commands.finish(_TURN_SECONDS))):
+            tick()
         if self.group.rank == 0:
             prune(self.run, self.policy.keep, self.policy.keep_every)
         self.group.barrier()

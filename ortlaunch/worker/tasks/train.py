@@ -27,6 +27,7 @@ from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, r
 from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait_for
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.pulse import STEPPING
+from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.schedule import factor
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.stepping import Stepped
@@ -121,16 +122,26 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
                 metrics.write(state.step, {"evaluation_loss": evaluated})
 
         if asked or saving.is_due(state.step):
-            with meter.paused(), progress.during("saving a checkpoint"), saved_for(session, asked):
-                require_finite_weights(state.step, engine.stepper.weights())
-                saving.save(state.step, asdict(state), asked)
-            asked = max(asked, agreed.saved())
+            with meter.paused(), progress.during("saving a checkpoint"):
+                asked = _save(session, state, saving, agreed, asked)
         agreed.stopped = stop(session, asked, state.step)
     with progress.during("saving a checkpoint"):
-        saving.finish()
+        saving.finish(progress.pulse.tick)
     if metrics:
         write_json(run.engine, engine.report().to_json())
     return state
+
+
+def _save(session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask) -> Ask:
+    """Save, by request or when it is due; what all ranks are asked for after it."""
+    with saved_for(session, saving, asked):
+        require_finite_weights(state.step, session.engine.stepper.weights())
+        saving.save(state.step, asdict(state), asked)
+    asked = max(asked, agreed.saved() if saving.answers(asked) else agreed.now())
+    if asked.stops:  # asked for meanwhile: this save may be one that is written beside training
+        with saved_for(session, saving, asked):
+            saving.wait()
+    return asked
 
 
 def _metrics(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics | None:
@@ -267,7 +278,7 @@ def _due(step: int, every: int | None) -> bool:
 
 
 def _resume(session: Session) -> TrainState:
-    batches, own = session.batches, checkpoint.newest(session.run)
+    batches, own = session.batches, checkpoint.newest_of_all(session.run, session.group)
     found = checkpoint.Found(*own) if own else session.checkpoint  # after a rollback there is a newer one
     if found is None:
         return TrainState()
