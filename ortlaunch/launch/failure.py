@@ -39,21 +39,27 @@ def explain_end(
         return _saved(run, stopped_by)
     records = _records(run)
     first = _first(records)
-    if first is not None and first.get("type") == "Stopped" and not _killed(run, records):
+    by_wish = first is not None and first.get("type") == "Stopped"
+    if first is not None and by_wish and not _unheard(run, records, stopped_by):
         return End(130 if stopped_by == signal.SIGINT else first["exit_status"], _text(first))
     if stopped_by is not None:
         return End(128 + stopped_by, _stopped_text(run, first, stopped_by))
-    if first is not None and not first["secondary"]:
+    if first is not None and not first["secondary"] and not by_wish:
         return End(first["exit_status"], _text(first, shown))
     if first is None and status == 0:
         return End(0, f"done: {run}")
     return _without_cause(run, status, ended_by, oom_kills, records)
 
 
-def _killed(run: RunDir, records: list[dict[str, Any]]) -> list[int]:
-    """Ranks whose guardian was killed: it has taken room for an account, and left none."""
-    told = {record["rank"] for record in records} | set(_asked(run))
-    return [rank for rank in ranks_that_began(run) - told if run.spare(rank).exists()]
+def _unheard(run: RunDir, records: list[dict[str, Any]], stopped_by: int | None) -> set[int]:
+    """Ranks that may be why a launcher asked the others to stop, where no person did.
+
+    Their guardian was killed: it has taken room for an account, and left none; or it never began.
+    """
+    began, told = ranks_that_began(run), {record["rank"] for record in records} | set(_asked(run))
+    killed = {rank for rank in began - told if run.spare(rank).exists()}
+    asked_for = stopped_by is not None or run.stop_request.exists()
+    return killed if asked_for else killed | set(range(Plan.read(run.plan).world_size)) - began
 
 
 def _saved(run: RunDir, stopped_by: int | None) -> End:

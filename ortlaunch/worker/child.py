@@ -55,7 +55,7 @@ class Child:
             self.send(number)
             return
         again = self.asked is not None
-        if not again and not self._has_ended():
+        if not again and not self._has_ended(number):
             self._note(number)
         if self._must_end() or (again and number == signal.SIGINT):
             self._end_now(number)
@@ -114,11 +114,16 @@ class Child:
         with contextlib.suppress(OSError):
             self._mark.unlink(missing_ok=True)
 
-    def _has_ended(self) -> bool:
-        """Whether it had ended already: the others' launcher asks all ranks once one has failed."""
+    def _has_ended(self, number: int) -> bool:
+        """Whether it had ended already: the others' launcher asks all ranks once one has failed.
+
+        Not by this signal: Slurm sends one to all processes of a step, and the rank may be gone before this one runs.
+        """
+        if self._status is not None:
+            return not (os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == number)
         with contextlib.suppress(AttributeError, ChildProcessError):  # not on macOS; or waited for just now
-            look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return self._status is not None or os.waitid(os.P_PID, self.pid, look) is not None
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return found is not None and (found.si_code, found.si_status) != (os.CLD_KILLED, number)
         return hasattr(os, "waitid")
 
     def send(self, number: int) -> None:

@@ -201,3 +201,18 @@ def test_stopped_after_a_failure(run: RunDir) -> None:
     ended(run, 1)
     expected = f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 1 failed\nortlaunch: stopped by SIGINT"
     assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)
+
+
+@pytest.mark.parametrize("lost", ["spare", "began"])
+def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir) -> None:
+    """A launcher that lost a rank asks the others to stop, which before their first step they do: a fault, not 85."""
+    for rank in (0, 1, 2):
+        stopped = {"type": "Stopped", "exit_status": 85, "traceback": ""}
+        ended(run, rank, **stopped)
+    write_text(run.spare(3), "") if lost == "spare" else run.log(3, "err").unlink()
+    end = explain_end(run, 1)
+    assert end.status == (137 if lost == "spare" else 1)
+    assert ("rank 3 on host b vanished" if lost == "spare" else "rank 3 on host b ended before it began") in end.text
+    if lost == "began":
+        write_text(run.stop_request, "{}")
+        assert explain_end(run, 1).status == 85

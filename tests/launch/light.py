@@ -45,10 +45,21 @@ def live(run: RunDir, rank: Rank, *_: object) -> int:
 
 
 def _stop(run: RunDir, rank: Rank, step: int, asked: Ask) -> int:
+    _agree(run, rank)
     by = json.loads(run.stop_request.read_text())["by"] if run.stop_request.exists() else asked.signal.name
     if rank.rank == 0:
         write_json(run.stopped, {"step": step, "steps": 9, "by": by, "exit_status": asked.exit_status})
     return asked.exit_status
+
+
+def _agree(run: RunDir, rank: Rank) -> None:
+    """Wait for the other ranks, as a collective does, which sees that one has gone."""
+    write_text(run.path / "agreed" / str(rank.rank), "")
+    deadline = time.monotonic() + 2
+    while len(list((run.path / "agreed").glob("[0-9]*"))) < rank.world_size:
+        if time.monotonic() > deadline:
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(0.02)
 
 
 def _end(how: str) -> None:

@@ -178,6 +178,18 @@ def test_nothing_to_save_is_nothing_to_stop_for(run: RunDir) -> None:
     assert (ended.status, ended.record and ended.record["type"]) == (-15, "Signal")
 
 
+def test_a_signal_to_all_processes_is_one_that_was_asked(run: RunDir) -> None:
+    """Slurm sends one to all of a step: the rank may be gone before its guardian runs, and is not the cause."""
+    write_plan(run, "mpi", task="parity")
+    life = "os.kill(os.getppid(), 19); os.kill(os.getppid(), 15); os.kill(os.getpid(), 15)"
+    wake = "import os, sys, time; time.sleep(0.5); os.kill(int(sys.argv[1]), 18)"
+    start = f"import subprocess; subprocess.Popen([sys.executable, '-c', {wake!r}, str(os.getppid())]); {life}"
+    ended = guarded(run, start)
+    assert ended.record is not None
+    assert (ended.status, ended.record["secondary"]) == (-15, True)
+    assert run.asked(1).read_text().startswith("15 ")
+
+
 @pytest.mark.parametrize(("launcher", "status"), [("mpi", 0), ("torchrun", 0), ("inside", 85)])
 def test_a_rank_that_saved_and_stopped(launcher: str, status: int, run: RunDir) -> None:
     """Its own launcher would take 85 for a failure, and the command knows; another launcher is told."""
