@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.doctor import probe
-from ortlaunch.errors import LaunchError
+from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.plan import LOCAL_NAMES, Node
 from ortlaunch.units import human
 
@@ -146,6 +146,9 @@ def _ask(host: str, asked: Asked) -> tuple[dict[str, Any] | Finding, float]:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Finding(host, "reached", FAILED, f"no answer within {_SECONDS} s", f"try: ssh {host} true"), _SECONDS
+    except OSError as error:
+        said = f"cannot start {command[0]} here: {error.strerror}"
+        return Finding(host, "reached", FAILED, said, f"install {command[0]}"), 0.0
     took = time.monotonic() - began
     with contextlib.suppress(ValueError, IndexError):
         return {**json.loads(ended.stdout.splitlines()[-1]), "asked_at": wall + took / 2}, took
@@ -174,6 +177,8 @@ def _token(folder: Path | None) -> Iterator[str | None]:
     if folder is None:
         yield None
         return
+    if not folder.is_dir():
+        raise InputError(f"--run-dir {folder}: is no folder; make it first")
     word, path = secrets.token_hex(8), folder / probe.TOKEN
     path.write_text(word, encoding="utf-8")
     try:

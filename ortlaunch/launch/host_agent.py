@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+import time
 
 from ortlaunch.launch import Request
 from ortlaunch.launch.processes import submit, wait
@@ -23,16 +24,18 @@ _SILENT_SECONDS = 12.0
 
 def main() -> int:
     """Run what is asked for; returns its exit status."""
-    work = json.loads(_line(sys.stdin.fileno(), b"")[0])
+    line, rest = _line(sys.stdin.fileno(), b"")
+    work = json.loads(line)
     os.chdir(work["cwd"])
     job = submit(Request(tuple(work["argv"]), tuple(work["env"].items()), tells_ranks=False))
-    threading.Thread(target=_listen, daemon=True).start()
+    threading.Thread(target=_listen, args=(rest,), daemon=True).start()
     return wait(job)
 
 
-def _listen() -> None:
-    """Signal this process as the lines say; its handlers are those of `wait`."""
-    rest = b""
+def _listen(rest: bytes) -> None:
+    """Signal this process as the lines say; its handlers are those of `wait`, of which SIGUSR2's comes last."""
+    while signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, signal.SIG_IGN):
+        time.sleep(0.01)
     while True:
         line, rest = _line(sys.stdin.fileno(), rest)
         if line != BEAT:

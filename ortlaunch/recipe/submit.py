@@ -64,8 +64,9 @@ class Submit(Section):
     mail_type: Optional[Text] = None
     """About what, as `END,FAIL`."""
     requeue: bool = True
-    """Go back into the queue when the run was stopped and has saved (exit status 85): before the time limit, by
-    preemption or by `ortlaunch stop`; until it is done. False: end there."""
+    """Go back into the queue when the run was stopped and has saved (exit status 85), before the time limit or by
+    preemption, until it is done; not after `ortlaunch stop`, nor where a later turn's time was over before its first
+    step. False: end there."""
     signal_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
     """Seconds before the time limit at which ranks are asked to save and stop: more than a step and a checkpoint."""
     container: Optional[Container] = None

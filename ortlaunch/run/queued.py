@@ -34,8 +34,16 @@ def found(run: RunDir, job: JobRecord) -> JobRecord:
         return replace(job, state=seen.state, ended=None, exit_status=None, verdict=_waiting(seen))
     written = JobRecord.read(run)  # its script may have said how it ended between two looks
     if written is not None and written.id == job.id and written.state.is_end:
-        return written
+        cancelled_later = written.state is JobState.PREEMPTED and seen.state is JobState.CANCELLED
+        return _ended(run, job, seen) if cancelled_later else written
     return _ended(run, job, seen)
+
+
+def is_prepared(run: RunDir) -> bool:
+    """Whether rank 0 of this turn of the job wrote the folder: its script is touched when a turn begins."""
+    if not (run.plan.exists() and run.request.exists()):
+        return False
+    return not run.job_script.exists() or run.request.stat().st_mtime_ns >= run.job_script.stat().st_mtime_ns
 
 
 def cancel(run: RunDir, job: JobRecord) -> JobRecord:
@@ -74,6 +82,6 @@ def _end_of_folder(run: RunDir, job: JobRecord) -> End:
     trained = run.summary.exists() and run.summary.stat().st_mtime >= datetime.fromisoformat(job.started).timestamp()
     if trained:
         return End(0, f"done: {run}")
-    if not (run.plan.exists() and run.request.exists()):
+    if not is_prepared(run):
         return End(1, f"ortlaunch: no rank had begun; {run.logs} has the job's output")
     return explain_end(run, 1)

@@ -6,9 +6,11 @@ import getpass
 import signal
 import socket
 import time
+from datetime import datetime
 
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState
+from ortlaunch.launch.failure import End, first_failure
 from ortlaunch.launch.stop import write_request
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED
@@ -41,6 +43,8 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
     while not (status := look(run)).state.is_end:
         if not status.certain and run.stopped.exists():
             return f"stopped: {run}", 0
+        if not status.certain and (end := _seen_end(run, status)):
+            return end.text, 0 if end.status in _GOOD else 1
         time.sleep(_POLL_SECONDS)
     return str(status), 0 if status.job.exit_status in _GOOD else 1
 
@@ -61,6 +65,8 @@ def checkpoint(run: RunDir) -> str:
     while run.save_request.exists():
         if look(run).state.is_end:
             raise LaunchError(f"{run}: ended before it saved\n{look(run)}")
+        if not status.certain and (end := _seen_end(run, status)):
+            raise LaunchError(f"{run}: ended before it saved\n{end.text}")
         time.sleep(_POLL_SECONDS)
     after = _newest(run)
     if after == before:
@@ -86,7 +92,19 @@ def _wake(status: Status, run: RunDir, number: int) -> None:
             raise InputError(f"{run}: is another user's; only that user or root may ask it for something") from None
 
 
+def _seen_end(run: RunDir, status: Status) -> End | None:
+    """The end that a run left whose processes are another host's, if any: nobody writes it into its job.json."""
+    first = first_failure(run)
+    if first is not None:
+        return End(first["exit_status"], f"{run}: {first['summary']}")
+    started = datetime.fromisoformat(status.job.started).timestamp()
+    trained = run.summary.exists() and run.summary.stat().st_mtime >= started
+    return End(0, f"nothing to stop, for it has ended\ndone: {run}") if trained else None
+
+
 def _require_training(run: RunDir, verb: str) -> None:
+    if not run.plan.exists():
+        raise InputError(f"{run}: its ranks have not begun, and have nothing to save; `ortlaunch cancel` ends it")
     task = Plan.read(run.plan).task
     if task != "train":
         raise InputError(f"{run}: runs {task}, which has nothing to save; `ortlaunch cancel` ends it, not `{verb}`")

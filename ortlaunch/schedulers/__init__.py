@@ -15,7 +15,6 @@ from ortlaunch.launch import JobState, Request
 from ortlaunch.plan import Plan
 from ortlaunch.run.folder import RunDir
 
-EXIT_SAVED = 85  # of ranks that were asked to stop and have saved: run me again
 SCHEDULERS = {"slurm": "ortlaunch.schedulers.slurm"}
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JOB_VARIABLE
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import write_text
-from ortlaunch.schedulers import EXIT_SAVED, QueuedRun, Seen
+from ortlaunch.schedulers import QueuedRun, Seen
 
 __all__ = ["cancel", "request", "state", "submit"]
 
@@ -52,6 +53,7 @@ def script(job: QueuedRun) -> str:
 # {job.plan.world_size} ranks of run {job.plan.name}; `ortlaunch status {job.run}` says how it goes.
 cd {shlex.quote(job.folder)}
 {exports}export {JOB_VARIABLE}=slurm:$SLURM_JOB_ID
+touch {shlex.quote(str(job.run.job_script))}  # what is older in the run folder is of an earlier turn
 {setup}
 status=0
 {_ranks(job)} || status=$?
@@ -77,7 +79,7 @@ def _options(job: QueuedRun) -> Iterator[str]:
         yield _gpus(options, plan.nodes[0].slots)
     if options["exclusive"]:
         yield "--exclusive"
-    yield f"--output={job.run.logs}/slurm-%j.out"
+    yield f"--output={shlex.quote(str(job.run.logs).replace('%', '%%') + '/slurm-%j.out')}"
     yield "--open-mode=append"
     yield "--requeue" if options["requeue"] else "--no-requeue"
     yield f"--signal=USR1@{options['signal_seconds']}"
@@ -122,7 +124,8 @@ def _requeue(job: QueuedRun) -> str:
     if not job.options["requeue"]:
         return ""
     return f"""\
-if test "$status" = {EXIT_SAVED}; then  # stopped and saved: to go on in the next turn
+# Stopped and saved: to go on in the next turn, but for a person's `ortlaunch stop`.
+if test "$status" = {EXIT_SAVED} && ! test -e {shlex.quote(str(job.run.stop_request))}; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """
@@ -183,12 +186,20 @@ def _seen(words: list[str], reason: str) -> Seen | None:
 
 def _by_squeue(job: str) -> Seen | None:
     ended = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%T|%r")
-    return seen_in_lines(ended.stdout) if ended.returncode == 0 else None
+    return seen_in_lines(ended.stdout) if _is_known(ended) else None
 
 
 def _by_scontrol(job: str) -> Seen | None:
     ended = _run("scontrol", "show", "job", job)
-    return seen_in_record(ended.stdout) if ended.returncode == 0 else None
+    return seen_in_record(ended.stdout) if _is_known(ended) else None
+
+
+def _is_known(ended: subprocess.CompletedProcess[str]) -> bool:
+    """Whether the controller knows the job; one that does not answer says nothing about it."""
+    if ended.returncode and "invalid job id" not in ended.stderr.lower():
+        said = ended.stderr.strip() or f"status {ended.returncode}"
+        raise LaunchError(f"{ended.args[0]} cannot say how the job goes: {said}")
+    return ended.returncode == 0
 
 
 def _by_sacct(job: str) -> Seen | None:

@@ -98,7 +98,8 @@ def lacking() -> str:
     absent = [name for name in NEEDED if shutil.which(name, path=_TOOLS) is None]
     if absent:
         return f"no {', '.join(absent)} here: apt-get install iproute2 openssh-server slurm-wlm munge"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    spaces = ("--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")  # as of a host's
+    tried = subprocess.run(["unshare", *spaces, "true"], capture_output=True, check=False)
     return "" if tried.returncode == 0 else f"no namespaces here: {tried.stderr.decode().strip()}"
 
 

@@ -20,6 +20,7 @@
 cd /here
 export ORTLAUNCH_MODULES=/here
 export ORTLAUNCH_JOB=slurm:$SLURM_JOB_ID
+touch /runs/x/job.sh  # what is older in the run folder is of an earlier turn
 module load cuda/12.4
 
 status=0
@@ -29,7 +30,8 @@ srun --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-per-task=12 \
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.
 python start.py ortlaunch.run.ended /runs/x "$status"
 status=$?
-if test "$status" = 85; then  # stopped and saved: to go on in the next turn
+# Stopped and saved: to go on in the next turn, but for a person's `ortlaunch stop`.
+if test "$status" = 85 && ! test -e /runs/x/requests/stop.json; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

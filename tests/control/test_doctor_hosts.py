@@ -13,7 +13,7 @@ import pytest
 
 from ortlaunch.doctor import hosts, probe
 from ortlaunch.doctor.hosts import FAILED, WARNING, Asked, look, require
-from ortlaunch.errors import LaunchError
+from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.plan import Node
 
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (0,)))
@@ -103,3 +103,12 @@ def test_the_probe_by_itself(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert (told["hostname"], told["token"], told["address"]) == (socket.gethostname(), "word", None)
     assert told["packages"]["torch"]
+
+
+def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That, and a folder that is not there, is said without a traceback."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = look(Asked(NODES, "cpu", tmp_path))
+    assert {(one.verdict, one.what) for one in found} == {(FAILED, "cannot start ssh here: No such file or directory")}
+    with pytest.raises(InputError, match="is no folder; make it first"):
+        look(Asked(NODES, "cpu", tmp_path / "no"))

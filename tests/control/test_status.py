@@ -18,11 +18,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState, processes
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.process import Process, heeded
 from ortlaunch.run import cancel as cancelling
+from ortlaunch.run import requests
 from ortlaunch.run.cancel import cancel
 from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.job_file import JobFile
@@ -245,6 +246,26 @@ def test_another_host(run: RunDir) -> None:
         cancel(run)
     with pytest.raises(InputError, match="status --wait"):
         wait(run)
+
+
+@pytest.mark.parametrize(("kind", "status"), [("Stopped", 0), ("ValueError", 1), ("", 0)])
+def test_stopping_from_another_host(kind: str, status: int, run: RunDir) -> None:
+    """Nobody writes the end of ranks of srun's into job.json: what they leave tells it, and nothing is waited for."""
+    record = JobRecord.of_this_process("inside", JobState.RUNNING)
+    replace(record, host="far", space="far pid:[1]").write(run)
+    if kind:
+        code = 85 if kind == "Stopped" else 1
+        end = {"type": kind, "secondary": False, "time": 1.0, "exit_status": code, "summary": "rank 0 has ended"}
+        write_json(run.error(0), end)
+    else:
+        write_json(run.summary, {})
+    said, code = requests.stop(run)
+    assert (code, ("rank 0 has ended" if kind else "done: ") in said) == (status, True)
+    with pytest.raises(LaunchError, match="ended before it saved"):
+        requests.checkpoint(run)
+    run.plan.unlink()
+    with pytest.raises(InputError, match="its ranks have not begun, and have nothing to save"):
+        requests.stop(run)
 
 
 def test_a_launcher_of_the_users_own(run: RunDir) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from ortlaunch.launch.record import JOB_VARIABLE, JobRecord
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run import ended, listing, queued, registry
 from ortlaunch.run.cancel import cancel
-from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.logs import show
 from ortlaunch.run.resolve import ResolvedRun, resolve
 from ortlaunch.run.status import look
@@ -210,6 +212,76 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     assert look(run).state is JobState.PENDING
     queue.seen = None
     assert look(run).state is JobState.PREEMPTED
+    queue.seen = Seen(JobState.CANCELLED, "CANCELLED")  # while it waited for its next turn
+    assert look(run).state is JobState.CANCELLED
+
+
+STOPPED = {"type": "Stopped", "signal": 10, "exit_status": 85, "secondary": False, "time": 1.0, "traceback": "",
+           "rank": 0, "summary": "rank 0 was stopped by SIGUSR1"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("turn", "status", "state"), [("0", 85, JobState.PREEMPTED), ("1", 1, JobState.FAILED)])
+def test_a_turn_without_a_step(
+    turn: str, status: int, state: JobState, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A time limit that is too short for one step does not fill the queue for ever."""
+    run = put(queue)
+    for path in (run.plan, run.request):
+        write_text(path, "")
+    write_json(run.error(0), STOPPED)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", turn)
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "85"])
+    assert ended.main() == status
+    record = JobRecord.read(run)
+    assert record is not None
+    assert (record.state, "not queued again" in str(record.verdict)) == (state, turn == "1")
+
+
+def test_a_turn_that_never_began_is_no_earlier_ones_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn before stopped and saved; in this one srun cannot start: not 85 once more, and so on."""
+    run = put(queue)
+    write_text(run.plan, resolved().plan.to_json())
+    write_text(run.request, "")
+    write_json(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "85"])
+    assert ended.main() == 85
+    os.utime(run.job_script, (later := time.time() + 1, later))  # as the script does by touch
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "1"])
+    assert ended.main() == 1
+    assert look(run).state is JobState.FAILED
+
+
+@pytest.mark.parametrize(("stop", "requeued"), [(False, True), (True, False)])
+def test_what_goes_back_into_the_queue(stop: bool, requeued: bool, tmp_path: Path) -> None:
+    """The script as it is, with an srun whose ranks leave with 85: on, but where a person stopped it."""
+    run, tools = RunDir(tmp_path / "my run"), tmp_path / "tools"
+    tools.mkdir()
+    for name, body in (("srun", "exit 85"), ("scontrol", f"echo $* > {tools}/asked")):
+        (tools / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tools / name).chmod(0o755)
+    text = request_of(resolved(), run, "slurm").files[0][1]
+    write_text(run.job_script, text)
+    if stop:
+        write_text(run.stop_request, "{}")
+    environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+    done = subprocess.run(["bash", str(run.job_script)], env=environ, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 85, done.stderr
+    assert (tools / "asked").exists() == requeued
+    assert f"#SBATCH --output='{run.logs}/slurm-%j.out'" in text
+
+
+def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about the job, which is not taken for lost."""
+    away, gone = "Unable to contact slurm controller (connect failure)", "Invalid job id specified"
+    for words in (away, gone):
+        failed = subprocess.CompletedProcess(["squeue"], 1, "", f"slurm_load_jobs error: {words}\n")
+        monkeypatch.setattr(slurm, "_run", lambda *argv, failed=failed: failed)
+        monkeypatch.setattr(slurm, "_by_sacct", lambda job: None)
+        if words is gone:
+            assert slurm.state("12") is None
+        else:
+            with pytest.raises(LaunchError, match="squeue cannot say how the job goes: slurm_load_jobs error: Unable"):
+                slurm.state("12")
 
 
 def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,20 @@ def test_torchrun_on_several_hosts() -> None:
     assert "s3cret" not in str(request)
 
 
+def test_an_agent_hears_a_signal_that_came_with_its_work() -> None:
+    """Ctrl-C while ssh still connected: both lines are in one read."""
+    agent = subprocess.Popen([*start.command("ortlaunch.launch.host_agent")], stdin=subprocess.PIPE)
+    work = {"argv": ["sleep", "30"], "cwd": "/", "env": {}}
+    assert agent.stdin is not None
+    agent.stdin.write(f"{json.dumps(work)}\n15\n".encode())
+    agent.stdin.flush()
+    try:
+        assert agent.wait(9) == 143  # a silent input is an end as well, after 12 s
+    finally:
+        agent.kill()
+        agent.stdin.close()
+
+
 def test_torchrun_takes_equal_hosts() -> None:
     """It documents no others."""
     with pytest.raises(PlanError, match="they have 1 and 2 slots; make them equal, or use launcher mpi"):
