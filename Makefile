@@ -55,10 +55,11 @@ gpu: $(INSTALLED)
 gpu-wheels: $(INSTALLED)
 	$(BIN)/python tools/gpu_wheels.py $(TARGET)
 
+# pip would compile on one core; some packages have files for other Pythons.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
-	$(BIN)/python -m compileall -q ortlaunch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m compileall -qq -j $(JOBS) -x '/tests?/' $(VENV)/lib/python*/site-packages ortlaunch || true
 	$(BIN)/ortlaunch setup
 	@touch $@
 

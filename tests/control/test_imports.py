@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
+parsed = functools.cache(ast.parse)  # several tests read each module; nobody changes what it gives
+
+
+@functools.cache
 def is_module(name: str) -> bool:
     """Whether a dotted name is a module or package of ours."""
     path = ROOT.parent.joinpath(*name.split("."))
@@ -146,6 +151,7 @@ def group(module: str) -> str:
     return next((name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in lines), "__init__")
 
 
+@functools.cache
 def in_standard_library(name: str) -> bool:
     """Whether a top-level module comes with Python itself."""
     if name in sys.builtin_module_names:
@@ -160,7 +166,7 @@ def in_standard_library(name: str) -> bool:
 def forbidden(module: Path, source: str) -> set[str]:
     """What a module's source imports beside what its line of the table allows and, of others, the standard library."""
     ours, theirs = ALLOWED[group(dotted(module))]
-    names = set(imported(ast.parse(source), module.parts[:-1]))
+    names = set(imported(parsed(source), module.parts[:-1]))
     inside = {name for name in names if name.split(".")[0] == "ortlaunch"}
     outside = {name.split(".")[0] for name in names - inside}
     found = {name for name in inside if not {group(name), group(name).split(".")[0]} & ours}
@@ -172,7 +178,7 @@ def circle(sources: Mapping[Path, str]) -> list[str]:
     graph = {}
     for module, source in sources.items():
         here = dotted(module).removesuffix(".__init__")
-        graph[here] = set(imported(_RunOnly().visit(ast.parse(source)), module.parts[:-1])) - {here}
+        graph[here] = _imported_when_run(source, module.parts[:-1]) - {here}
     done = set[str]()
 
     def walk(module: str, path: list[str]) -> list[str]:
@@ -185,6 +191,11 @@ def circle(sources: Mapping[Path, str]) -> list[str]:
         return []
 
     return next((found for module in sorted(graph) if (found := walk(module, []))), [])
+
+
+@functools.cache
+def _imported_when_run(source: str, package: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(imported(_RunOnly().visit(ast.parse(source)), package))
 
 
 class _RunOnly(ast.NodeTransformer):
@@ -277,7 +288,7 @@ def test_lists_of_parameters_are_short(sources: dict[Path, str]) -> None:
     """Six at most, but for the verbs, whose parameters are the command line's."""
     long = {}
     for module, source in sources.items():
-        for node in ast.walk(ast.parse(source)) if module.parts[0] != "cli" else ():
+        for node in ast.walk(parsed(source)) if module.parts[0] != "cli" else ():
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 if len([name for name in names if name not in ("self", "cls")]) > 6:
@@ -307,7 +318,7 @@ def test_only_the_engine_names_ort_classes() -> None:
     classes = {"ORTModule", "FusedAdam", "FP16_Optimizer"}
     users = set()
     for module in MODULES:
-        for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed((ROOT / module).read_text(encoding="utf-8"))):
             name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
             aliases = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
             if classes & {name, *aliases}:
@@ -326,55 +337,85 @@ def loaded_by(code: str, folder: Path, *arguments: str) -> set[str]:
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        "ortlaunch.cli",
-        "ortlaunch.run.control",
-        "ortlaunch.plan",
-        "ortlaunch.launch.mpi, ortlaunch.launch.local, ortlaunch.launch.torchrun, ortlaunch.schedulers.slurm",
-        "ortlaunch.ortmodule.extensions",
-        "ortlaunch.bench.command, ortlaunch.bench.auto",
-    ],
+# Takes one after the other what `step` does with it, and ends at the first after which one of `kept` is loaded.
+ONE_BY_ONE = """
+import importlib, sys
+from ortlaunch.cli import main
+
+def typed(words):
+    sys.argv = ["ortlaunch", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, words
+
+for each in {several!r}:
+    {step}(each)
+    found = {kept!r} & {{name.partition(".")[0] for name in sys.modules}}
+    assert not found, f"{{each}} brings {{found}}"
+"""
+
+
+def brings_none(step: str, several: Sequence[str], kept: set[str], folder: Path) -> bool:
+    """Whether modules or verbs leave packages alone, in one fresh interpreter; the first that does not is named."""
+    code = ONE_BY_ONE.format(several=several, step=step, kept=kept)
+    if step != "typed":
+        code = code.replace("from ortlaunch.cli import main\n", "")
+    return "ortlaunch" in loaded_by(code, folder)
+
+
+CONTROL_SIDE = (
+    "ortlaunch.cli",
+    "ortlaunch.run.control",
+    "ortlaunch.plan",
+    "ortlaunch.launch.mpi",
+    "ortlaunch.launch.local",
+    "ortlaunch.launch.torchrun",
+    "ortlaunch.schedulers.slurm",
+    "ortlaunch.ortmodule.extensions",
+    "ortlaunch.bench.command",
+    "ortlaunch.bench.auto",
 )
-def test_importing_the_control_side_is_light(modules: str, tmp_path: Path) -> None:
+
+
+def test_importing_the_control_side_is_light(tmp_path: Path) -> None:
     """None of the control side's modules brings a heavy package with it."""
-    loaded = loaded_by(f"import {modules}", tmp_path)
-    assert loaded & HEAVY == set()
-    assert "ortlaunch" in loaded
+    assert brings_none("importlib.import_module", CONTROL_SIDE, HEAVY, tmp_path)
 
 
 VERB = (
     "import sys\nfrom ortlaunch.cli import main\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
 )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["bench", "--help"],
-        ["schema"],
-        ["recipes", "list"],
-        ["hostfile"],
-        ["validate", "recipe.json"],
-        ["plan", "recipe.json"],
-        ["plan", "recipe.json", "--json"],
-        ["train", "recipe.json", "--dry-run"],
-        ["submit", "recipe.json", "--dry-run"],
-        ["list"],
-        ["plan", "recipe.json", "engine.name=auto"],
-        ["parity", "recipe.json", "--dry-run", "engine.name=inductor"],
-        ["train", "recipe.json", "--dry-run", "--nproc-per-node=2"],
-    ],
-    ids=" ".join,
+ANSWERS = (
+    "--help",
+    "--version",
+    "bench --help",
+    "schema",
+    "recipes list",
+    "hostfile",
+    "validate recipe.json",
+    "plan recipe.json",
+    "plan recipe.json --json",
+    "train recipe.json --dry-run",
+    "submit recipe.json --dry-run",
+    "list",
+    "plan recipe.json engine.name=auto",
+    "parity recipe.json --dry-run engine.name=inductor",
+    "train recipe.json --dry-run --nproc-per-node=2",
 )
-def test_verbs_that_answer_are_light(arguments: list[str], tmp_path: Path) -> None:
+
+
+def test_verbs_that_answer_are_light(tmp_path: Path) -> None:
     """A verb that only answers imports no heavy package."""
     (tmp_path / "recipe.json").write_text(json.dumps(CUSTOM))
     (tmp_path / "mine.py").write_text(OWN_MODULE)
-    assert loaded_by(VERB, tmp_path, *arguments) & HEAVY == set()
+    assert brings_none("typed", ANSWERS, HEAVY, tmp_path)
+
+
+def test_what_brings_a_heavy_package_is_found(tmp_path: Path) -> None:
+    """Its name is in the failure."""
+    with pytest.raises(AssertionError, match=r"yaml brings \{'yaml'\}"):
+        brings_none("importlib.import_module", ("json", "yaml"), {"yaml", "torch"}, tmp_path)
 
 
 def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) -> None:
@@ -382,24 +423,23 @@ def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) ->
     assert loaded_by(VERB, tmp_path, "constraints") & {"yaml", "filelock", *HEAVY} == set()
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "errors",
-        "rank",
-        "plan",
-        "cache",
-        "start",
-        "run.folder",
-        "run.engine_report",
-        "planning.hosts",
-        "ortmodule.extensions",
-        "worker.rank_supervisor",
-    ],
+LOWEST = (
+    "ortlaunch.errors",
+    "ortlaunch.rank",
+    "ortlaunch.plan",
+    "ortlaunch.cache",
+    "ortlaunch.start",
+    "ortlaunch.run.folder",
+    "ortlaunch.run.engine_report",
+    "ortlaunch.planning.hosts",
+    "ortlaunch.ortmodule.extensions",
+    "ortlaunch.worker.rank_supervisor",
 )
-def test_the_lowest_modules_are_standard_library(module: str, tmp_path: Path) -> None:
+
+
+def test_the_lowest_modules_are_standard_library(tmp_path: Path) -> None:
     """Reading hosts, ranks and run folders takes neither pydantic nor yaml."""
-    assert loaded_by(f"import ortlaunch.{module}", tmp_path) & {"pydantic", "yaml", *HEAVY} == set()
+    assert brings_none("importlib.import_module", LOWEST, {"pydantic", "yaml", *HEAVY}, tmp_path)
 
 
 def test_plan_json_is_read_by_its_type_alone() -> None:
@@ -407,7 +447,7 @@ def test_plan_json_is_read_by_its_type_alone() -> None:
     raw = [
         f"{module}:{node.lineno}"
         for module in MODULES
-        for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8")))
+        for node in ast.walk(parsed((ROOT / module).read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node).startswith(("read_json(run.plan", "json.loads(run.plan"))
     ]
     assert raw == []

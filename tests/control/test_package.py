@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.recipe.schema import json_schema
-from tests.control.test_imports import imported, in_standard_library
+from tests.control.test_imports import imported, in_standard_library, parsed
 
 ROOT = Path(__file__).parents[2]
 # Modules whose distribution has another name.
@@ -44,7 +43,7 @@ def pins(file: str) -> dict[str, str]:
 
 
 def _imports() -> set[str]:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "ortlaunch").rglob("*.py")]
+    trees = [parsed(path.read_text(encoding="utf-8")) for path in (ROOT / "ortlaunch").rglob("*.py")]
     names = {name.partition(".")[0] for tree in trees for name in imported(tree, ())} - {"ortlaunch"}
     return {DISTRIBUTIONS.get(name, name) for name in names if not in_standard_library(name)}
 

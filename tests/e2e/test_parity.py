@@ -8,21 +8,17 @@ import pytest
 
 from tests.e2e.parity import STEPS, Case, cases, largest_difference, reference, train
 
-QUICK = {
-    Case("llama2-7b/tiny", "ort", "mpirun", 2),
-}
 IN_CI = {
+    Case("llama2-7b/tiny", "ort", "mpirun", 2),
     Case("bert-large/tiny", "ort", "one process", None),
     Case("llama2-7b/tiny", "eager", "torchrun", 3),
     Case("llama2-7b/tiny", "inductor", "one process", None),
 }
-_SLOW = {
-    case: [pytest.mark.slow, *([pytest.mark.ci] if case in IN_CI else [])] for case in cases() if case not in QUICK
-}
-CASES = [pytest.param(case, id=str(case), marks=_SLOW.get(case, ())) for case in cases()]
+CASES = [pytest.param(case, id=str(case), marks=[pytest.mark.ci] if case in IN_CI else []) for case in cases()]
 _references: dict[str, list[float]] = {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES)
 def test_the_loss_curve_is_plain_pytorchs(case: Case, tmp_path):

@@ -63,6 +63,8 @@ def largest(found: dict[str, Any], expected: dict[str, list[float]]) -> float:
     return max(abs(ours - right) / abs(right) for ours, right in pairs)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(200)
 def test_two_ranks_are_one_batch(tmp_path: Path) -> None:
     """DDP, ZeRO 0, 2 and 3 with some micro sizes: within 1e-6, where one rank's pass has no label that counts."""

@@ -1,0 +1,33 @@
+"""A run whose output nobody reads."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.launch.tiny import ORTLAUNCH
+from tests.makers import CUSTOM
+
+_LOST = ("> /dev/full", ">&-")
+
+
+@pytest.mark.parametrize("output", ["| head -1 > /dev/null", *(pytest.param(o, marks=pytest.mark.slow) for o in _LOST)])
+def test_a_run_goes_on_where_nobody_reads_its_output(output: str, tmp_path: Path) -> None:
+    """`| head -1`, a full disk, a closed stream: it trains to its end, and says on stderr that it is not heard."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def data():\n    return [{'input': torch.ones(4)}] * 4\n"
+        "class Net(torch.nn.Linear):\n    def forward(self, input):\n        return super().forward(input).mean()\n"
+        "def model():\n    return Net(4, 1)\n"
+    )
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(CUSTOM))
+    typed = f"{ORTLAUNCH} train good.yaml --run-dir run {output}; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(
+        ["bash", "-c", typed], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert list((tmp_path / "run" / "export").iterdir())
+    assert ("; the run goes on, its logs are in its folder" in ended.stderr) == (output != ">&-")

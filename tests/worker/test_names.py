@@ -1,0 +1,79 @@
+"""The control side's tables of other people's names are what the libraries say, which are loaded here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ortlaunch.recipe.deepspeed_keys import NESTED
+from ortlaunch.recipe.families import BERT, COMMON, COMMON_DEFAULTS, LINEAR_LAYERS, LLAMA
+
+
+def defaults(config: Any) -> dict[str, Any]:
+    """All fields of a transformers config with their defaults."""
+    return {name: value for name, value in config().to_dict().items() if not name.startswith("_")}
+
+
+def test_families_hold_the_fields_of_transformers() -> None:
+    """A field that is missing here would refuse a valid recipe; a wrong default would make false figures."""
+    transformers = pytest.importorskip("transformers")
+    # In the tables for older transformers only, where they mean the same.
+    older = {"position_embedding_type", "rope_theta", "rope_scaling"}
+    # Derived by transformers from other fields when they are left out.
+    derived = {"num_key_value_heads", "head_dim", "rope_parameters"}
+    for table, config in ((BERT, transformers.BertConfig), (LLAMA, transformers.LlamaConfig)):
+        theirs = defaults(config)
+        assert set(theirs) - set(table) - COMMON == set()
+        assert set(table) - set(theirs) <= older
+        same = (set(table) & set(theirs)) - derived
+        assert {name: table[name] for name in same} == {name: theirs[name] for name in same}
+
+
+def test_common_defaults_are_of_the_right_kind() -> None:
+    """They decide which kind of value a field takes."""
+    transformers = pytest.importorskip("transformers")
+    for name, value in COMMON_DEFAULTS.items():
+        assert name in COMMON
+        assert type(getattr(transformers.BertConfig(), name, value)) is type(value)
+
+
+def test_linear_layers_are_those_of_transformers() -> None:
+    """Names that an adapter can be put on."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 8,
+    }
+    models = {
+        "bert": transformers.BertModel(transformers.BertConfig(**small)),
+        "llama": transformers.LlamaModel(transformers.LlamaConfig(**small)),
+    }
+    for family, model in models.items():
+        linear = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        assert linear == set(LINEAR_LAYERS[family])
+
+
+def test_deepspeed_keys_are_those_of_deepspeed() -> None:
+    """DeepSpeed refuses other nested keys, so that a missing one here would refuse a valid recipe."""
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    theirs = {
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    }
+    for section, model in theirs.items():
+        names = {*model.model_fields, *(info.alias for info in model.model_fields.values() if info.alias)}
+        assert names - set(NESTED[section]) == set()
