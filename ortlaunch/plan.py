@@ -75,7 +75,7 @@ class Plan:
     """One run, settled. `to_json` and `from_json` are inverse; the same input gives the same text."""
 
     name: str
-    task: str  # what the ranks do: train | parity | bench | try (worker/tasks/)
+    task: str  # what the ranks do: train | parity | evaluate | bench | try (worker/tasks/)
     launcher: str
     device: str
     nodes: tuple[Node, ...]

@@ -20,7 +20,7 @@ def export(run: RunDir, step: int | None, to: Path | None, form: str) -> int:
     """
     if form not in FORMATS:
         raise InputError(f"--format: got {form!r}; one of {', '.join(FORMATS)}")
-    chosen = _chosen(run, step)
+    chosen = chosen_step(run, step)
     folder = to or run.exported(chosen, form)
     if folder.exists():
         raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
@@ -28,7 +28,12 @@ def export(run: RunDir, step: int | None, to: Path | None, form: str) -> int:
     return subprocess.run([*words, str(run), str(chosen), str(folder), form], check=False).returncode
 
 
-def _chosen(run: RunDir, step: int | None) -> int:
+def chosen_step(run: RunDir, step: int | None) -> int:
+    """The checkpoint that was asked for, or the newest.
+
+    Raises:
+        InputError: there is no such run or checkpoint.
+    """
     if not (run.plan.exists() and run.recipe.exists()):
         raise InputError(f"{run} is no folder of a run: it has no plan.json and recipe.yaml")
     steps = [found for found, _ in run.complete_checkpoints()]

@@ -14,6 +14,7 @@ runs/<name>-<timestamp>/
   steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
   exports/step_00000500{,_onnx}/  exports.jsonl                        checkpoints as models, by `ortlaunch export`
+  evaluations/step_00000500/{..., evaluation.json}                     a run of its own, by `ortlaunch evaluate`
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
   saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed
   bad_steps.jsonl                                                      losses and gradients that were not trained on
@@ -139,6 +140,15 @@ class RunDir:
     def exports(self) -> Path:
         """A line of each export."""
         return self.path / "exports.jsonl"
+
+    @property
+    def evaluation(self) -> Path:
+        """Of an evaluation's own folder: what was measured."""
+        return self.path / "evaluation.json"
+
+    def evaluation_of(self, step: int) -> RunDir:
+        """Folder of `ortlaunch evaluate`: a run of its own."""
+        return RunDir(self.path / "evaluations" / f"step_{step:08d}")
 
     def trial_of(self, micro_size: int) -> RunDir:
         """Folder of one try of `micro_size: auto`: a run of its own, which writes trial.json."""

@@ -239,3 +239,25 @@ class ExportLine:
     """Where it lies."""
     onnx: OnnxCheck | None = None
     """Of format onnx: how it was compared."""
+
+
+@dataclass
+class Evaluation:
+    """What `ortlaunch evaluate` measured of a checkpoint on data.evaluation, without dropout, over all ranks."""
+
+    step: int
+    """Of the checkpoint."""
+    samples: int
+    """Each counts once."""
+    loss: float
+    """By the run's engine, weighted as in training."""
+    perplexity: float | None = None
+    """e to the mean negative log likelihood of a word: of masked ones in masked language models."""
+    masked_word_accuracy: float | None = None
+    """Share of the masked words that the model gives most weight."""
+    next_sentence_accuracy: float | None = None
+    """Share of the sentence pairs."""
+    classification_accuracy: float | None = None
+    """Share of the samples."""
+    f1_macro: float | None = None
+    """Mean of the classes' F1, over those that were given or meant."""

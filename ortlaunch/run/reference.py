@@ -30,6 +30,7 @@ _FILES = {
     "saves.jsonl, commands": "CommandLine",
     "bad_steps.jsonl": "BadStep",
     "exports.jsonl": "ExportLine",
+    "evaluation.json": "Evaluation",
 }
 _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null", "Any": "any value"}
 

@@ -71,6 +71,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "run.resolve": ({"errors", "machine", "start", "recipe", "plan", "planning", "run"}, set()),
     "run.prepare": ({"errors", "rank", "recipe", "plan", "launch", "run"}, set()),
+    "run.evaluate": ({"errors", "plan", "planning", "run"}, set()),
     "run.export": ({"errors", "start", "run"}, set()),
     "run.provenance": ({"__init__", "machine", "run.folder"}, set()),
     "run.control": (

@@ -140,6 +140,17 @@ def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, ho
         assert changed <= {"lock"}
 
 
+def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:
+    """`ortlaunch evaluate` finds the training's own last evaluation, dropout off, and leaves the run as it was."""
+    shutil.copytree(full.folder, home / "evaluated")
+    before = {name: (home / "evaluated" / name).read_bytes() for name in full.files()}
+    command = [str(COMMAND), "evaluate", "evaluated"]
+    subprocess.run(command, cwd=home, env=environment(home), check=True, capture_output=True, timeout=120)
+    found = json.loads((home / "evaluated/evaluations/step_00000010/evaluation.json").read_text())
+    assert found == {"step": 10, "samples": 17, "loss": pytest.approx(full.values("evaluation_loss")[-1][1], rel=1e-6)}
+    assert {name: (home / "evaluated" / name).read_bytes() for name in full.files()} == before
+
+
 def test_an_export_that_was_taken_away_is_written_again(full: Run, train: Train, home: Path) -> None:
     """A finished run without its export makes it from the last checkpoint; what was measured of training stays."""
     shutil.copytree(full.folder, home / "exported-again")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 TASKS = {
     "train": "ortlaunch.worker.tasks.train",
     "parity": "ortlaunch.worker.tasks.parity",
+    "evaluate": "ortlaunch.worker.tasks.evaluate",
     "bench": "ortlaunch.worker.tasks.bench",
     "try": "ortlaunch.worker.tasks.trial",
 }

@@ -19,9 +19,8 @@ from ortlaunch.run.folder import write_json
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.agreement import Agreement, agreement
 from ortlaunch.worker.bad_steps import BadSteps, RollBack
-from ortlaunch.worker.data import Samples, collate
-from ortlaunch.worker.data.corpus import DataError
 from ortlaunch.worker.data.identity import identity
+from ortlaunch.worker.evaluation import evaluate
 from ortlaunch.worker.finish import finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait_for
@@ -245,32 +244,6 @@ def nothing_to_train(session: Session, state: TrainState) -> None:
             metrics = Metrics(session.recipe, session.run, state.step)
             metrics.write(state.step, {"evaluation_loss": evaluated})
             metrics.close()
-
-
-@torch.no_grad()
-def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None) -> float | None:
-    """Mean loss over the evaluation corpus, weighted as in training; ranks take turns, micro batch by micro batch.
-
-    None where the ranks agreed to stop meanwhile.
-    """
-    engine, group, micro = session.engine, session.group, session.plan.batch.micro_samples
-    module, total, seen = engine.eval_module, 0.0, 0.0
-    module.eval()
-    for turn in range(0, len(samples), group.size * micro):
-        if agreed is not None and agreed.now().stops:
-            module.train()
-            return None
-        first = turn + group.rank * micro
-        counted = range(first, min(first + micro, len(samples)))
-        # A rank without samples left still runs: with ZeRO 3 a forward pass is a collective.
-        batch = collate([samples.sample(i, epoch=0) for i in counted or range(1)])
-        weight = engine.loss_weight.of(batch, counted) if counted else 0.0
-        session.progress.pulse.tick()
-        total, seen = total + float(module(**engine.take(batch))) * weight, seen + weight
-    module.train()
-    if not (of_all := group.sum(seen)):
-        raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
-    return group.sum(total) / of_all
 
 
 def _due(step: int, every: int | None) -> bool:

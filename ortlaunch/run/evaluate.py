@@ -1,0 +1,51 @@
+"""`ortlaunch evaluate`: a run of its own in RUN/evaluations/step_N, whose ranks read a checkpoint and train nothing."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from ortlaunch.errors import InputError
+from ortlaunch.plan import Plan
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run import control
+from ortlaunch.run.export import chosen_step
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.resolve import MODULES_VARIABLE, ResolvedRun, resolve
+from ortlaunch.run.resume import ResumeOptions
+
+
+class Asked(NamedTuple):
+    """What was typed."""
+
+    run: RunDir
+    step: int | None
+    overrides: tuple[str, ...]
+
+
+def evaluate(asked: Asked, options: LaunchOptions) -> int:
+    """Start the ranks; returns the exit status.
+
+    Raises:
+        InputError: there is no such run or checkpoint, or nothing to evaluate on.
+    """
+    step = chosen_step(asked.run, asked.step)
+    resume = ResumeOptions(str(asked.run.checkpoint(step)))
+    return control.train(_resolved(asked, options), asked.run.evaluation_of(step).path, resume)
+
+
+def dry_run(asked: Asked, options: LaunchOptions) -> str:
+    """What would be started."""
+    step = chosen_step(asked.run, asked.step)
+    return control.dry_run(_resolved(asked, options._replace(planned_only=True)), asked.run.evaluation_of(step))
+
+
+def _resolved(asked: Asked, options: LaunchOptions) -> ResolvedRun:
+    """The run's own recipe on whatever ranks there are now: nothing is trained, so that no global batch is kept."""
+    trained = Plan.read(asked.run.plan)
+    batch = ("batch.global_size=null", f"batch.micro_size={trained.batch.micro_samples}", "batch.accumulation_steps=1")
+    environ = {**os.environ, MODULES_VARIABLE: trained.modules}
+    found = resolve(asked.run.recipe, (*batch, *asked.overrides), options._replace(task="evaluate"), environ)
+    if found.file.recipe.data.evaluation is None:
+        raise InputError(f"{asked.run.recipe} has no data.evaluation; give one, as data.evaluation.path=[held-out.txt]")
+    return found
