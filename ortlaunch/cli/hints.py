@@ -14,12 +14,14 @@ from ortlaunch.errors import InputError
 
 # Verbs of other tools.
 _TRAIN = "train RECIPE"
-_EVALUATION = "train: a recipe's data.evaluation is evaluated at the end, and each train.evaluate_every_steps"
+_EVALUATION = "evaluate RUN_FOLDER; train evaluates at its end, and each train.evaluate_every_steps"
+_EXPORT = "export RUN_FOLDER; every training leaves its model in export/ of the run folder, as transformers loads it"
 _RESULT = "train: every training leaves its model in export/ of the run folder, as transformers loads it"
 _VERBS = {
     **dict.fromkeys(("run", "launch", "start", "fit", "finetune", "pretrain", "sft"), _TRAIN),
-    **dict.fromkeys(("eval", "evaluate", "test"), _EVALUATION),
-    **dict.fromkeys(("export", "save", "generate", "predict", "infer", "serve"), _RESULT),
+    **dict.fromkeys(("eval", "test"), _EVALUATION),
+    **dict.fromkeys(("onnx", "convert", "merge"), _EXPORT),
+    **dict.fromkeys(("save", "generate", "predict", "infer", "serve"), _RESULT),
     **dict.fromkeys(("resume", "continue"), "train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
     **dict.fromkeys(("check", "lint"), "validate RECIPE"),
     **dict.fromkeys(("dry-run", "dryrun", "estimate", "estimate-memory"), "plan RECIPE"),

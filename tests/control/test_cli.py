@@ -217,8 +217,11 @@ def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
-        ("eval good.yaml", "there is no verb eval; what comes nearest is ortlaunch train: a recipe's data.evaluation"),
-        ("evaluate", "there is no verb evaluate; what comes nearest is ortlaunch train: a recipe's data.evaluation"),
+        ("eval runs/x", "there is no verb eval; what comes nearest is ortlaunch evaluate RUN_FOLDER; train evaluates"),
+        (
+            "convert runs/x",
+            "there is no verb convert; what comes nearest is ortlaunch export RUN_FOLDER; every training",
+        ),
         ("resume runs/x", "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
         ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
         ("trian good.yaml", "ortlaunch: there is no verb trian; did you mean train?\n"),
