@@ -88,6 +88,9 @@ OTHER_RULES: dict[str, RuleOf] = {
     "world.global_samples": _AS_THE_GLOBAL_SIZE,
     "data.samples": Rule(REFUSED, "data", "as many were read then"),
     "data.fingerprint": Rule(REFUSED, "data", "the samples themselves are others"),
+    "data.order": Rule(
+        REFUSED, "data", "in the epoch that it was in, some samples would come twice and some not at all"
+    ),
     **_all(_EFFECT, "ortlaunch commit dirty python", "code"),
     "packages": _EFFECT,
 }

@@ -180,6 +180,17 @@ def test_a_field_that_came_later_has_not_changed() -> None:
     assert says()[1:] == ["  nothing has changed since"]
 
 
+@pytest.mark.parametrize("written", [{}, {"data": {"samples": 10**8, "fingerprint": None}}], ids=["none", "no order"])
+def test_a_checkpoint_of_before_the_order_had_a_name(written: dict[str, Any]) -> None:
+    """Its samples were shuffled whole: with as many as are not any more, going on needs a word."""
+    made = resume.today(resolved())
+    for order, expected in (("shuffle", []), ("feistel", [("data.order", "shuffle", "feistel")])):
+        now = {**made, "data": {"samples": 10**8, "fingerprint": None, "order": order}}
+        found = origin.differences({**made, **written}, now)
+        assert [(change.field, change.before, change.after) for change in found] == expected
+        assert all(change.is_refused(()) and not change.is_refused(("data",)) for change in found)
+
+
 def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
     """One of an earlier version: this folder's recipe is compared, that of another folder is not known."""
     folder = save(RUN, 2)

@@ -24,12 +24,12 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.models import Corpus, MaskedLm
 from ortlaunch.worker.data.corpus import DataError, documents, fingerprint, rows
 from ortlaunch.worker.data.left_out import LeftOut
+from ortlaunch.worker.data.order import Order
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.distributed import DistributedContext
 
 IGNORED = -100  # the label that cross entropy leaves out
 _DOCUMENTS_AT_ONCE = 1000
-_MOST_SHUFFLED = 1 << 28  # samples: their order is 2 GiB in each rank, and takes some ten seconds
 
 
 class Samples(Protocol):
@@ -296,15 +296,10 @@ class Batches:
     """Micro batches by step; the order of samples depends on the seed alone."""
 
     def __init__(self, samples: Samples, batch: BatchPlan, seed: int) -> None:
-        if len(samples) > _MOST_SHUFFLED:
-            raise DataError(
-                f"the data set has {len(samples):,} samples; an epoch is shuffled whole, up to {_MOST_SHUFFLED:,} of "
-                "them: give it in parts, or make samples longer"
-            )
         self.samples, self.batch, self.seed = samples, batch, seed
         self.left_out = LeftOut()
         self._step, self._seen = 0, 0
-        self._order: tuple[int, np.ndarray[Any, Any]] = (-1, np.zeros(0))
+        self.order = Order(len(samples), seed)
 
     def go_on(self, step: int, seen: int) -> None:
         """Step `step` follows on `seen` samples, whatever the global batch was before it."""
@@ -333,16 +328,12 @@ class Batches:
         passes = itertools.product(range(self.batch.accumulation_steps), range(self.batch.data_parallel_ranks))
         return [index for number, rank in passes for index in self.indices(step, number, rank)]
 
-    def _places(self, step: int, accumulation: int, rank: int) -> Iterator[tuple[int, int]]:
+    def _places(self, step: int, accumulation: int, rank: int) -> list[tuple[int, int]]:
         """(index, epoch) of each sample."""
         b = self.batch
         first = (step - self._step) * b.global_samples + (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
-        for number in range(first, first + b.micro_samples):
-            epoch, place = divmod(self.left_out.place(self._seen, number), len(self.samples))
-            if self._order[0] != epoch:
-                shuffle = np.random.Generator(np.random.Philox([self.seed, epoch]))
-                self._order = (epoch, shuffle.permutation(len(self.samples)))
-            yield int(self._order[1][place]), epoch
+        numbers = range(first, first + b.micro_samples)
+        return self.order.at([self.left_out.place(self._seen, number) for number in numbers])
 
 
 def collate(samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""What tells one data set from another, whatever its files are called: how many samples, and what some of them hold."""
+"""What tells one data set from another, whatever its files are called: how many samples, what some of them hold,
+and in which order an epoch takes them."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from ortlaunch.worker.data.order import order_name
+
 _PIECES, _TOKENS = 64, 4096  # looked at; a corpus may be larger than memory
 
 
 def identity(samples: Any) -> dict[str, Any]:
-    """`samples`, and a `fingerprint` of tokens or texts; null for custom data, whose items may be drawn at random."""
-    return {"samples": len(samples), "fingerprint": _fingerprint(samples)}
+    """`samples`, `fingerprint` of tokens or texts (null for custom data, whose items may be random), and `order`."""
+    return {"samples": len(samples), "fingerprint": _fingerprint(samples), "order": order_name(len(samples))}
 
 
 def _fingerprint(samples: Any) -> str | None:
