@@ -226,7 +226,8 @@ def test_a_turn_without_a_step(
 ) -> None:
     """A time limit that is too short for one step does not fill the queue for ever."""
     run = put(queue)
-    for path in (run.plan, run.request):
+    write_text(run.plan, resolved().plan.to_json())
+    for path in (run.request, run.log(0, "err")):
         write_text(path, "")
     write_json(run.error(0), STOPPED)
     monkeypatch.setenv("SLURM_RESTART_COUNT", turn)

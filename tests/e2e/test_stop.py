@@ -1,0 +1,117 @@
+"""A run of two ranks that is asked for a checkpoint and to stop while it trains: saved at once, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from ortlaunch.cli import app
+from ortlaunch.run.folder import RunDir
+from tests.e2e.runs import COMMAND, EAGER, TOY, TWO_RANKS, Run, Train, ended_well, environment, merged
+
+SLOW = """
+import os, time
+from toys import Net, data
+
+class Slow(Net):
+    def forward(self, x, y):
+        time.sleep(0.25 if os.path.exists(os.path.join(os.path.dirname(__file__), "slow")) else 0)
+        return super().forward(x, y)
+
+def net():
+    return Slow(0.3, 0, "", 1.0)
+"""
+RECIPE = merged(
+    TOY,
+    {
+        **EAGER,
+        "model": {"factory": "slow_toys:net"},
+        "batch": {"micro_size": 8},
+        "train": {"max_steps": 60},
+        "checkpoint": {"keep": None, "on_complete": 'echo "$ORTLAUNCH_STEP" >> "$ORTLAUNCH_RUN/copied"'},
+    },
+)
+WEIGHTS = ("export/model.safetensors", "checkpoints/step_00000060/*.safetensors")
+
+
+def asked(verb: str, run: RunDir) -> Result:
+    """The verb as a user types it, without the second that a process takes to begin."""
+    return CliRunner().invoke(app, [verb, str(run)])
+
+
+def step_of(run: RunDir) -> int:
+    """The newest that is logged; 0: none."""
+    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+def reach(run: RunDir, step: int, command: subprocess.Popen[str]) -> None:
+    """Wait until it has trained so far."""
+    deadline = time.monotonic() + 90
+    while step_of(run) < step:
+        assert command.poll() is None, command.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def bits(run: Run) -> dict[str, bytes]:
+    """Of the weights, and of all else that the last checkpoint holds as tensors."""
+    found = [path for pattern in WEIGHTS for path in run.folder.glob(pattern)]
+    return {str(path.relative_to(run.folder)): path.read_bytes() for path in found}
+
+
+def begun(home: Path, recipe: dict[str, Any]) -> subprocess.Popen[str]:
+    """`ortlaunch train` into the folder `stopped`, with all that it starts in a group of its own."""
+    (home / "stopped.yaml").write_text(yaml.safe_dump(recipe))
+    return subprocess.Popen(
+        [str(COMMAND), "train", "stopped.yaml", *TWO_RANKS, "--run-dir=stopped"], cwd=home, env=environment(home),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_run_that_is_asked_to_save_and_to_stop(train: Train, home: Path) -> None:
+    """A checkpoint within two steps, then a stop with status 85; run again, it is a run that was never asked."""
+    (home / "slow_toys.py").write_text(SLOW)
+    whole = ended_well(train("whole", RECIPE, *TWO_RANKS))
+    (home / "slow").touch()
+    run, command = RunDir(home / "stopped"), begun(home, RECIPE)
+    try:
+        reach(run, 2, command)
+        before = step_of(run)
+        said = asked("checkpoint", run)
+        assert said.exit_code == 0, said.output
+        saved = run.complete_checkpoints()[-1][0]
+        assert said.output == f"saved after step {saved}: {run.checkpoint(saved)}\n"
+        assert before < saved <= before + 3  # the step that was logged last, the one in hand, two more
+        reach(run, saved + 2, command)
+        assert [step for step, _ in run.complete_checkpoints()] == [saved]
+
+        said = asked("stop", run)
+        out, _ = command.communicate(timeout=60)
+        assert (said.exit_code, command.returncode) == (0, 85), said.output + out
+    finally:
+        if command.poll() is None:
+            os.killpg(command.pid, signal.SIGKILL)
+    job, stopped = json.loads(run.job.read_text()), step_of(run)
+    assert (job["state"], job["exit_status"]) == ("preempted", 85)
+    assert f"saved after step {stopped} of 60" in job["verdict"]
+    assert [step for step, _ in run.complete_checkpoints()] == [saved, stopped]
+
+    (home / "slow").unlink()
+    again = ended_well(train("stopped", RECIPE, *TWO_RANKS))
+    assert f"resumed after step {stopped} from" in again.out
+    assert len(bits(whole)) >= 2
+    assert bits(again) == bits(whole)
+    assert again.losses() == whole.losses()
+    assert (run.path / "copied").read_text().split() == [str(saved), str(stopped), "60"]
