@@ -225,7 +225,7 @@ def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None
         ("resume runs/x", "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
         ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
         ("trian good.yaml", "ortlaunch: there is no verb trian; did you mean train?\n"),
-        ("vlaidate good.yaml", "ortlaunch: there is no verb vlaidate; did you mean validate?\n"),
+        ("vlaidate good.yaml", "ortlaunch: there is no verb vlaidate; did you mean validate or evaluate?\n"),
         ("recipes lst", "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n"),
         ("zzz", "ortlaunch: there is no verb zzz; the verbs are validate, plan, train, parity, bench, "),
     ],
