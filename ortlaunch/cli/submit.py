@@ -14,7 +14,7 @@ def submit(
     overrides: Overrides = None,
     scheduler: Annotated[
         Optional[str],
-        typer.Option("--scheduler", help="Whose queue: slurm; the recipe's submit.scheduler by default."),
+        typer.Option("--scheduler", help="slurm, kubernetes or azureml; the recipe's submit.scheduler by default."),
     ] = None,
     run_dir: RunDirOption = None,
     dry_run: DryRun = False,
@@ -27,7 +27,7 @@ def submit(
     from ortlaunch.run.control import preview
     from ortlaunch.run.prepare import run_folder
     from ortlaunch.run.resolve import resolve
-    from ortlaunch.run.submit import request_of, submit
+    from ortlaunch.run.submit import request_of, submit, without_effect
     from ortlaunch.schedulers import SCHEDULERS
 
     if scheduler is not None and scheduler not in SCHEDULERS:
@@ -36,7 +36,8 @@ def submit(
     resolved = resolve(recipe, given, LaunchOptions(planned_only=True, declared=True), os.environ)
     name = resolved.file.recipe.submit.scheduler
     run = run_folder(run_dir, resolved, os.environ)
-    print(*resolved.notes, sep="\n", end="\n" if resolved.notes else "", file=sys.stderr)
+    notes = [*resolved.notes, *without_effect(resolved)]
+    print(*notes, sep="\n", end="\n" if notes else "", file=sys.stderr)
     if dry_run:
         typer.echo(str(request_of(preview(resolved), run, name)))
         return

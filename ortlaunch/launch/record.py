@@ -48,7 +48,8 @@ class JobRecord:
     """What job.json holds."""
 
     backend: str
-    """`local`, `torchrun`, `mpi`, `inside` for ranks of a launcher of the user's own, or a scheduler: `slurm`."""
+    """`local`, `torchrun`, `mpi`, `inside` for ranks of a launcher of the user's own, or a scheduler: `slurm`,
+    `kubernetes`, `azureml`."""
 
     id: str
     """The process id of the command, which waits for the ranks (of rank 0's supervisor with `inside`); of a

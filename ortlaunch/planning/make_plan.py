@@ -60,7 +60,7 @@ def make_plan(
         modules=modules,
         argv=tuple(worker),
         env=tuple(sorted({**_interface(recipe), **recipe.launch.env}.items())),
-        forward=_forwarded(recipe, environ),
+        forward=_forwarded(recipe, world, environ),
         memory=estimate(recipe, batch.micro_samples, first, world.device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, first),
         grace_seconds=recipe.launch.grace_seconds,
@@ -88,10 +88,11 @@ def _interface(recipe: Recipe) -> dict[str, str]:
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name) if name else {}
 
 
-def _forwarded(recipe: Recipe, environ: Mapping[str, str]) -> tuple[str, ...]:
+def _forwarded(recipe: Recipe, world: World, environ: Mapping[str, str]) -> tuple[str, ...]:
     named = {name for name in environ if name in FORWARDED or name.startswith(FORWARDED_PREFIXES)}
     absent = [name for name in recipe.launch.forward if name not in environ]
-    if absent:
+    from_secret = recipe.submit.scheduler == "kubernetes" and world.launcher == "inside" and world.inside is None
+    if absent and not from_secret:
         raise PlanError(f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it out")
     return tuple(sorted((named | set(recipe.launch.forward)) - set(recipe.launch.env)))
 

@@ -47,6 +47,10 @@ EXAMPLES: dict[KeyPath, str] = {
     ("submit",): '{partition: gpu, time: "4:00:00"}',
     ("submit", "time"): '"4:00:00"',
     ("submit", "container"): "{image: /images/train.sif, runtime: apptainer}",
+    ("submit", "kubernetes"): "{image: repo/train:1, runs: /data/runs, volumes: {training: /data}}",
+    ("submit", "kubernetes", "volumes"): "{training: /data}",
+    ("submit", "kubernetes", "node_selector"): "{gpu: h100}",
+    ("submit", "azureml"): "{compute: azureml:gpus, environment: azureml:ortlaunch@latest}",
     ("submit", "setup"): "[module load cuda/12.4]",
     ("log",): "{every_steps: 10}",
     ("log", "trackers"): "[tensorboard]",
@@ -104,6 +108,10 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
         return f"it must have at most {context['max_length']} characters"
     if kind == "string_pattern_mismatch" and path == ("submit", "time"):
         return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
+    if kind == "string_pattern_mismatch" and path[:2] == ("submit", "kubernetes"):
+        return "it must be a whole path, as /data/runs, without blanks, colons and commas"
+    if kind == "string_pattern_mismatch" and path[-1] == "shared_memory":
+        return "it must be a size of Docker, as 16g"
     if kind == "string_pattern_mismatch":
         return "use letters, digits, `.`, `_` and `-`, and begin with a letter or a digit"
     message: str = details["msg"]

@@ -80,7 +80,11 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "scheduler partition account qos reservation time gpus gpu_type cpus_per_task memory", "submit"),
     **_all(_EFFECT, "constraint nodelist exclude exclusive dependency begin mail_user mail_type requeue", "submit"),
     **_all(_EFFECT, "signal_seconds container container.runtime container.image container.mounts", "submit"),
-    **_all(_EFFECT, "setup options", "submit"),
+    **_all(_EFFECT, "setup options kubernetes azureml", "submit"),
+    **_all(_EFFECT, "kind image runs volumes workdir namespace queue runtime secret gpu cpu", "submit.kubernetes"),
+    **_all(_EFFECT, "memory shared_memory node_selector service_account", "submit.kubernetes"),
+    **_all(_EFFECT, "compute environment runs data code distribution experiment shared_memory", "submit.azureml"),
+    **_all(_EFFECT, "workspace resource_group", "submit.azureml"),
 }
 # What is no field of the recipe: the settled world, the data as they were read, code and packages.
 OTHER_RULES: dict[str, RuleOf] = {

@@ -10,6 +10,8 @@ from ortlaunch.recipe.section import Positive, Section, Text, Words
 
 SlurmTime = Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]
 
+Path = Annotated[str, Field(pattern=r"^/[^\s:,]*$")]
+
 
 class Container(Section):
     """An image that the ranks run in; it must hold ortlaunch."""
@@ -22,12 +24,77 @@ class Container(Section):
     """Folders to bring in, as `/data:/data`. The run folder and the current folder are brought in anyway."""
 
 
+class Kubernetes(Section):
+    """A run in pods, one for each node (`submit.scheduler: kubernetes`)."""
+
+    kind: Literal["job", "trainjob"] = "job"
+    """`job`: an indexed Job, as every cluster has it; `trainjob`: Kubeflow Trainer 2.2's TrainJob."""
+    image: Text
+    """Image of the pods; it must hold ortlaunch."""
+    runs: Path
+    """Folder of the pods, on one of `volumes`, that run folders are made in; as `/data/runs`."""
+    volumes: Annotated[dict[Text, Path], Field(min_length=1)]
+    """Claims of volumes and where pods see them, as `{training: /data}`; several pods need one that all can write."""
+    workdir: Path = "/workspace"
+    """Folder of the image or of a volume that the command starts in: for relative paths and your own modules."""
+    namespace: Text = "default"
+    """Namespace."""
+    queue: Optional[Text] = None
+    """Kueue's local queue."""
+    runtime: Text = "torch-distributed"
+    """The TrainJob's cluster-wide runtime, one with `torch` and a job `node`."""
+    secret: Optional[Text] = None
+    """Secret that has the variables that `launch.forward` names, as its keys; the manifest has their names alone."""
+    gpu: Text = "nvidia.com/gpu"
+    """Resource that is asked for, one a rank, where `launch.device` is cuda."""
+    cpu: Optional[Text] = None
+    """Cores of each pod, as `"96"`."""
+    memory: Optional[Text] = None
+    """Memory of each pod, as `1000Gi`."""
+    shared_memory: Text = "16Gi"
+    """Size of /dev/shm, which NCCL uses within a pod; it counts as memory."""
+    node_selector: dict[Text, str] = {}
+    """Labels of nodes that pods may run on."""
+    service_account: Optional[Text] = None
+    """Service account of the pods."""
+
+
+class AzureMl(Section):
+    """A command job of Azure Machine Learning (`submit.scheduler: azureml`)."""
+
+    compute: Text
+    """Compute target, as `azureml:gpu-cluster`."""
+    environment: Text
+    """Image of a registry, or an environment of the workspace as `azureml:NAME@latest`; it must hold ortlaunch."""
+    runs: Text = "azureml://datastores/workspaceblobstore/paths/runs"
+    """Folder of a datastore that run folders are made in."""
+    data: Optional[Text] = None
+    """Folder of a datastore or a data asset, as `azureml:wiki@latest`: it is mounted to be read, and the command starts
+    in it, for relative paths."""
+    code: Optional[Text] = None
+    """Folder of this machine that is sent along: your own modules."""
+    distribution: Literal["pytorch", "mpi"] = "pytorch"
+    """What starts the ranks there."""
+    experiment: Optional[Text] = None
+    """Experiment; null: the recipe's name."""
+    shared_memory: Annotated[str, Field(pattern=r"^[0-9]+[bkmg]$")] = "16g"
+    """Size of /dev/shm."""
+    workspace: Optional[Text] = None
+    """Workspace; null: that of `az configure --defaults`."""
+    resource_group: Optional[Text] = None
+    """Resource group; null: that of `az configure --defaults`."""
+
+
 class Submit(Section):
     """What a job in a queue is asked for beside `launch.nodes`, `launch.processes_per_node` and the device. What is
-    null is left to the cluster."""
+    null is left to the cluster. All but `requeue`, `kubernetes` and `azureml` are Slurm's."""
 
-    scheduler: Literal["slurm"] = "slurm"
+    scheduler: Literal["slurm", "kubernetes", "azureml"] = "slurm"
     """Whose queue; `ortlaunch submit --scheduler` comes first."""
+    kubernetes: Optional[Kubernetes] = None
+    """Pods."""
+    azureml: Optional[AzureMl] = None
+    """Azure Machine Learning."""
     partition: Optional[Text] = None
     """Partition, or several with commas between them."""
     account: Optional[Text] = None
@@ -66,7 +133,8 @@ class Submit(Section):
     requeue: bool = True
     """Go back into the queue when the run was stopped and has saved (exit status 85), before the time limit or by
     preemption, until it is done; not after `ortlaunch stop`, nor where a later turn's time was over before its first
-    step. False: end there."""
+    step. False: end there. Azure ML and TrainJob cannot: they end with that status, and `ortlaunch submit` with the
+    same run folder goes on. To an indexed Job `ortlaunch stop` is like the others: end it by `ortlaunch cancel`."""
     signal_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
     """Seconds before the time limit at which ranks are asked to save and stop: more than a step and a checkpoint."""
     container: Optional[Container] = None

@@ -30,3 +30,32 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
             yield ("submit.options",), f"got {option!r}; write one option of sbatch, as --switches=1"
     if submit.gpu_type is not None and recipe.launch.device == "cpu":
         yield ("submit.gpu_type", "launch.device"), "asks for GPUs, and launch.device is cpu; leave one of them out"
+    yield from _of_pods(recipe)
+    if submit.scheduler == "azureml" and recipe.launch.forward:
+        yield (
+            ("launch.forward",),
+            "is not possible with Azure ML, which shows a job's variables to all readers of the workspace; have the "
+            "job read its secrets from Key Vault, or leave it out",
+        )
+
+
+def _of_pods(recipe: Recipe) -> Iterator[Problem]:
+    submit, forward = recipe.submit, recipe.launch.forward
+    if submit.scheduler in ("kubernetes", "azureml") and getattr(submit, submit.scheduler) is None:
+        needs = "image, runs and volumes" if submit.scheduler == "kubernetes" else "compute and environment"
+        yield ("submit.scheduler",), f"is {submit.scheduler}, which takes submit.{submit.scheduler} with {needs}"
+    pods = submit.kubernetes
+    if pods is None:
+        return
+    if not any(f"{pods.runs}/".startswith(f"{path.rstrip('/')}/") for path in pods.volumes.values()):
+        paths = ", ".join(pods.volumes.values())
+        yield (
+            ("submit.kubernetes.runs",),
+            f"got {pods.runs}, which is on none of the volumes ({paths}): lost with its pod",
+        )
+    if submit.scheduler == "kubernetes" and forward and pods.secret is None:
+        yield (
+            ("launch.forward",),
+            "takes submit.kubernetes.secret: pods have variables from a Secret, not from your shell, as of kubectl "
+            f"create secret generic NAME --from-literal={forward[0]}=...",
+        )

@@ -4,7 +4,7 @@ runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
   commands.jsonl modules/                                              each start's command and commit; the user's code
   store rendezvous                                                     how ranks of one host meet, without a port
-  submitted.yaml job.sh logs/slurm-12.out                              of a queued run: recipe, script, output
+  submitted.yaml job.{sh,yaml} logs/slurm-12.out                       of a queued run: recipe, script or manifest
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   errors/stall.json errors/stacks_00003.txt                            the run stood still: who, and where each rank was
@@ -60,7 +60,7 @@ class RunDir:
         self.meeting = self.path / "meeting"
         self.agents = self.path / "agents.json"
         self.submitted = self.path / "submitted.yaml"
-        self.job_script = self.path / "job.sh"
+        self.job_script, self.manifest = self.path / "job.sh", self.path / "job.yaml"
         self.logs = self.path / "logs"
         self.errors = self.path / "errors"
         self.flight_recorder = self.errors / "nccl_trace_rank_"  # with the rank's number

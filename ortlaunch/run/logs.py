@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.launch.record import JobRecord
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.queued import is_queued
 from ortlaunch.run.status import look
+from ortlaunch.schedulers import SCHEDULERS, scheduler
 
 _POLL_SECONDS = 0.5
 _LOOK_SECONDS = 3.0  # a queue is asked less often
@@ -31,7 +35,12 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
     status = look(run)
     if status.ranks is not None and rank >= status.ranks:
         raise InputError(f"--rank is {rank}, and {run} has ranks 0 to {status.ranks - 1}")
-    queued, read, next_look = is_queued(status.job), dict[Path, int](), 0.0
+    queued = is_queued(status.job)
+    if queued and SCHEDULERS[status.job.backend].elsewhere:
+        if not run.plan.exists():
+            return _of_scheduler(status.job, rank, follow)
+        queued = False  # their folder is here all the same
+    read, next_look = dict[Path, int](), 0.0
     while True:
         ended = status.state.is_end
         _print_new(_files(run, rank, queued), read)
@@ -40,6 +49,18 @@ def show(run: RunDir, rank: int, follow: bool) -> int:
         time.sleep(_POLL_SECONDS)
         if time.monotonic() > next_look:
             status, next_look = look(run), time.monotonic() + _LOOK_SECONDS
+
+
+def _of_scheduler(job: JobRecord, rank: int, follow: bool) -> int:
+    """Ranks write their logs where this host does not see them."""
+    if rank:
+        raise InputError(
+            f"--rank is {rank}, and {job.backend} shows rank 0's node alone; logs/ of the pods' run folder has all"
+        )
+    argv = scheduler(job.backend).logs(job.id, follow)
+    if shutil.which(argv[0]) is None:
+        raise MissingDependency(f"no {argv[0]} here: ask where it is")
+    return subprocess.run(argv, check=False).returncode
 
 
 def _files(run: RunDir, rank: int, queued: bool) -> list[Path]:

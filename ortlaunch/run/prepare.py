@@ -128,7 +128,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
 
 def _written_before(run: RunDir) -> tuple[Path, ...]:
     """What is there before a run has begun: of other ranks, of trials, and of a job in a queue."""
-    return run.ready, run.trials, run.lock, run.job, run.submitted, run.job_script, run.logs
+    return run.ready, run.trials, run.lock, run.job, run.submitted, run.job_script, run.manifest, run.logs
 
 
 def differences(before: Any, after: Any) -> Iterator[str]:

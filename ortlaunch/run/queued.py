@@ -10,6 +10,7 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS, Seen, scheduler
 
@@ -58,6 +59,8 @@ def cancel(run: RunDir, job: JobRecord) -> JobRecord:
         if time.monotonic() > deadline:
             raise LaunchError(f"{run}: job {job.id} of {job.backend} is still {seen.words} after {_END_SECONDS} s")
         time.sleep(_POLL_SECONDS)
+    if seen is None and SCHEDULERS[job.backend].elsewhere:  # it was deleted
+        job.at_end(JobState.CANCELLED, 1, "ortlaunch: cancelled").write(run)
     return found(run, JobRecord.read(run) or job)
 
 
@@ -67,12 +70,23 @@ def _waiting(seen: Seen) -> str | None:
 
 def _ended(run: RunDir, job: JobRecord, seen: Seen | None) -> JobRecord:
     """A job whose script was ended with it: by a person, a time limit, a node that failed; it is recorded."""
+    if SCHEDULERS[job.backend].elsewhere and not run.plan.exists():
+        return _ended_elsewhere(run, job, seen)
     end = _end_of_folder(run, job)
     state, words = seen or Seen(JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "no job that it knows")
     if state is JobState.SUCCEEDED:
         state = JobState.FAILED if end.status else JobState.SUCCEEDED
     status = end.status or (0 if state is JobState.SUCCEEDED else 1)
     record = job.at_end(state, status, f"{job.backend} says: {words}\n{end.text}")
+    record.write(run)
+    return record
+
+
+def _ended_elsewhere(run: RunDir, job: JobRecord, seen: Seen | None) -> JobRecord:
+    """Ranks wrote their folder where this host does not see it."""
+    state, words = seen or Seen(JobState.FAILED, "no job that it knows, so how it ended is not known")
+    status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(state, 1)
+    record = job.at_end(state, status, f"{job.backend} says: {words}")
     record.write(run)
     return record
 

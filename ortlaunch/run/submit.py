@@ -16,7 +16,7 @@ from ortlaunch.run.folder import RunDir, write_text
 from ortlaunch.run.prepare import check_folder, claimed, earlier
 from ortlaunch.run.resolve import MODULES_VARIABLE, ResolvedRun
 from ortlaunch.run.status import look
-from ortlaunch.schedulers import QueuedRun, scheduler
+from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
 
 
 def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
@@ -33,8 +33,20 @@ def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
         folder=os.getcwd(),
         variables=((MODULES_VARIABLE, os.path.abspath(resolved.command.modules)),),
         options=chosen.submit.model_dump(mode="json"),
+        recipe=recipe.to_yaml(chosen),
+        secrets=chosen.launch.forward,
     )
     return scheduler(name).request(job)
+
+
+def without_effect(resolved: ResolvedRun) -> list[str]:
+    """A note on what is set for Slurm and goes to another scheduler."""
+    chosen = resolved.file.recipe.submit
+    slurms = set(type(chosen).model_fields) - {"scheduler", "requeue", *SCHEDULERS}
+    left = [name for name, value in chosen.model_dump(exclude_defaults=True).items() if name in slurms]
+    if chosen.scheduler == "slurm" or not left:
+        return []
+    return [f"without effect with {chosen.scheduler}: {', '.join(f'submit.{name}' for name in left)}"]
 
 
 def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -> str:

@@ -6,16 +6,33 @@ errors; never the recipe, whose section `submit` comes as plain values.
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol, cast
 
+from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
 from ortlaunch.plan import Plan
 from ortlaunch.run.folder import RunDir
 
-SCHEDULERS = {"slurm": "ortlaunch.schedulers.slurm"}
+
+class Place(NamedTuple):
+    """A scheduler."""
+
+    module: str
+    elsewhere: bool
+    """Whether ranks write a run folder of their own, on volumes that this host may not have: then a run's folder here
+    knows of its job alone, and logs come from the scheduler."""
+
+
+SCHEDULERS = {
+    "slurm": Place("ortlaunch.schedulers.slurm", False),
+    "kubernetes": Place("ortlaunch.schedulers.kubernetes", True),
+    "azureml": Place("ortlaunch.schedulers.azureml", True),
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +46,15 @@ class QueuedRun:
     folder: str  # where the command was typed
     variables: tuple[tuple[str, str], ...]  # for all of it; no secrets
     options: Mapping[str, Any]  # the recipe's section `submit`
+    recipe: str = ""  # its text
+    secrets: tuple[str, ...] = ()  # names of variables that ranks need, whose values are nowhere here
+
+    @property
+    def headline(self) -> str:
+        """What a script or a manifest begins with, for a person who finds it."""
+        return (
+            f"# {self.plan.world_size} ranks of run {self.plan.name}; `ortlaunch status {self.run}` says how it goes."
+        )
 
 
 class Seen(NamedTuple):
@@ -63,7 +89,51 @@ class Scheduler(Protocol):
             LaunchError: it was refused.
         """
 
+    def logs(self, job: str, follow: bool) -> tuple[str, ...]:
+        """The command that prints what rank 0's node says, of a scheduler whose ranks write elsewhere."""
+
 
 def scheduler(name: str) -> Scheduler:
     """The scheduler of this name."""
-    return cast(Scheduler, import_module(SCHEDULERS[name]))
+    return cast(Scheduler, import_module(SCHEDULERS[name].module))
+
+
+def yaml_text(*documents: Mapping[str, Any]) -> str:
+    """Manifests as a person would write them: in order, texts of several lines as such."""
+    import yaml  # here: Slurm does without
+
+    class Dumper(yaml.SafeDumper):
+        """With texts of several lines."""
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=1 << 20)
+
+
+def ask(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run a scheduler's command.
+
+    Raises:
+        MissingDependency: it is not here.
+        LaunchError: it does not answer.
+    """
+    if shutil.which(argv[0]) is None:
+        raise MissingDependency(f"no {argv[0]} here: {what}; --dry-run prints the job anywhere")
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{argv[0]} does not answer within {seconds:.0f} s") from None
+
+
+def wanted(*argv: str, what: str) -> str:
+    """The same of a command that must succeed: its output.
+
+    Raises:
+        LaunchError: it failed, with its own words.
+    """
+    ended = ask(*argv, what=what)
+    if ended.returncode:
+        raise LaunchError(f"{' '.join(argv[:3])}: {ended.stderr.strip() or ended.stdout.strip()}")
+    return ended.stdout

@@ -50,7 +50,7 @@ def script(job: QueuedRun) -> str:
 #!/bin/bash
 {head}
 
-# {job.plan.world_size} ranks of run {job.plan.name}; `ortlaunch status {job.run}` says how it goes.
+{job.headline}
 cd {shlex.quote(job.folder)}
 {exports}export {JOB_VARIABLE}=slurm:$SLURM_JOB_ID
 touch {shlex.quote(str(job.run.job_script))}  # what is older in the run folder is of an earlier turn

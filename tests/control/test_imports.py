@@ -88,7 +88,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.reference": ({"run"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "launch": ({"errors", "launchers", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
-    "schedulers": ({"errors", "plan", "rank", "run.folder", "launch", "schedulers"}, set()),
+    "schedulers": ({"errors", "plan", "rank", "run.folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
     "bench": (
         {
             "process",
@@ -372,7 +372,10 @@ CONTROL_SIDE = (
     "ortlaunch.launch.mpi",
     "ortlaunch.launch.local",
     "ortlaunch.launch.torchrun",
+    "ortlaunch.launch.node",
     "ortlaunch.schedulers.slurm",
+    "ortlaunch.schedulers.kubernetes",
+    "ortlaunch.schedulers.azureml",
     "ortlaunch.ortmodule.extensions",
     "ortlaunch.bench.command",
     "ortlaunch.bench.auto",

@@ -236,6 +236,7 @@ def test_no_hint_speaks_of_a_key_that_is_ours() -> None:
 def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
     """What an error tells to write can be written."""
     plain = "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
+    plain += "submit: {kubernetes: {image: a, runs: /data/runs, volumes: {training: /data}}}\n"
     top(tmp_path, plain, f"{dotted(path)}={EXAMPLES[path]}")
 
 

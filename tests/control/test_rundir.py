@@ -25,6 +25,7 @@ PATHS = {
     "meeting": "meeting",
     "agents": "agents.json",
     "submitted": "submitted.yaml",
+    "manifest": "job.yaml",
     "job_script": "job.sh",
     "steps": "steps.json",
     "bad_steps": "bad_steps.jsonl",

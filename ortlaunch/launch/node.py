@@ -1,0 +1,132 @@
+"""`python -m ortlaunch.launch.node --nodes 4 --ranks 8 -- COMMAND...`: one node's ranks, for a platform of nodes.
+
+Each node finds its number and rank 0's address in its environment (an indexed Job of Kubernetes, Kubeflow Trainer); its
+ranks get torchrun's variables. Unlike torchrun it leaves with the first failing rank's status, of which 85 asks for
+another turn, and gives ranks that are asked to stop the time to save. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from ortlaunch.errors import LaunchError, RankError
+from ortlaunch.rank import EXIT_SAVED, GRACE_SECONDS, VARIABLES
+
+_NODE = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK")
+_PORT = "29500"
+_NAME_SECONDS = 300  # until the first node's name is known to the others: images are pulled
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Start this node's ranks and wait for them; returns the node's exit status."""
+    parser = argparse.ArgumentParser(prog="ortlaunch.launch.node")
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True, help="on each node")
+    parser.add_argument("--master", default=os.environ.get("PET_MASTER_ADDR", ""), help="rank 0's host")
+    parser.add_argument("command", nargs="+")
+    asked = parser.parse_args(words)
+    try:
+        shared = shared_variables(asked.nodes, asked.ranks, asked.master)
+        node = number(asked.nodes, os.environ)
+        _wait_for_name(asked.master if asked.nodes > 1 and node else "")
+        return _wait(_started(asked.command, shared, node, asked.ranks))
+    except (LaunchError, RankError) as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def number(nodes: int, environ: Mapping[str, str]) -> int:
+    """Which node this is, from 0.
+
+    Raises:
+        RankError: the platform does not say, or counts otherwise.
+    """
+    found = {name: environ[name] for name in _NODE if name in environ}
+    if not found and nodes == 1:
+        return 0
+    if len(set(found.values())) != 1:
+        said = " ".join(f"{name}={value}" for name, value in found.items()) or f"neither {' nor '.join(_NODE)} is set"
+        raise RankError(f"which of {nodes} nodes is this? {said}; start it as a Job with completionMode: Indexed")
+    name, value = next(iter(found.items()))
+    if not value.isdecimal() or int(value) >= nodes:
+        raise RankError(f"{name}={value} is not one of {nodes} nodes, which count from 0")
+    return int(value)
+
+
+def shared_variables(nodes: int, ranks: int, master: str) -> dict[str, str]:
+    """What all ranks have in common."""
+    sizes = {"WORLD_SIZE": str(nodes * ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    port = os.environ.get("PET_MASTER_PORT", _PORT)
+    return {**sizes, "MASTER_ADDR": master or "127.0.0.1", "MASTER_PORT": port}
+
+
+def _wait_for_name(host: str) -> None:
+    deadline = time.monotonic() + _NAME_SECONDS
+    while host:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"the first node's name {host} is not known after {_NAME_SECONDS} s: {error}"
+                ) from None
+            time.sleep(1)
+
+
+def _started(command: Sequence[str], shared: Mapping[str, str], node: int, ranks: int) -> list[subprocess.Popen[bytes]]:
+    """The processes, each with its rank; signals to this one reach them from then on."""
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    started: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # that came before all were there
+
+    def pass_on(received: int, frame: object) -> None:
+        early.append(received)
+        _send(started, received)
+
+    for name in _SIGNALS:
+        signal.signal(name, pass_on)
+    for local in range(ranks):
+        own = {"RANK": str(node * ranks + local), "LOCAL_RANK": str(local)}
+        process = subprocess.Popen(command, env={**clean, **shared, **own})
+        _send([process], *early)
+        started.append(process)
+    return started
+
+
+def _wait(started: list[subprocess.Popen[bytes]]) -> int:
+    """The first failing status, else 85 where ranks have saved, else 0; once one has failed the others are ended."""
+    left, statuses, deadline = list(started), [0], float("inf")
+    while left:
+        time.sleep(0.05)
+        for process in [process for process in left if process.poll() is not None]:
+            left.remove(process)
+            statuses.append(_code(process.returncode))
+            if statuses[-1] not in (0, EXIT_SAVED) and deadline == float("inf"):
+                deadline = time.monotonic() + GRACE_SECONDS
+                _send(left, signal.SIGTERM)
+        if time.monotonic() > deadline:
+            _send(left, signal.SIGKILL)
+    return next((status for status in statuses if status not in (0, EXIT_SAVED)), max(statuses))
+
+
+def _code(status: int) -> int:
+    return 128 - status if status < 0 else status
+
+
+def _send(processes: list[subprocess.Popen[bytes]], *signals: int) -> None:
+    for process in processes:
+        for each in signals:
+            process.send_signal(each)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Azure Machine Learning: a command job with a PyTorch or MPI distribution; sent and seen by `az ml`.
+
+A job is named as GROUP/WORKSPACE/NAME; the first two are empty where they are those of `az configure --defaults`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.launch import JobState, Request
+from ortlaunch.launch.record import JOB_VARIABLE
+from ortlaunch.run.folder import write_text
+from ortlaunch.schedulers import QueuedRun, Seen, wanted, yaml_text
+
+__all__ = ["cancel", "logs", "request", "state", "submit"]
+
+_SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
+_WHAT = "submit and ask where `az extension add --name ml` was done"
+_STATES = {
+    **dict.fromkeys(("NotStarted", "Starting", "Provisioning", "Preparing", "Queued", "Paused"), JobState.PENDING),
+    **dict.fromkeys(("Running", "Finalizing", "CancelRequested", "NotResponding"), JobState.RUNNING),
+    "Completed": JobState.SUCCEEDED,
+    "Failed": JobState.FAILED,
+    "Canceled": JobState.CANCELLED,
+}
+
+
+def request(job: QueuedRun) -> Request:
+    """az and the job's description, which lies in the run folder; it prints the job's name."""
+    own, path = job.options["azureml"], str(job.run.manifest)
+    where = _where(own["resource_group"] or "", own["workspace"] or "")
+    argv = ("az", "ml", "job", "create", f"--file={path}", *where, "--query=name", "--output=tsv")
+    return Request(argv, files=((path, manifest(job)),))
+
+
+def manifest(job: QueuedRun) -> str:
+    """The job as `az ml job create` and azure-ai-ml's load_job take it."""
+    text = yaml_text(description(job))
+    return (
+        f"# {job.plan.world_size} ranks of run {job.plan.name}; `ortlaunch status {job.run}` says how it goes.\n{text}"
+    )
+
+
+def description(job: QueuedRun) -> dict[str, Any]:
+    """The job; paths of files are this machine's, and are sent along."""
+    own, plan = job.options["azureml"], job.plan
+    is_image = not own["environment"].startswith("azureml:")
+    return {
+        "$schema": _SCHEMA,
+        "type": "command",
+        "display_name": job.run.path.name,
+        "experiment_name": own["experiment"] or plan.name,
+        "command": _command(job),
+        **({"code": os.path.join(job.folder, own["code"])} if own["code"] else {}),
+        "environment": {"image": own["environment"]} if is_image else own["environment"],
+        "compute": own["compute"],
+        "resources": {"instance_count": len(plan.nodes), "shm_size": own["shared_memory"]},
+        "distribution": {"type": own["distribution"], "process_count_per_instance": plan.nodes[0].slots},
+        "environment_variables": dict(_variables(job)),
+        "inputs": dict(_inputs(job)),
+        "outputs": {"runs": {"type": "uri_folder", "path": own["runs"], "mode": "rw_mount"}},
+    }
+
+
+def _command(job: QueuedRun) -> str:
+    """Of each rank."""
+    into = 'cd "${{inputs.data}}" && ' if job.options["azureml"]["data"] else ""
+    folder = f'"${{{{outputs.runs}}}}"/{shlex.quote(job.run.path.name)}'
+    named = f"{JOB_VARIABLE}=azureml:{_place(job)}/$AZUREML_RUN_ID"
+    return (
+        f'export ORTLAUNCH_MODULES="$PWD" {named} && {into}ortlaunch train "${{{{inputs.recipe}}}}" --run-dir {folder}'
+    )
+
+
+def _variables(job: QueuedRun) -> Iterator[tuple[str, str]]:
+    """Azure ML sets all of torchrun's variables for its PyTorch distribution but this one."""
+    if job.options["azureml"]["distribution"] == "pytorch":
+        yield "LOCAL_WORLD_SIZE", str(job.plan.nodes[0].slots)
+
+
+def _inputs(job: QueuedRun) -> Iterator[tuple[str, dict[str, str]]]:
+    yield "recipe", {"type": "uri_file", "path": str(job.run.submitted), "mode": "ro_mount"}
+    if job.options["azureml"]["data"]:
+        yield "data", {"type": "uri_folder", "path": job.options["azureml"]["data"], "mode": "ro_mount"}
+
+
+def _place(job: QueuedRun) -> str:
+    own = job.options["azureml"]
+    return f"{own['resource_group'] or ''}/{own['workspace'] or ''}"
+
+
+def _where(group: str, workspace: str) -> tuple[str, ...]:
+    given = (("--resource-group", group), ("--workspace-name", workspace))
+    return tuple(f"{name}={value}" for name, value in given if value)
+
+
+def _named(job: str) -> tuple[str, ...]:
+    group, workspace, name = job.split("/")
+    return (f"--name={name}", *_where(group, workspace))
+
+
+def submit(request: Request) -> str:
+    """Write the description and create the job."""
+    for path, text in request.files:
+        write_text(Path(path), text)
+    given = dict(word.split("=", 1) for word in request.argv if "=" in word)
+    name = wanted(*request.argv, what=_WHAT).strip()
+    return f"{given.get('--resource-group', '')}/{given.get('--workspace-name', '')}/{name}"
+
+
+def state(job: str) -> Seen | None:
+    """As the workspace says."""
+    word = wanted("az", "ml", "job", "show", *_named(job), "--query=status", "--output=tsv", what=_WHAT).strip()
+    return Seen(_STATES.get(word, JobState.RUNNING), word)
+
+
+def cancel(job: str) -> None:
+    """Ask for its end."""
+    wanted("az", "ml", "job", "cancel", *_named(job), what=_WHAT)
+
+
+def logs(job: str, follow: bool) -> tuple[str, ...]:
+    """az follows to the end, also where that is not asked for."""
+    return ("az", "ml", "job", "stream", *_named(job))

@@ -1,0 +1,253 @@
+"""Kubernetes: an indexed Job, or Kubeflow Trainer's TrainJob, with a pod for each node; sent and seen by kubectl.
+
+In a pod `ortlaunch.launch.node` starts its ranks. A job is named as NAMESPACE/RESOURCE/NAME.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.launch import JobState, Request
+from ortlaunch.launch.record import JOB_VARIABLE
+from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.run.folder import write_text
+from ortlaunch.schedulers import QueuedRun, Seen, wanted, yaml_text
+
+__all__ = ["cancel", "logs", "request", "state", "submit"]
+
+Object = dict[str, Any]
+_RESOURCES = {"job": "job.batch", "trainjob": "trainjob.trainer.kubeflow.org"}
+_CONTAINERS = {"job": "train", "trainjob": "node"}  # the runtime's is called so
+_LABEL = "ortlaunch.run"
+_INDEX = "batch.kubernetes.io/job-completion-index=0"
+_RECIPE_FOLDER = "/etc/ortlaunch"
+_CLEAN_UP_SECONDS = 15  # after the ranks' grace, until SIGKILL
+_LONGEST = 50  # of 63 letters of a host's name: its pod's number comes after it
+_TIME = len("-20260101-000000")
+_WHAT = "submit and ask where kubectl reaches the cluster"
+
+
+def request(job: QueuedRun) -> Request:
+    """kubectl and its manifest, which lies in the run folder."""
+    path, namespace = str(job.run.manifest), job.options["kubernetes"]["namespace"]
+    argv = ("kubectl", "create", f"--namespace={namespace}", f"--filename={path}", "--output=name")
+    return Request(argv, files=((path, manifest(job)),))
+
+
+def manifest(job: QueuedRun) -> str:
+    """The objects: what the ranks read, the name by which pods find the first one, and the job."""
+    text = yaml_text(*objects(job))
+    return (
+        f"# {job.plan.world_size} ranks of run {job.plan.name}; `ortlaunch status {job.run}` says how it goes.\n{text}"
+    )
+
+
+def objects(job: QueuedRun) -> list[Object]:
+    """The manifest's objects."""
+    own = job.options["kubernetes"]
+    made = [_object("v1", "ConfigMap", job, data={"recipe.yaml": job.recipe})]
+    if own["kind"] == "trainjob":
+        return [*made, _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, spec=_trainjob(job))]
+    if len(job.plan.nodes) > 1:
+        names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {_LABEL: name_of(job)}}
+        made.append(_object("v1", "Service", job, spec=names))
+    return [*made, _object("batch/v1", "Job", job, spec=_job(job))]
+
+
+def name_of(job: QueuedRun) -> str:
+    """The run folder's name, as a host may be called."""
+    name = re.sub("[^a-z0-9]+", "-", job.run.path.name.lower()).strip("-") or "run"
+    name = name if name[0].isalpha() else f"run-{name}"
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - _TIME].rstrip('-')}{name[-_TIME:]}"
+
+
+def _object(version: str, kind: str, job: QueuedRun, **parts: Any) -> Object:
+    own, name = job.options["kubernetes"], name_of(job)
+    labels = {"app.kubernetes.io/managed-by": "ortlaunch", _LABEL: name}
+    if own["queue"] and kind in ("Job", "TrainJob"):
+        labels["kueue.x-k8s.io/queue-name"] = own["queue"]
+    metadata = {"name": name, "namespace": own["namespace"], "labels": labels}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
+
+
+def _job(job: QueuedRun) -> Object:
+    count, pod = len(job.plan.nodes), {**_pod(job), "restartPolicy": "Never"}
+    if count > 1:
+        pod["subdomain"] = name_of(job)
+    pod["containers"] = [{"name": _CONTAINERS["job"], **_container(job), "volumeMounts": _mounts(job)}]
+    return {
+        "completionMode": "Indexed",
+        "completions": count,
+        "parallelism": count,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": list(_failures(job.options["requeue"]))},
+        "template": {"metadata": {"labels": {_LABEL: name_of(job)}}, "spec": pod},
+    }
+
+
+def _failures(requeue: bool) -> Iterator[Object]:
+    """A pod whose ranks have saved, or whose node was taken away, is made anew; any other failure is the run's."""
+    if requeue:
+        codes = {"containerName": _CONTAINERS["job"], "operator": "In", "values": [EXIT_SAVED]}
+        yield {"action": "Ignore", "onExitCodes": codes}
+        yield {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    others = {"containerName": _CONTAINERS["job"], "operator": "NotIn", "values": [0]}
+    yield {"action": "FailJob", "onExitCodes": others}
+
+
+def _trainjob(job: QueuedRun) -> Object:
+    """Its failure policy is the runtime's; a patch has no field for one."""
+    own, plan = job.options["kubernetes"], job.plan
+    container = _container(job)
+    folder = container.pop("workingDir")
+    trainer = {
+        "image": container.pop("image"),
+        "command": [*_SHELL, folder],
+        "args": container.pop("command"),
+        "numNodes": len(plan.nodes),
+        "numProcPerNode": plan.nodes[0].slots,
+        "resourcesPerNode": container.pop("resources"),
+        "env": container.pop("env"),
+    }
+    pod = {**_pod(job), "containers": [{"name": _CONTAINERS["trainjob"], "volumeMounts": _mounts(job)}]}
+    nodes = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {"template": {"spec": {"replicatedJobs": [nodes]}}}
+    patches = [{"manager": "ortlaunch/submit", "trainingRuntimeSpec": patch}]
+    return {"runtimeRef": {"name": own["runtime"]}, "trainer": trainer, "runtimePatches": patches}
+
+
+_SHELL = ("sh", "-c", 'cd "$0" && exec "$@"')  # a TrainJob has no field for the folder
+
+
+def _pod(job: QueuedRun) -> Object:
+    """What both kinds say of a pod beside its container."""
+    own = job.options["kubernetes"]
+    pod: Object = {"terminationGracePeriodSeconds": job.plan.grace_seconds + _CLEAN_UP_SECONDS}
+    if own["node_selector"]:
+        pod["nodeSelector"] = dict(own["node_selector"])
+    if own["service_account"]:
+        pod["serviceAccountName"] = own["service_account"]
+    claims = [{"name": f"data-{n}", "persistentVolumeClaim": {"claimName": name}} for n, name in _claims(job)]
+    memory = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": own["shared_memory"]}}
+    pod["volumes"] = [{"name": "recipe", "configMap": {"name": name_of(job)}}, memory, *claims]
+    return pod
+
+
+def _claims(job: QueuedRun) -> Iterator[tuple[int, str]]:
+    return enumerate(job.options["kubernetes"]["volumes"])
+
+
+def _mounts(job: QueuedRun) -> list[Object]:
+    paths = list(job.options["kubernetes"]["volumes"].values())
+    claims = [{"name": f"data-{n}", "mountPath": path} for n, path in enumerate(paths)]
+    recipe = {"name": "recipe", "mountPath": _RECIPE_FOLDER, "readOnly": True}
+    return [recipe, {"name": "shm", "mountPath": "/dev/shm"}, *claims]
+
+
+def _container(job: QueuedRun) -> Object:
+    own = job.options["kubernetes"]
+    return {
+        "image": own["image"],
+        "command": list(_command(job)),
+        "workingDir": own["workdir"],
+        "env": list(_variables(job)),
+        "resources": {"limits": dict(_limits(job))},
+    }
+
+
+def _command(job: QueuedRun) -> tuple[str, ...]:
+    """A node's ranks; a TrainJob tells the first one's address by itself."""
+    own, name, plan = job.options["kubernetes"], name_of(job), job.plan
+    master = (f"--master={name}-0.{name}",) if own["kind"] == "job" and len(plan.nodes) > 1 else ()
+    node = ("python3", "-m", "ortlaunch.launch.node", f"--nodes={len(plan.nodes)}", f"--ranks={plan.nodes[0].slots}")
+    folder = f"{own['runs'].rstrip('/')}/{job.run.path.name}"
+    return (*node, *master, "--", "ortlaunch", "train", f"{_RECIPE_FOLDER}/recipe.yaml", "--run-dir", folder)
+
+
+def _variables(job: QueuedRun) -> Iterator[Object]:
+    own = job.options["kubernetes"]
+    yield {"name": "ORTLAUNCH_MODULES", "value": own["workdir"]}
+    yield {"name": JOB_VARIABLE, "value": f"kubernetes:{_id(job)}"}
+    for name in job.secrets:
+        yield {"name": name, "valueFrom": {"secretKeyRef": {"name": own["secret"], "key": name}}}
+
+
+def _limits(job: QueuedRun) -> Iterator[tuple[str, str]]:
+    own = job.options["kubernetes"]
+    if job.plan.device == "cuda":
+        yield own["gpu"], str(job.plan.nodes[0].slots)
+    for name in ("cpu", "memory"):
+        if own[name] is not None:
+            yield name, own[name]
+
+
+def _id(job: QueuedRun) -> str:
+    own = job.options["kubernetes"]
+    return f"{own['namespace']}/{_RESOURCES[own['kind']]}/{name_of(job)}"
+
+
+def submit(request: Request) -> str:
+    """Write the manifest and create its objects."""
+    for path, text in request.files:
+        write_text(Path(path), text)
+    made = wanted(*request.argv, what=_WHAT).split()
+    namespace = next(word.partition("=")[2] for word in request.argv if word.startswith("--namespace="))
+    return f"{namespace}/{made[-1]}"
+
+
+def state(job: str) -> Seen | None:
+    """By its conditions, else by its pods."""
+    namespace, _, resource = job.partition("/")
+    text = wanted(
+        "kubectl", "get", resource, f"--namespace={namespace}", "--output=json", "--ignore-not-found", what=_WHAT
+    )
+    return seen_in(json.loads(text)) if text.strip() else None
+
+
+def seen_in(found: Mapping[str, Any]) -> Seen:
+    """What `kubectl get --output=json` says of a Job or a TrainJob."""
+    status = found.get("status", {})
+    conditions = {one["type"]: one for one in status.get("conditions", ()) if one["status"] == "True"}
+    for kind in ("Complete", "SuccessCriteriaMet"):
+        if kind in conditions:
+            return Seen(JobState.SUCCEEDED, kind)
+    for kind in ("Failed", "FailureTarget"):
+        if kind in conditions:
+            return _failed(_words(kind, conditions[kind]))
+    if "deletionTimestamp" in found["metadata"]:
+        return Seen(JobState.RUNNING, "being deleted")
+    if "Suspended" in conditions:
+        return Seen(JobState.PENDING, _words("Suspended", conditions["Suspended"]))
+    ready = int(status.get("ready", 0)) + sum(int(one.get("ready", 0)) for one in status.get("jobsStatus", ()))
+    return Seen(JobState.RUNNING, "pods are ready") if ready else Seen(JobState.PENDING, "no pod is ready")
+
+
+def _failed(words: str) -> Seen:
+    saved = re.search(rf"exit code {EXIT_SAVED}\b", words)
+    return Seen(JobState.PREEMPTED if saved else JobState.FAILED, words)
+
+
+def _words(kind: str, condition: Mapping[str, Any]) -> str:
+    why = ", ".join(condition[name] for name in ("reason", "message") if condition.get(name))
+    return f"{kind} ({why})" if why else kind
+
+
+def cancel(job: str) -> None:
+    """Delete it and what it reads: pods get SIGTERM and have their grace to save."""
+    namespace, resource, name = job.split("/")
+    rest = (f"configmap/{name}", f"service/{name}")
+    options = (f"--namespace={namespace}", "--cascade=foreground", "--wait=false", "--ignore-not-found")
+    wanted("kubectl", "delete", f"{resource}/{name}", *rest, *options, what=_WHAT)
+
+
+def logs(job: str, follow: bool) -> tuple[str, ...]:
+    """Of the first pod: rank 0's, and the errors of its node."""
+    namespace, resource, name = job.split("/")
+    kind = next(kind for kind, known in _RESOURCES.items() if known == resource)
+    owner = f"{_LABEL}={name}" if kind == "job" else f"jobset.sigs.k8s.io/jobset-name={name}"
+    argv = ("kubectl", "logs", f"--namespace={namespace}", f"--selector={owner},{_INDEX}", "--tail=-1")
+    return (*argv, f"--container={_CONTAINERS[kind]}", *(("--follow",) if follow else ()))

@@ -1,0 +1,95 @@
+"""One node's ranks where a platform starts nodes: who each is, and what its end means."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ortlaunch.errors import RankError
+from ortlaunch.launch.node import number
+from ortlaunch.rank import Rank
+
+NODE = [sys.executable, "-m", "ortlaunch.launch.node"]
+
+
+def start(script: str, *options: str, **variables: str) -> subprocess.Popen[str]:
+    """A node whose ranks are shells."""
+    env = {"PATH": os.environ["PATH"], **variables}
+    argv = [*NODE, *(options or ("--nodes=1", "--ranks=2")), "--", "sh", "-c", script]
+    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_every_rank_finds_its_place() -> None:
+    """Two nodes of two, by an indexed Job's variable and by Kubeflow Trainer's; what a shell left is taken away."""
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMPI_COMM_WORLD_RANK",
+    )
+    script = f"echo {' '.join(f'{name}=${name}' for name in names)}"
+    trainer = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "29400", "PET_NODE_RANK": "1"}
+    nodes = [
+        start(
+            script, "--nodes=2", "--ranks=2", "--master=localhost", JOB_COMPLETION_INDEX="0", OMPI_COMM_WORLD_RANK="9"
+        ),
+        start(script, "--nodes=2", "--ranks=2", **trainer),
+    ]
+    lines = [line for node in nodes for line in node.communicate(timeout=30)[0].splitlines()]
+    found = [dict(word.split("=") for word in line.split()) for line in lines]
+    ranks = [Rank.from_environ({name: value for name, value in one.items() if value}) for one in found]
+    assert sorted(ranks) == [Rank(0, 4, 0, 2), Rank(1, 4, 1, 2), Rank(2, 4, 0, 2), Rank(3, 4, 1, 2)]
+    assert {one["MASTER_ADDR"] for one in found} == {"localhost"}
+    assert sorted({one["MASTER_PORT"] for one in found}) == ["29400", "29500"]
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("exit 0", 0),
+        ("test $RANK = 1 && exit 7; exec sleep 60", 7),
+        ("test $RANK = 1 && kill -9 $$; exec sleep 60", 137),
+        ("exit 85", 85),
+        ("test $RANK = 1 && sleep 0.3 && exit 7; exit 85", 7),
+    ],
+)
+def test_the_end_of_a_node(script: str, status: int) -> None:
+    """The first failing rank's status, and the others end; 85 where they have saved."""
+    node = start(script)
+    node.communicate(timeout=30)
+    assert node.returncode == status
+
+
+def test_a_stop_reaches_every_rank() -> None:
+    """SIGTERM to the pod is one to each rank, which has time to save."""
+    node = start('trap "sleep 0.3; exit 85" TERM; echo up; while :; do sleep 0.05; done')
+    assert node.stdout is not None
+    assert [node.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+    began = time.monotonic()
+    node.send_signal(signal.SIGTERM)
+    node.communicate(timeout=30)
+    assert node.returncode == 85
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "which of 2 nodes is this\\? neither JOB_COMPLETION_INDEX nor PET_NODE_RANK is set"),
+        ({"JOB_COMPLETION_INDEX": "0", "PET_NODE_RANK": "1"}, "JOB_COMPLETION_INDEX=0 PET_NODE_RANK=1"),
+        ({"JOB_COMPLETION_INDEX": "2"}, "JOB_COMPLETION_INDEX=2 is not one of 2 nodes, which count from 0"),
+        ({"PET_NODE_RANK": "a"}, "PET_NODE_RANK=a is not one of 2 nodes"),
+    ],
+)
+def test_a_node_that_is_not_counted(environ: dict[str, str], said: str) -> None:
+    """No guess."""
+    with pytest.raises(RankError, match=said):
+        number(2, environ)

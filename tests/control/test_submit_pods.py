@@ -1,0 +1,275 @@
+"""Both shipped recipes as jobs of Kubernetes and Azure ML: to the letter, by their own schemas, sent and seen."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch import recipe
+from ortlaunch.errors import InputError, LaunchError, MissingDependency
+from ortlaunch.launch import JobState, Request
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run.cancel import cancel
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.logs import show
+from ortlaunch.run.resolve import ResolvedRun, resolve
+from ortlaunch.run.status import look
+from ortlaunch.run.submit import request_of, submit, without_effect
+from ortlaunch.schedulers import Seen, azureml, kubernetes
+
+pytestmark = pytest.mark.usefixtures("workbench")
+GOLDEN = Path(__file__).with_name("jobs")
+RUN = RunDir("/runs/x-20260101-000000")
+RECIPES = {"llama2-7b": "llama2-7b/pretrain", "bert-large": "bert-large/phase1"}
+KINDS = ("job", "trainjob", "azureml")
+CLAIM = "runs: /data/runs, volumes: {training: /data}"
+PODS = f"submit.kubernetes={{image: repo/train:1, {CLAIM}, secret: keys, queue: research"
+AZURE = "submit.azureml={compute: azureml:gpus, environment: azureml:ortlaunch@latest, data: azureml:wiki@latest}"
+WORLD = ("launch.nodes=4", "launch.processes_per_node=8", "launch.device=cuda")
+SECRET = {"PATH": "/bin", "WANDB_API_KEY": "s3cret"}
+
+
+def resolved(name: str, kind: str, *overrides: str) -> ResolvedRun:
+    """A shipped recipe for four nodes of eight GPUs."""
+    pods = (f"{PODS}, kind: {kind}}}", "launch.forward=[WANDB_API_KEY]", "submit.scheduler=kubernetes")
+    chosen = (AZURE, "submit.scheduler=azureml") if kind == "azureml" else pods
+    options = LaunchOptions(planned_only=True, declared=True)
+    return resolve(Path(RECIPES[name]), (*WORLD, *chosen, *overrides), options, SECRET)
+
+
+def requested(name: str, kind: str, *overrides: str) -> Request:
+    """What would be sent."""
+    return request_of(resolved(name, kind, *overrides), RUN, "azureml" if kind == "azureml" else "kubernetes")
+
+
+def documents(name: str, kind: str, *overrides: str) -> list[dict[str, Any]]:
+    """The manifest's objects."""
+    return list(yaml.safe_load_all(requested(name, kind, *overrides).files[0][1]))
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """Paths of what a schema's own model does not give back."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in {**ours, **theirs}:
+            yield from differences(ours.get(key), theirs.get(key), f"{path}.{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for number, pair in enumerate(zip(ours, theirs)):
+            yield from differences(*pair, f"{path}[{number}]")
+    elif ours != theirs:
+        yield path
+
+
+def unknown(value: dict[str, Any]) -> list[str]:
+    """What Kubeflow Trainer's own models of a Job or a TrainJob do not know; they raise what they cannot read."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api, of extra dev")
+    kinds = {"Job": models.IoK8sApiBatchV1Job, "TrainJob": models.TrainerV1alpha1TrainJob}
+    return sorted(differences(value, kinds[value["kind"]].from_dict(copy.deepcopy(value)).to_dict()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_jobs_to_the_letter(name: str, kind: str) -> None:
+    """The manifest, but for the recipe in it, which reads as the one that was resolved; no secret anywhere."""
+    request = requested(name, kind)
+    text = request.files[0][1].replace(str(Path.cwd()), "/here")
+    if kind != "azureml":
+        chosen = resolved(name, kind).file.recipe
+        inside = documents(name, kind)[0]["data"]["recipe.yaml"]
+        assert recipe.parse_resolved(inside) == chosen
+        text = re.sub(r"(  recipe.yaml: \|\n)(    .*\n)+", r"\1    ...\n", text)
+    assert text == (GOLDEN / f"{name}-{kind}.yaml").read_text(encoding="utf-8")
+    assert "s3cret" not in str(request)
+
+
+@pytest.mark.parametrize("kind", ["job", "trainjob"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_kubernetes_knows_every_field(name: str, kind: str) -> None:
+    """By the models that Kubeflow makes of its resources' schemas; a typo anywhere is found."""
+    job = documents(name, kind)[-1]
+    assert unknown(job) == []
+    wrong = copy.deepcopy(job)
+    wrong["spec"]["backofLimit"] = 1
+    holder = wrong["spec"]
+    if kind == "trainjob":
+        nodes = holder["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+        holder = nodes["template"]["spec"]
+    holder["template"]["spec"]["volume"] = []
+    assert [path.rpartition(".")[2] for path in unknown(wrong)] == ["backofLimit", "volume"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_azure_ml_reads_the_job(name: str, tmp_path: Path) -> None:
+    """By azure-ai-ml's own loader; a typo is refused."""
+    load_job = pytest.importorskip("azure.ai.ml", reason="pip install azure-ai-ml: 130 MB, so in no extra").load_job
+    job = documents(name, "azureml")[0]
+    job["inputs"]["recipe"]["path"] = str(tmp_path / "recipe.yaml")
+    (tmp_path / "recipe.yaml").write_text("")
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    read = load_job(path)
+    assert (read.resources.instance_count, read.distribution.process_count_per_instance) == (4, 8)
+    job["resources"]["instance_cont"] = job["resources"].pop("instance_count")
+    path.write_text(yaml.safe_dump(job))
+    with pytest.raises(Exception, match="instance_cont"):
+        load_job(path)
+
+
+def test_what_a_failure_means() -> None:
+    """Pods whose ranks have saved are made anew; without requeue 85 is an end as any other. One pod needs no name."""
+    rules = [documents("bert-large", "job", *more)[-1]["spec"]["podFailurePolicy"]["rules"]
+             for more in ((), ("submit.requeue=false",))]  # fmt: skip
+    assert [[rule["action"] for rule in each] for each in rules] == [["Ignore", "Ignore", "FailJob"], ["FailJob"]]
+    assert rules[0][0]["onExitCodes"]["values"] == [85]
+    alone = documents("bert-large", "job", "launch.nodes=1")
+    assert [each["kind"] for each in alone] == ["ConfigMap", "Job"]
+    assert not any("--master" in word for word in alone[-1]["spec"]["template"]["spec"]["containers"][0]["command"])
+
+
+def test_names_fit_hosts() -> None:
+    """A pod's host is named after the run, in 63 letters."""
+    long = RunDir(f"/runs/2_{'Long.Name' * 10}-20260101-000000")
+    text = request_of(resolved("bert-large", "job"), long, "kubernetes").files[0][1]
+    name = list(yaml.safe_load_all(text))[-1]["metadata"]["name"]
+    assert re.fullmatch(r"run-2-long-name[a-z0-9-]*-20260101-000000", name)
+    assert len(name) <= 50
+
+
+def test_options() -> None:
+    """Each field has its place."""
+    more = "cpu: '96', memory: 1000Gi, node_selector: {gpu: h100}, service_account: me, workdir: /work, namespace: ml"
+    pods = f"{PODS}, {more}}}"
+    job = documents("bert-large", "job", pods)[-1]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "96", "memory": "1000Gi"}
+    assert (pod["nodeSelector"], pod["serviceAccountName"]) == ({"gpu": "h100"}, "me")
+    assert (pod["containers"][0]["workingDir"], job["metadata"]["namespace"]) == ("/work", "ml")
+    fields = "compute: c, environment: repo/train:1, distribution: mpi, experiment: e, code: m, workspace: w"
+    own = f"submit.azureml={{{fields}}}"
+    azure = documents("bert-large", "azureml", own)[0]
+    assert (azure["environment"], azure["distribution"]["type"]) == ({"image": "repo/train:1"}, "mpi")
+    assert (azure["experiment_name"], azure["code"], azure["environment_variables"]) == (
+        "e",
+        str(Path.cwd() / "m"),
+        {},
+    )
+    assert "--workspace-name=w" in requested("bert-large", "azureml", own).argv
+
+
+def test_what_is_slurms_is_said() -> None:
+    """A field that another scheduler does not read is named."""
+    asked = resolved("bert-large", "job", "submit.partition=gpu", "submit.exclusive=true")
+    assert without_effect(asked) == ["without effect with kubernetes: submit.partition, submit.exclusive"]
+
+
+@pytest.mark.parametrize(
+    ("status", "seen"),
+    [
+        ({}, Seen(JobState.PENDING, "no pod is ready")),
+        ({"active": 4, "ready": 0}, Seen(JobState.PENDING, "no pod is ready")),
+        ({"active": 4, "ready": 4}, Seen(JobState.RUNNING, "pods are ready")),
+        ({"jobsStatus": [{"name": "node", "ready": 1}]}, Seen(JobState.RUNNING, "pods are ready")),
+        (["Suspended"], Seen(JobState.PENDING, "Suspended (R, M)")),
+        (["Complete"], Seen(JobState.SUCCEEDED, "Complete")),
+        (["SuccessCriteriaMet"], Seen(JobState.SUCCEEDED, "SuccessCriteriaMet")),
+        (["Failed"], Seen(JobState.FAILED, "Failed (R, M)")),
+    ],
+)
+def test_what_kubectl_says(status: Any, seen: Seen) -> None:
+    """A job's conditions and its pods."""
+    if isinstance(status, list):
+        status = {"conditions": [{"type": kind, "status": "True", "reason": "R", "message": "M"} for kind in status]}
+    assert kubernetes.seen_in({"metadata": {}, "status": status}) == seen
+
+
+def test_a_failure_that_saved() -> None:
+    """As the controller words it."""
+    said = "Container train for pod ml/x-0-abc failed with exit code 85 matching FailJob rule at index 0"
+    failed = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy", "message": said}
+    assert kubernetes.seen_in({"metadata": {}, "status": {"conditions": [failed]}}).state is JobState.PREEMPTED
+
+
+FAKE = """#!/bin/sh
+echo "$(basename "$0") $*" >> {here}/calls
+case "$*" in
+*create*) echo {made} ;;
+*delete*|*cancel*) rm -f {here}/answer ;;
+*logs*|*stream*) echo hello ;;
+*) test -f {here}/answer && cat {here}/answer; : ;;
+esac
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """kubectl and az that note how they were called and answer what `answer` holds."""
+    for name, made in (("kubectl", "job.batch/x-20260101-000000"), ("az", "blue")):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(FAKE.format(here=tmp_path, made=made))
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    return tmp_path
+
+
+def test_a_run_in_pods(fake: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Created, waiting, ready, its logs, deleted: by kubectl; the folder here knows of its job alone."""
+    run, named = RunDir("x-20260101-000000"), "default/job.batch/x-20260101-000000"
+    assert submit(resolved("bert-large", "job"), run.path, run, "kubernetes") == named
+    (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4}}))
+    assert str(look(run)).splitlines()[1:] == ["queued: no pod is ready"]
+    (fake / "answer").write_text(json.dumps({"metadata": {}, "status": {"active": 4, "ready": 4}}))
+    assert look(run).state is JobState.RUNNING
+    capfd.readouterr()
+    assert show(run, 0, follow=True) == 0
+    assert capfd.readouterr().out == "hello\n"
+    with pytest.raises(InputError, match="kubernetes shows rank 0's node alone"):
+        show(run, 3, follow=False)
+    assert cancel(run).startswith("cancelled\n")
+    assert look(run).state is JobState.CANCELLED
+    calls = (fake / "calls").read_text().splitlines()
+    assert calls[0] == f"kubectl create --namespace=default --filename={run.path.resolve()}/job.yaml --output=name"
+    assert "--selector=ortlaunch.run=x-20260101-000000,batch.kubernetes.io/job-completion-index=0" in "".join(calls)
+
+
+@pytest.mark.parametrize(
+    ("word", "state", "status"),
+    [("Queued", "pending", None), ("Completed", "succeeded", 0), ("Failed", "failed", 1), ("Canceled", "cancelled", 1)],
+)
+def test_a_run_of_azure_ml(fake: Path, word: str, state: str, status: int | None) -> None:
+    """As the workspace says; an end is recorded with its word."""
+    run = RunDir("one")
+    assert submit(resolved("bert-large", "azureml"), run.path, run, "azureml") == "//blue"
+    (fake / "answer").write_text(f"{word}\n")
+    seen = look(run)
+    assert (seen.state.value, seen.job.exit_status) == (state, status)
+    assert word in (seen.job.verdict or "")
+    assert azureml.logs("g/w/blue", follow=True)[-2:] == ("--resource-group=g", "--workspace-name=w")
+
+
+def test_a_job_that_nobody_knows_any_more(fake: Path) -> None:
+    """How it ended is not guessed."""
+    run = RunDir("one")
+    submit(resolved("bert-large", "job"), run.path, run, "kubernetes")
+    assert look(run).job.verdict == "kubernetes says: no job that it knows, so how it ended is not known"
+
+
+@pytest.mark.parametrize(("kind", "command"), [("job", "kubectl"), ("azureml", "az")])
+def test_refused_or_absent(kind: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's own words; where there is none, what to do."""
+    name = "azureml" if kind == "azureml" else "kubernetes"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        MissingDependency, match=f"no {command} here: submit and ask where .*; --dry-run prints the job"
+    ):
+        submit(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
+    (tmp_path / command).write_text("#!/bin/sh\necho it exists already >&2\nexit 1\n")
+    (tmp_path / command).chmod(0o755)
+    with pytest.raises(LaunchError, match=f"{command} .*: it exists already"):
+        submit(resolved("bert-large", kind), Path("one"), RunDir("one"), name)
