@@ -279,7 +279,8 @@ class Checkpoint(Section):
     """Shell command after each complete checkpoint (an upload, an evaluation), beside training, one after another, by
     rank 0. It finds ORTLAUNCH_CHECKPOINT (the checkpoint's folder), ORTLAUNCH_STEP and ORTLAUNCH_RUN in its
     environment; its output goes to logs/on_complete.log. A checkpoint stays while its command runs. That it failed is
-    told and counted, and does not end the run, which waits for it at its end."""
+    told and counted, and does not end the run, which waits for it at its end; after a stop as long as its grace
+    lasts. The next start runs what was cut off again."""
     on_complete_minutes: Annotated[float, Field(gt=0)] = 60
     """A command that takes longer is ended, with all that it started."""
     __annotations__["async"] = Annotated[  # a word of Python's own, which no plain line can name

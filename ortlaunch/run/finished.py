@@ -21,6 +21,8 @@ def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     if wanted is None or not saved or not run.summary.exists() or not run.export.exists():
         return None
     done = saved[-1][0]  # not the summary's: who takes the last checkpoint away wants to go on from the one before
+    if read_json(run.summary)["steps"] != done:  # of a shorter training: this one ended before its export
+        return None
     return f"nothing to train: {done} of {wanted} steps are done" if done >= wanted else None
 
 

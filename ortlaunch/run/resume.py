@@ -84,7 +84,8 @@ def _of_training(run: RunDir) -> Iterator[Path]:
     """What a training that begins anew must not take for its own: checkpoints, batches left out, records."""
     if run.checkpoints.exists() and any(run.checkpoints.iterdir()):
         yield run.checkpoints
-    yield from (path for path in (run.bad_steps, run.saves, run.metrics, run.tensorboard) if path.exists())
+    records = (run.bad_steps, run.saves, run.metrics, run.tensorboard, run.summary)
+    yield from (path for path in records if path.exists())
 
 
 def incomplete(folder: Path) -> Iterator[str]:
@@ -109,7 +110,8 @@ def _step(run: RunDir, step: int, own: list[tuple[int, Path]]) -> Chosen:
         there = f"has those of steps {', '.join(str(each) for each, _ in own)}" if own else "has none"
         raise InputError(f"--resume {step}: no complete checkpoint of step {step}; {run.checkpoints} {there}")
     newer = [path for path in run.checkpoints.glob("step_*") if _number(path) > step]
-    return Chosen(dict(own)[step], step, exact=True, aside=tuple(sorted(newer)))
+    told = [run.summary] if run.summary.exists() else []  # that all was done
+    return Chosen(dict(own)[step], step, exact=True, aside=(*sorted(newer), *told))
 
 
 def _number(path: Path) -> int:

@@ -48,6 +48,12 @@ def test_a_run_that_was_cut_off_is_not_finished(lost: str, ended: RunDir) -> Non
     assert nothing_left(recipe(), ended) is None
 
 
+def test_an_export_of_fewer_steps_is_not_this_ones(ended: RunDir) -> None:
+    """A longer training that ended after its last checkpoint and before its export has the shorter one's still."""
+    write_json(ended.summary, {"steps": 8})
+    assert nothing_left(recipe(train={"max_steps": 10}), ended) is None
+
+
 def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
     """Who takes the last checkpoint away wants the steps after the one before it again."""
     (ended.checkpoint(10) / "COMPLETE").unlink()

@@ -221,6 +221,20 @@ def test_the_wait_for_a_command_is_no_standstill(tmp_path: Path, monkeypatch: py
     assert records(RunDir(tmp_path))[-1]["status"] == 0
 
 
+def test_a_stop_does_not_wait_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """When its grace is over the command is left to the next start, and its checkpoint stays until then."""
+    run, policy = RunDir(tmp_path), {"every_steps": 25, "keep": 1}
+    saver = saving(run, on_complete="sleep 3", **policy)
+    save_all(saver, range(1, 51))
+    saver.finish(over=lambda: True)
+    assert kept(run) == [25, 50]
+    assert "not through with step 25, 50: the next start runs it again" in capsys.readouterr().out
+    again = saving(run, on_complete="echo $ORTLAUNCH_STEP", **policy)
+    again.finish()
+    assert run.on_complete.read_text().split()[-2:] == ["50", "50"]
+    assert kept(run) == [50]
+
+
 @pytest.mark.parametrize(("command", "how"), [
     ("echo some words; exit 3", "exit status 3"), ("kill -9 $$", "exit status 137"),
     ("sleep 60 & echo $! >> $ORTLAUNCH_RUN/pids; wait", "ended after 0.02 minutes"),

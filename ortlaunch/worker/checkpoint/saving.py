@@ -126,17 +126,26 @@ class Saving:
         """Whether the save that was just made is the one that a person waits for: whole, or asked for by the clock."""
         return bool(asked) or self.background is None
 
-    def finish(self, tick: Callable[[], object] = lambda: None) -> None:
+    def finish(self, tick: Callable[[], object] = lambda: None, over: Callable[[], bool] = lambda: False) -> None:
         """Wait for what is written and for what runs after it; then checkpoints that stayed for that go, too.
 
         Args:
             tick: called now and then, for no rank may seem to stand still, however long a command takes.
+            over: whether rank 0 waits for commands no longer; the next start runs them again.
         """
         self.wait()
-        while self.group.sum(float(self.commands is not None and not self.commands.finish(_TURN_SECONDS))):
+        while self.group.sum(
+            float(self.commands is not None and not over() and not self.commands.finish(_TURN_SECONDS))
+        ):
             tick()
         if self.group.rank == 0:
-            prune(self.run, self.policy.keep, self.policy.keep_every)
+            busy = self.commands.busy() if self.commands else ()
+            prune(self.run, self.policy.keep, self.policy.keep_every, busy)
+            if busy:
+                steps = ", ".join(map(str, busy))
+                print(
+                    f"checkpoint.on_complete is not through with step {steps}: the next start runs it again", flush=True
+                )
         self.group.barrier()
 
     def _record(self, step: int, waited: float, error: str | None) -> None:

@@ -30,7 +30,7 @@ from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.schedule import factor
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.stepping import Stepped
-from ortlaunch.worker.stopping import saved_for, stop
+from ortlaunch.worker.stopping import grace_is_over, saved_for, stop
 from ortlaunch.worker.summary import announce
 
 
@@ -70,13 +70,14 @@ def train(session: Session, agreed: Agreement) -> TrainState:
 def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: contextlib.ExitStack) -> TrainState:
     recipe, run, group, engine, batches = session.recipe, session.run, session.group, session.engine, session.batches
     state = _resume(session)
+    saving = checkpoint.Saving(run, recipe, group, engine.stepper, identity(session.data.train))
     if state.step >= recipe.train.steps:
         nothing_to_train(session, state)
+        saving.finish(session.progress.pulse.tick)  # what an earlier start left unfinished
         return state
     metrics = _metrics(session, state.step, ending)
     meter = Meter(session)
     parity = parity_steps(session, state.step)
-    saving = checkpoint.Saving(run, recipe, group, engine.stepper, identity(session.data.train))
     bad_steps.begin(saving, state)
     progress = session.progress
     progress.watch(engine.stepper.module) if group.size > 1 else None
@@ -124,8 +125,7 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
             with meter.paused(), progress.during("saving a checkpoint"):
                 asked = _save(session, state, saving, agreed, asked)
         agreed.stopped = stop(session, asked, state.step)
-    with progress.during("saving a checkpoint"):
-        saving.finish(progress.pulse.tick)
+    agreed.stopped = _saves_through(session, saving, agreed, state.step)
     if metrics:
         write_json(run.engine, engine.report().to_json())
     return state
@@ -141,6 +141,13 @@ def _save(session: Session, state: TrainState, saving: checkpoint.Saving, agreed
         with saved_for(session, saving, asked):
             saving.wait()
     return asked
+
+
+def _saves_through(session: Session, saving: checkpoint.Saving, agreed: Agreement, step: int) -> Ask:
+    """Wait for what follows on the last checkpoint; the stop that all ranks know of, also one that came meanwhile."""
+    with session.progress.during("saving a checkpoint"):
+        saving.finish(session.progress.pulse.tick, lambda: grace_is_over(session, agreed))
+    return agreed.stopped if agreed.stopped.stops else stop(session, agreed.now(), step)
 
 
 def _metrics(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics | None:
