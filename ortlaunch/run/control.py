@@ -72,7 +72,7 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
 
         def start(attempt: int) -> Ended:
             file.starts()
-            job = launcher.submit(request if attempt == 1 else _written(resolved, run))
+            job = launcher.submit(request if attempt == 1 else _written(resolved, run, again=True))
             end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
             print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
             return Ended(end, job.signal is not None)
@@ -186,8 +186,8 @@ def _prepare(resolved: ResolvedRun, run: RunDir) -> Request:
     return request
 
 
-def _written(resolved: ResolvedRun, run: RunDir) -> Request:
-    return write_run(run, resolved.file.recipe, resolved.plan, resolved.choice)
+def _written(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
+    return write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
 
 
 def _say(lines: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from ortlaunch.run.folder import RunDir
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = tuple(128 + number for number in (*_ENDING, signal.SIGINT))
+_NO_RANKS = (*_STOPPED, EXIT_SAVED)  # of a command that waits between two starts
 
 
 class Stopped(SystemExit):
@@ -41,6 +42,7 @@ class JobFile:
         self.record.write(self.run)
         registry.add(self.run)
         self._handlers = {number: signal.signal(number, self._leave) for number in heeded(_ENDING)}
+        self._handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda *_: None)  # nobody is there to save
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -48,7 +50,8 @@ class JobFile:
             signal.signal(number, handler)
         if error is not None and not self.record.state.is_end:
             status = _status_of(error)
-            self.end(status, _verdict_of(error), stopped=status in _STOPPED)
+            verdict = _verdict_of(error) + (" again" if self.record.attempts and status in _NO_RANKS else "")
+            self.end(status, verdict, stopped=status in _STOPPED)
 
     def starts(self) -> None:
         """Its ranks are started now."""

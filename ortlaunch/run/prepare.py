@@ -68,11 +68,14 @@ def claimed(run: RunDir) -> RunDir:
     raise LaunchError(f"there are a thousand folders {run}-*")
 
 
-def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, Any] | None = None) -> Request:
+def write_run(
+    run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, Any] | None = None, again: bool = False
+) -> Request:
     """Write what the ranks read, and put aside what an earlier start left; returns what starts them.
 
     Args:
         choice: how engine.name: auto was decided, where it was asked for.
+        again: another start by the same command, for which a request that came meanwhile is meant.
     """
     request = request_of(plan, run)
     write_text(run.recipe, recipe.to_yaml(chosen))
@@ -85,7 +88,7 @@ def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, Any] | 
     if choice is not None:
         write_json(run.choice, choice)
     set_aside(run)
-    left = (*run.requests.glob("*"), run.stopped, run.trial)
+    left = (*(() if again else run.requests.glob("*")), run.stopped, run.trial)
     for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)
     return request

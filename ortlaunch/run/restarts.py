@@ -55,7 +55,8 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
             reason = "not started again: its end was asked for" if run.stop_request.exists() else None
         if reason:
             return ended._replace(end=End(ended.end.status, f"{ended.end.text}\nortlaunch: {reason}"))
-        failed[-1] = replace(failed[-1], folder=f"{run.attempts.name}/{set_aside(run)}")
+        kept = set_aside(run)
+        failed[-1] = replace(failed[-1], folder=f"{run.attempts.name}/{kept}" if kept else None)
         file.failed(failed)
         checkpoint = _newest(run)
 
@@ -159,8 +160,9 @@ def set_aside(run: RunDir) -> int:
         return 0
     taken = [int(path.name) for path in run.attempts.glob("[0-9]*") if path.name.isdigit()]
     folder = run.attempt(number := max(taken, default=0) + 1)
-    folder.mkdir(parents=True)
-    for kept in (run.logs, run.errors):
-        if kept.exists():
-            kept.rename(folder / kept.name)
+    (folder / run.logs.name).mkdir(parents=True)
+    for log in run.logs.glob("*"):
+        if not log.match("slurm-*.out"):  # a job's own output, in which this start is being told
+            log.rename(folder / run.logs.name / log.name)
+    run.errors.rename(folder / run.errors.name)
     return number

@@ -37,7 +37,7 @@ class Exchange:
         self._key = b""
         self._heard: dict[int, tuple[Beat, float, Any]] = {}
         self._gone: set[int] = set()
-        self._hub_host, self._hub_heard = "", time.monotonic()
+        self._hub_host, self._hub_heard, self._hub_answers = "", time.monotonic(), False
         if self.socket is not None:
             self.socket.setblocking(False)
 
@@ -82,12 +82,17 @@ class Exchange:
                 self._send({"say": "bye", "rank": self.rank.rank})
 
     def beats(self, mine: Beat) -> list[Beat] | None:
-        """What is to be judged here; None: rank 0's guardian lives and judges."""
+        """What is to be judged here; None: rank 0's guardian lives and judges.
+
+        Where nothing ever came of it (UDP is closed, or there is no route), its silence says nothing.
+        """
         if not self.has_met:
             return [mine]
         now = time.monotonic()
         if self.is_hub:
             return [beat._replace(silent=now - at) for beat, at, _ in self._heard.values()]
+        if not self._hub_answers:
+            return [mine]
         silent = now - self._hub_heard
         if self.is_over or silent <= SILENT_SECONDS:
             return None
@@ -112,7 +117,7 @@ class Exchange:
     def _take(self, said: dict[str, Any], address: Any) -> None:
         word = said["say"]
         if not self.is_hub:
-            self._hub_heard = time.monotonic()
+            self._hub_heard, self._hub_answers = time.monotonic(), True
             self.is_over |= word == "bye"
             self.orders += [word] if word in ("stacks", "end") else []
         elif word == "beat":

@@ -13,7 +13,8 @@ from ortlaunch.planning.describe import describe
 from ortlaunch.run import restarts
 from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.restarts import Ended, in_vain, restarts_without_progress, supervise, wait_seconds
+from ortlaunch.run.prepare import write_run
+from ortlaunch.run.restarts import Ended, in_vain, restarts_without_progress, set_aside, supervise, wait_seconds
 from ortlaunch.run.status import look
 from tests.makers import host, plan, recipe
 
@@ -103,6 +104,32 @@ def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert "attempt 1 failed; the ranks are started again in 1 s, at step 1, for no checkpoint is complete" in said
     assert "(restart 2 of 3 without progress)" in said
+
+
+def test_a_jobs_own_output_stays(run: RunDir) -> None:
+    """Slurm writes on in it while another start is prepared; `ortlaunch logs` looks where it always is."""
+    fail(run, 5)
+    write_text(run.logs / "slurm-12.out", "hello")
+    assert set_aside(run) == 1
+    assert [path.name for path in run.logs.iterdir()] == ["slurm-12.out"]
+    assert (run.attempt(1) / "logs" / "rank_00001.err").exists()
+
+
+def test_a_request_that_came_meanwhile_is_for_the_next_start(run: RunDir) -> None:
+    """Asked just before the ranks are started again, a stop is theirs; a start of its own begins without one."""
+    made = recipe()
+    for again in (True, False):
+        write_text(run.stop_request, "{}")
+        write_run(run, made, plan(made), again=again)
+        assert run.stop_request.exists() is again
+
+
+def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
+    """Its launcher failed before any rank began."""
+    ends = iter([End(250, "ortlaunch: no rank began"), End(0, "done")])
+    with JobFile(run, "mpi") as file:
+        supervise(run, 3, file, lambda _: Ended(next(ends), False))
+        assert [one.folder for one in file.record.attempts] == [None]
 
 
 def test_a_deterministic_failure_stops_the_second_time(run: RunDir) -> None:

@@ -20,7 +20,7 @@ import yaml
 
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState, processes
-from ortlaunch.launch.record import JobRecord
+from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.process import Process, heeded
 from ortlaunch.run import cancel as cancelling
 from ortlaunch.run import requests
@@ -152,6 +152,16 @@ def test_a_signal_before_the_ranks(run: RunDir) -> None:
     with pytest.raises(SystemExit), JobFile(run, "mpi"):
         signal.raise_signal(signal.SIGTERM)
     assert look(run).state is JobState.CANCELLED
+
+
+def test_between_two_starts(run: RunDir) -> None:
+    """A request to save ends nothing while no rank is there, and a stop tells what it met."""
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
+        signal.raise_signal(signal.SIGUSR2)
+        file.failed([Attempt(1, 9.0, 1, "rank 1 failed", "ValueError", 7, 4, 0)])
+        signal.raise_signal(signal.SIGTERM)
+    assert look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started again"
 
 
 def test_a_full_disk_hides_no_verdict(

@@ -159,6 +159,12 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     return Queue(monkeypatch)
 
 
+def test_a_run_folder_with_a_blank() -> None:
+    """sbatch reads its options in words, takes # for a comment, and % for a pattern."""
+    text = request_of(resolved(), RunDir("/my runs/50%#1"), "slurm").files[0][1]
+    assert "#SBATCH --output='/my runs/50%%#1/logs/slurm-%j.out'\n" in text
+
+
 def put(queue: Queue) -> RunDir:
     """A run in the queue."""
     run = RunDir("one")

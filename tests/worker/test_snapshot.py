@@ -16,6 +16,7 @@ from torch import nn
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
+from ortlaunch.worker.checkpoint import tensor_file
 from ortlaunch.worker.checkpoint.restore import load
 from ortlaunch.worker.checkpoint.snapshot import file_of, take
 from ortlaunch.worker.distributed import DistributedContext
@@ -260,3 +261,13 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(CheckpointError, match=r"buffer:odd@0 is of torch.complex64, which a checkpoint cannot hold"):
         save(stepper(model).named_state(), tmp_path)
+
+
+def test_a_large_file_goes_onto_the_disk_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One flush of all of it would show no progress for so long on a slow disk that the run is taken to stand still."""
+    flushed: list[int] = []
+    monkeypatch.setattr(tensor_file.os, "fsync", lambda file: flushed.append(os.fstat(file).st_size))
+    monkeypatch.setattr(tensor_file, "_FLUSHED_BYTES", 400)
+    tensors = [(str(number), (100,), torch.zeros(100)) for number in range(3)]
+    size = tensor_file.write_tensors(tmp_path / "file", tensors, {})["bytes"]
+    assert flushed == [size - 800, size - 400, size, size]

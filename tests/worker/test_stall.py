@@ -139,6 +139,7 @@ def test_beats_reach_rank_0_and_its_word_the_others() -> None:
     hub.tell(beat(0))
     hub.receive()
     assert [one.rank for one in hub.beats(beat(0)) or []] == [0, 1]
+    other.receive()
     assert other.beats(beat(1)) is None
     other.tell_stacks("where it is")
     hub.order("stacks")
@@ -154,6 +155,9 @@ def test_beats_reach_rank_0_and_its_word_the_others() -> None:
 def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen guardian or a dead link: the rank that is named is rank 0, on its host; its end is no silence."""
     hub, other = met(2)
+    other.tell(beat(1))
+    hub.receive()
+    other.receive()
     now = time.monotonic()
     monkeypatch.setattr("ortlaunch.worker.exchange.time.monotonic", lambda: now + 40)
     beats = other.beats(beat(1))
@@ -166,6 +170,17 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     hub.leave()
     other.receive()
     assert other.beats(beat(1)) is None
+
+
+def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where UDP is closed rank 0 has not fallen silent: a rank that computes for long is not ended for it."""
+    _, other = met(2)
+    now = time.monotonic()
+    monkeypatch.setattr("ortlaunch.worker.exchange.time.monotonic", lambda: now + 3600)
+    busy = beat(1, still=3600.0, idle=0.0, warm=False, phase="exporting to ONNX Runtime")
+    beats = other.beats(busy)
+    assert beats == [busy]
+    assert judge(beats, AUTO, 3600.0) is None
 
 
 def test_a_slow_rank_is_named_once() -> None:

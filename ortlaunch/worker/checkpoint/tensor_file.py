@@ -24,6 +24,7 @@ _DTYPES = {
 }  # fmt: skip
 _NAMED = {name: dtype for dtype, name in _DTYPES.items()}
 _BLOCK = 1 << 24
+_FLUSHED_BYTES = 1 << 30  # of a file, then the next are written: many at once on a slow disk look like a hang
 _LONGEST_HEADER = 1 << 30
 
 
@@ -52,11 +53,15 @@ def write_tensors(
     head, size = struct.pack("<Q", len(text)) + text, 8 + len(text) + end
     with open(path, "wb") as file:
         file.write(head)
-        total = zlib.crc32(head)
+        total, waiting = zlib.crc32(head), 0
         for _, _, tensor in tensors:
             for block in _blocks(tensor):
                 file.write(block)
-                total = zlib.crc32(block, total)
+                total, waiting = zlib.crc32(block, total), waiting + len(block)
+                if waiting >= _FLUSHED_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    waiting = 0
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "crc32": total}
