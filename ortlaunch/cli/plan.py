@@ -1,7 +1,8 @@
 """`ortlaunch plan`."""
 
 import os
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -14,6 +15,15 @@ def plan(
     overrides: Overrides = None,
     options: Any = None,
     json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")] = False,
+    diff: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--diff",
+            metavar="OTHER",
+            help="Show only what has changed since OTHER's plan: a recipe (its launch.device auto is this one's), "
+            "a run folder or its plan.json.",
+        ),
+    ] = None,
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.planning.describe import describe
@@ -24,6 +34,13 @@ def plan(
     from ortlaunch.run.resolve import resolve
 
     resolved = preview(resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ))
+    if diff is not None:
+        from ortlaunch.run.plan_diff import Here, differences, other_plan
+
+        here = Here(options._replace(planned_only=True), os.environ, resolved.plan.device)
+        found = differences(other_plan(diff, here), resolved.plan)
+        typer.echo("\n".join(found) if found else f"same plan as {diff}")
+        return
     if json:
         typer.echo(resolved.plan.to_json())
         return
