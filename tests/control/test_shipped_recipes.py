@@ -186,6 +186,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "optimizer.weight_decay": 0.0, "schedule.name": "cosine", "schedule.warmup_ratio": 0.03,
         "schedule.minimum_ratio": 0.0, "zero.stage": 2,
     },
+    "llama2-7b/lora": {
+        "model.lora.r": 8, "model.lora.alpha": 32, "data.sequence_length": 2048, "batch.micro_size": 1,
+        "batch.accumulation_steps": 1, "optimizer.learning_rate": 2e-5, "schedule.name": "linear",
+        "schedule.minimum_ratio": 0.0, "zero.stage": 2,
+    },
 }  # fmt: skip
 
 
