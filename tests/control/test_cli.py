@@ -165,7 +165,7 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
             ["cancel", "."],
             "ortlaunch: .: holds no job.json: no run was started there, or by an ortlaunch that wrote none",
         ),
-        (["trian"], "there is no verb trian; did you mean train?"),
+        (["trian"], "there is no verb trian; did you mean train or ranks?"),
         (["recipes", "show", "bert-large/tinny"], "did you mean bert-large/tiny?"),
         (["recipes", "copy", "nothing-like-it"], "ortlaunch: no shipped recipe 'nothing-like-it'"),
     ],
