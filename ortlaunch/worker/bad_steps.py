@@ -6,11 +6,10 @@ All ranks come to the same decision: what they look at is the same on all of the
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,10 @@ import torch
 from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
 from ortlaunch.recipe.bad_step_rules import actions
 from ortlaunch.recipe.models import Spike
-from ortlaunch.run.folder import RunDir, json_text
+from ortlaunch.run.folder import json_text
 from ortlaunch.run.records import BadStep
 from ortlaunch.worker import checkpoint
+from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.finite import bad_losses, bad_step, some
 from ortlaunch.worker.session import Session
 
@@ -168,14 +168,6 @@ class Spikes:
                 )
         self.losses.append(loss)
         return None
-
-
-def recorded(run: RunDir) -> Iterator[BadStep]:
-    """The bad steps of earlier starts; a last line that was half written is none."""
-    if run.bad_steps.exists():
-        for line in run.bad_steps.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield BadStep(**json.loads(line))
 
 
 def _field(found: BadStep) -> str:

@@ -10,8 +10,8 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.run.records import Summary, as_json
 from ortlaunch.units import duration
-from ortlaunch.worker.bad_steps import recorded
 from ortlaunch.worker.checkpoint import failures, samples_seen
+from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
 from ortlaunch.worker.metrics import records

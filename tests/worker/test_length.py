@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_epochs_of_other_batches_are_taken_from_the_samples_that_are_left(tmp_pa
     assert read_json(run.steps)["max_steps"] == 35
     checkpoint(run, 20, 240)
     assert steps(run, 160, **three) == 35
+
+
+def test_samples_that_a_rollback_left_out_take_no_steps(tmp_path: Path) -> None:
+    """A run that is started again after a rollback has as many steps as one that nobody stopped."""
+    run, three = RunDir(tmp_path), {"train": {"epochs": 3}}
+    checkpoint(run, 10, 176)  # one batch of 16 was left out
+    line = {"step": 4, "kind": "loss", "message": "", "samples": [], "parameter": None, "action": "rollback",
+            "checkpoint": 2, "places": [48, 64]}  # fmt: skip
+    run.bad_steps.write_text(json.dumps(line) + "\n")
+    assert steps(run, 160, **three) == 30
 
 
 def test_a_finished_run_keeps_its_steps_with_smaller_batches(tmp_path: Path) -> None:

@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.records import BadStep
+
+
+def recorded(run: RunDir) -> Iterator[BadStep]:
+    """The bad steps of earlier starts; a last line that was half written is none."""
+    if run.bad_steps.exists():
+        for line in run.bad_steps.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield BadStep(**json.loads(line))
+
+
+def taken(run: RunDir, seen: int) -> int:
+    """Of the first `seen` places in the order of samples, those that steps took."""
+    left = LeftOut()
+    for line in recorded(run):
+        if line.action == "rollback" and line.places:
+            left.add(*line.places)
+    return seen - left.before(seen)
+
 
 class LeftOut:
     """Places (from 0, epoch after epoch) that are passed over."""
@@ -15,6 +38,10 @@ class LeftOut:
         joined = [each for each in self._stretches if each not in apart]
         whole = (min([first, *(each[0] for each in joined)]), max([after, *(each[1] for each in joined)]))
         self._stretches = sorted([*apart, whole])
+
+    def before(self, place: int) -> int:
+        """How many places are passed over before this one."""
+        return sum(max(0, min(after, place) - first) for first, after in self._stretches)
 
     def place(self, begin: int, number: int) -> int:
         """Where the sample `number` (from 0) is that follows on the place `begin`."""
