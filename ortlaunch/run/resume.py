@@ -74,6 +74,9 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
         return Chosen(None, skipped=skipped, aside=tuple(_of_training(run)))
     if options.choice.isdecimal():
         return _step(run, int(options.choice), own)._replace(skipped=skipped)
+    if options.choice != AUTO and os.path.realpath(Path(options.choice).parent) == os.path.realpath(run.checkpoints):
+        step = _number(Path(options.choice))  # which would be taken for the place to begin a new folder from
+        raise InputError(f"--resume {options.choice}: is of this run folder itself; give its step: --resume {step}")
     source = Path(options.choice) if options.choice != AUTO else _source(run)
     if own:
         return Chosen(own[-1][1], own[-1][0], source, skipped=skipped)

@@ -262,6 +262,9 @@ def test_a_step_of_this_run() -> None:
     assert (RUN.checkpoints / "step_00000006.aside/COMPLETE").exists()
     with pytest.raises(InputError, match=r"^--resume 6: no complete checkpoint of step 6; .* has those of steps 2, 4$"):
         says(ResumeOptions("6"))
+    own = str(RUN.checkpoint(2))
+    with pytest.raises(InputError, match=r"00002: is of this run folder itself; give its step: --resume 2$"):
+        resume.choose(RUN, ResumeOptions(own))
     with pytest.raises(InputError, match=r"^--resume 6: no complete checkpoint of step 6; empty/checkpoints has none$"):
         resume.choose(RunDir("empty"), ResumeOptions("6"))
 
