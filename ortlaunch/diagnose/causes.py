@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ortlaunch.diagnose import words
 from ortlaunch.diagnose.evidence import Evidence
+from ortlaunch.launch.failure import LOST
 
 
 class Cause(NamedTuple):
@@ -54,6 +55,13 @@ def _stall(found: Evidence) -> Cause | None:
         "where a step may truly take so long, set train.stall_seconds higher",
     )
     return Cause("hang", said.partition("\n")[0], advice)
+
+
+def _host(found: Evidence) -> Cause | None:
+    if found.first.get("type") != LOST:
+        return None
+    advice = ("ssh to it, and dmesg there: is it up, and is its network?", "start it again with --run-dir")
+    return Cause("host-lost", str(found.first["message"]), advice)
 
 
 def _memory(found: Evidence) -> Cause | None:
@@ -205,7 +213,7 @@ def _otherwise(found: Evidence) -> Cause:
 
 
 _LOOKS: tuple[Callable[[Evidence], Cause | None], ...] = (
-    _alive, _well, _stopped, _stall, _numbers, _memory, _disk, _signalled, _known_words, _left, _raised,
+    _alive, _well, _stopped, _stall, _host, _numbers, _memory, _disk, _signalled, _known_words, _left, _raised,
     _launch_failures, _only_echoes, _otherwise,
 )  # fmt: skip
 

@@ -60,7 +60,7 @@ class Evidence:
 
 def read(run: RunDir, state: str, status: int | None, text: str) -> Evidence:
     """Read what the ranks left."""
-    paths = [*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json")]
+    paths = [*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json"), *run.errors.glob("lost.json")]
     records = [record for path in paths if (record := _record(path))]
     return Evidence(run, state, status, text, sorted(records, key=lambda one: (one["secondary"], one["time"])))
 

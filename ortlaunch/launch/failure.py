@@ -9,6 +9,7 @@ from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.run.folder import RunDir, is_full, read_json
 
+LOST = "LostHost"  # the type of a record of a host that ssh lost
 _OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
 
 
@@ -123,8 +124,9 @@ def first_failure(run: RunDir) -> dict[str, Any] | None:
 
 
 def _records(run: RunDir) -> list[dict[str, Any]]:
-    """What ranks and their guardians wrote of their ends, and who judged that the run stood still."""
-    return [read_json(path) for path in (*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json"))]
+    """What ranks and their guardians wrote of their ends, who judged that the run stood still, and who lost a host."""
+    others = [path for path in (run.stall, run.lost) if path.exists()]
+    return [read_json(path) for path in (*sorted(run.errors.glob("rank_*.json")), *others)]
 
 
 def _program(plan: Plan) -> str:

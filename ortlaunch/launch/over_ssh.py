@@ -6,6 +6,7 @@ input, so that nothing secret stands on a command line; when that input ends or 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch import start
+from ortlaunch.launch.failure import LOST
 from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS
 from ortlaunch.launch.orphans import send
-from ortlaunch.plan import LOCAL_NAMES
+from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.process import heeded
 from ortlaunch.rank import GRACE_SECONDS
+from ortlaunch.run.folder import RunDir, write_json
 
 SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=4",
@@ -72,7 +75,7 @@ def main() -> int:
     agents = [Agent(one["host"], one["argv"]) for one in work["agents"]]
     for agent in agents:
         agent.tell(json.dumps({"argv": agent.argv, "cwd": os.getcwd(), "env": environ}))
-    return _wait(agents, asked)
+    return _wait(agents, asked, RunDir(Path(sys.argv[1]).parent))
 
 
 def _values(work: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
@@ -80,13 +83,14 @@ def _values(work: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
     return {**{name: environ[name] for name in work["forward"] if name in environ}, **work["env"]}
 
 
-def _wait(agents: list[Agent], asked: list[int]) -> int:
+def _wait(agents: list[Agent], asked: list[int], run: RunDir) -> int:
     first, deadline, beat = 0, float("inf"), 0.0
     while living := [agent for agent in agents if agent.poll() is None]:
         ended = next(((agent, agent.poll() or 0) for agent in agents if agent.poll()), None)
         if ended and not first:
             first = ended[1]
-            _say(*ended)
+            if ended[1] == _LOST:
+                _is_lost(ended[0].host, run)
             asked.append(signal.SIGTERM)
         while asked:
             number = asked.pop(0)
@@ -105,10 +109,16 @@ def _wait(agents: list[Agent], asked: list[int]) -> int:
     return first or next((status for agent in agents if (status := agent.poll())), 0)
 
 
-def _say(agent: Agent, status: int) -> None:
-    if status == _LOST:
-        words = f"ssh to {agent.host} ended with status {status}: it could not connect, or the connection was lost"
-        print(f"ortlaunch: {words}", file=sys.stderr, flush=True)
+def _is_lost(host: str, run: RunDir) -> None:
+    """Say it, and leave it as the cause: ranks that see it end without a grace, for nothing can be saved without it."""
+    words = f"ssh to {host} ended with status {_LOST}: it could not connect, or the connection was lost"
+    print(f"ortlaunch: {words}", file=sys.stderr, flush=True)
+    rank = next((node.first_rank for node in Plan.read(run.plan).nodes if node.host == host), 0)
+    summary = f"rank {rank} on host {host} is lost, and all others of that host: {words}; exit status 1"
+    record = {"type": LOST, "message": words, "traceback": "", "secondary": False, "time": time.time(), "signal": None,
+              "exit_status": 1, "rank": rank, "host": host, "summary": summary, "step": None}  # fmt: skip
+    with contextlib.suppress(OSError):  # a disk that went with the host
+        write_json(run.lost, record)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ortlaunch.launch.failure import End, first_failure, ranks_that_began
+from ortlaunch.launch.failure import LOST, End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.job_file import JobFile
@@ -89,7 +89,12 @@ def _progressed(before: Attempt, after: Attempt) -> bool:
 
 
 def _same(one: Attempt, other: Attempt) -> bool:
-    """Whether the second failure is the first again; a SIGKILL comes from outside, unless memory was the reason."""
+    """Whether the second failure is the first again; a SIGKILL comes from outside, unless memory was the reason.
+
+    So does the loss of a host.
+    """
+    if other.failure.startswith(LOST):
+        return False
     if other.exit_status == _KILLED and "out-of-memory killer ended" not in other.cause:
         return False
     return (_words(one.failure), one.exit_status, one.step) == (_words(other.failure), other.exit_status, other.step)

@@ -39,7 +39,7 @@ class Surroundings:
         return command is not None and command.is_here and not command.lives()
 
     def _failures(self) -> list[os.PathLike[str]]:
-        return list(self.run.errors.glob("rank_*.json"))
+        return [*self.run.errors.glob("rank_*.json"), *self.run.errors.glob("lost.json")]
 
     def _save(self) -> int:
         """Which request for a checkpoint is there; 0: none."""

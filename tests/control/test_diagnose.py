@@ -51,6 +51,7 @@ NAN = "step 3: the loss is nan on rank 1, samples 4, 5 of x\nthe first parameter
 ACCOUNTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "exit 7": ({"type": "SystemExit", "exit_status": 7}, "left-early", "left by itself with exit status 7"),
     "os._exit": ({"type": "Exit"}, "left-early", "left by itself with exit status 1 before the end"),
+    "host": ({"type": "LostHost", "message": "ssh to b ended with status 255: x"}, "host-lost", "ssh to b ended with"),
     "raise": ({"type": "ValueError", "message": "planted"}, "raised", "rank 1 on host a raised ValueError: planted"),
     "segfault": ({"signal": 11, "exit_status": 139}, "crash", "crashed in native code (SIGSEGV, invalid memory"),
     "abort": ({"signal": 6, "traceback": "x\nterminate called after 'y'\n"}, "crash", "SIGABRT, an assertion"),

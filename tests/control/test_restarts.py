@@ -40,6 +40,8 @@ def test_a_kill_from_outside_may_meet_the_same_step() -> None:
     """SIGKILL is nobody's fault twice, unless the kernel's out-of-memory killer sent it."""
     killed = replace(FIRST, exit_status=137, failure="exit status 137")
     assert in_vain([killed, killed], 9) is None
+    lost = replace(FIRST, failure="LostHost: ssh to b ended with status 255", step=None)
+    assert in_vain([lost, lost], 9) is None
     memory = replace(killed, cause="rank 1 was ended by SIGKILL: the kernel's out-of-memory killer ended 1 of its ...")
     assert "deterministic" in (in_vain([memory, memory], 9) or "")
 

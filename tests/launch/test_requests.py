@@ -18,11 +18,13 @@ import pytest
 from ortlaunch import launchers, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import Backend, JobState, Request, backend, mpi, processes
+from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.stop import Stop
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.status import look
+from ortlaunch.worker.surroundings import Surroundings
 from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe
 
@@ -83,6 +85,27 @@ def test_an_agent_hears_a_signal_that_came_with_its_work() -> None:
     finally:
         agent.kill()
         agent.stdin.close()
+
+
+def test_a_host_that_ssh_loses_is_the_cause(tmp_path: Path) -> None:
+    """The others' agents end at once; the end is that host's, a fault, and not the SIGTERM that its ranks got then."""
+    run, ssh = RunDir(tmp_path / "run"), tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexit 255\n")
+    ssh.chmod(0o755)
+    write_text(run.plan, made("torchrun", (host("localhost", 1), host("far", 1))).to_json())
+    agents = [
+        {"host": name, "argv": [sys.executable, "-c", "import time; time.sleep(30)"]} for name in ("localhost", "far")
+    ]
+    write_json(run.agents, {"agents": agents, "env": {}, "forward": []})
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [*start.command("ortlaunch.launch.over_ssh"), str(run.agents)]
+    assert subprocess.run(command, env=environ, timeout=20, check=False).returncode == 255
+    end = explain_end(run, 255)
+    assert end.status == 1
+    assert end.text.startswith(
+        "ortlaunch: rank 1 on host far is lost, and all others of that host: ssh to far ended with"
+    )
+    assert Surroundings(run, 1).are_gone()
 
 
 def test_torchrun_takes_equal_hosts() -> None:
