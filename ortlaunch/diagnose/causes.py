@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from ortlaunch.diagnose import words
 from ortlaunch.diagnose.evidence import Evidence
-from ortlaunch.launch.failure import LOST
 
 
 class Cause(NamedTuple):
@@ -58,7 +57,7 @@ def _stall(found: Evidence) -> Cause | None:
 
 
 def _host(found: Evidence) -> Cause | None:
-    if found.first.get("type") != LOST:
+    if found.first.get("type") != "LostHost":
         return None
     advice = ("ssh to it, and dmesg there: is it up, and is its network?", "start it again with --run-dir")
     return Cause("host-lost", str(found.first["message"]), advice)
