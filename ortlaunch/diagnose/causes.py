@@ -38,10 +38,11 @@ def _well(found: Evidence) -> Cause | None:
 
 
 def _stopped(found: Evidence) -> Cause | None:
+    again = ("start the same command with --run-dir to go on",)
+    if found.first.get("type") == "Stopped":
+        return Cause("stopped", f"{found.place} {found.first['message']}", again)
     said = re.search(r"^ortlaunch: (stopped by .*)$", found.text, re.MULTILINE)
-    if said and (not found.first or found.first.get("type") == "Stopped"):
-        return Cause("stopped", said[1], ("start the same command with --run-dir to go on",))
-    return None
+    return Cause("stopped", said[1], again) if said and not found.first else None
 
 
 def _stall(found: Evidence) -> Cause | None:

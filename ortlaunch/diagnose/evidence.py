@@ -31,8 +31,13 @@ class Evidence:
 
     @property
     def first(self) -> dict[str, Any]:
-        """The account of the cause; empty where no rank gave one of its own."""
-        return self.records[0] if self.records and not self.records[0]["secondary"] else {}
+        """The account of the cause; empty where no rank gave one of its own.
+
+        A rank that stopped as it was asked to is the cause where the command says so: a launcher, too, asks for that.
+        """
+        own = self.records[0] if self.records and not self.records[0]["secondary"] else {}
+        told = own.get("type") != "Stopped" or str(own["summary"]) in self.text
+        return own if told else {}
 
     @property
     def place(self) -> str:

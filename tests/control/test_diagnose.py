@@ -197,3 +197,14 @@ def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert said.startswith("verdict: rank 1 on host a crashed in native code (SIGSEGV")
     assert json.loads(said[said.index("\n{") :])["kind"] == "crash"
+
+
+def test_a_stop_is_the_cause_where_the_command_says_so(tmp_path: Path) -> None:
+    """Before its first step a rank stops at once, also where its launcher asked because it had lost another one."""
+    account = {"type": "Stopped", "signal": 15, "exit_status": 85, "message": "was stopped by SIGTERM before its first"}
+    text = "ortlaunch: rank 1 on host a failed"  # as the account's summary
+    run = made(tmp_path, text=text, **account)
+    assert (diagnose(run).kind, diagnose(run).verdict) == ("stopped", f"rank 1 on host a {account['message']}")
+    assert with_verdict(run, 85, text) == text
+    ended(run, "ortlaunch: rank 0 on host a vanished without a word, as a process killed by SIGKILL does", 137)
+    assert diagnose(run).kind == "rank-vanished"
