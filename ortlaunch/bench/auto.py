@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ortlaunch import __version__, machine
-from ortlaunch.bench.measure import Length, measure, new_folder, prepared
+from ortlaunch.bench.measure import Length, Stopped, measure, new_folder, prepared
 from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table, times
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule import extensions
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.run.prepare import differences
 from ortlaunch.run.resolve import ResolvedRun
@@ -56,7 +58,12 @@ def choose(resolved: ResolvedRun, run: RunDir, check: Callable[[], object]) -> R
     check()
     folder = new_folder(None, f"{resolved.plan.name}-auto")
     _say(f"engine auto: measuring once, in {folder}")
-    report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, _say)
+    try:
+        report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, _say)
+    except Stopped as stopped:
+        if resolved.plan.saves and stopped.exit_status != 128 + signal.SIGINT:
+            stopped.exit_status = EXIT_SAVED  # nothing has begun, so that all is saved
+        raise
     write_json(folder / "bench.json", report)
     _say(table(report["variants"]))
     return decided(resolved, _remember(resolved, report, folder))

@@ -83,7 +83,7 @@ def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, fol
     """Run the bench: bench.json as plain values.
 
     Raises:
-        Stopped: by SIGINT, SIGTERM or SIGHUP; no job is left.
+        Stopped: by SIGINT, SIGTERM, SIGHUP or SIGUSR1; no job is left.
     """
     begun, load = time.time(), os.getloadavg()
     _say_busy(say, load)
@@ -165,7 +165,7 @@ def _try(player: VariantJob, say: Say, action: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
     """Signals that end this process become Stopped, so that the jobs are ended first; later ones wait for that."""
-    numbers = heeded((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    numbers = heeded((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in numbers:

@@ -26,6 +26,7 @@ class Request(NamedTuple):
     env: tuple[tuple[str, str], ...] = ()
     files: tuple[tuple[str, str], ...] = ()
     tells_ranks: bool = True  # SIGUSR1 and SIGUSR2 to the command reach the ranks
+    notice_ends: bool = False  # SIGUSR1 to the command ends all, for it is a part of what is asked to stop
     stop: Stop | None = None  # how the ranks are asked to save and stop; None: they have nothing to save
 
     def __str__(self) -> str:

@@ -56,6 +56,7 @@ class Job:
         self, process: subprocess.Popen[bytes], orphans: Orphans, tells_ranks: bool, stop: Stop | None = None
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
+        self.notice_ends = False
         self.signal: int | None = None
         self.is_ended = self.is_killed = False  # by SIGTERM, by SIGKILL from here
         self.ended_by: int | None = None
@@ -85,7 +86,9 @@ def submit(request: Request, output: Path | None = None) -> Job:
     with open(output, "ab") if output else contextlib.nullcontext() as sink:
         process = subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink)
     orphans.belong_to(process.pid)
-    return Job(process, orphans, request.tells_ranks, request.stop)
+    job = Job(process, orphans, request.tells_ranks, request.stop)
+    job.notice_ends = request.notice_ends
+    return job
 
 
 def state(job: Job | JobRecord) -> JobState:
@@ -158,8 +161,9 @@ def _forwarding(job: Job) -> Iterator[None]:
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
     handlers.update(dict.fromkeys(heeded(_ENDING_SIGNALS), lambda number, frame: _end(job, number)))
     handlers.update(dict.fromkeys(_NOTICES, lambda number, frame: _notify(job, number)))
-    if job.stop is not None:
+    if job.stop is not None or job.notice_ends:
         handlers[signal.SIGUSR1] = lambda number, frame: _end(job, number)
+    if job.stop is not None:
         handlers[signal.SIGALRM] = lambda number, frame: _kill(job)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:

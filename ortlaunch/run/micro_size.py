@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ortlaunch.launch import backend
 from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.plan import Plan
 from ortlaunch.planning.make_plan import replan
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.run.prepare import write_run
@@ -40,11 +42,12 @@ class Try(NamedTuple):
 
 
 class Stopped(LaunchError):
-    """The user's signal ended the search."""
+    """The user's signal ended the search; nothing has begun, so that all is saved."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: End, run: RunDir, saves: bool) -> None:
         super().__init__(end.text.partition("ortlaunch: ")[2] or end.text)
-        self.exit_status = end.status
+        again = saves and end.status != 128 + signal.SIGINT and not run.cancelled.exists()
+        self.exit_status = EXIT_SAVED if again else end.status
 
 
 def is_asked(recipe: Recipe) -> bool:
@@ -142,10 +145,10 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
     trial, log = run.trial_of(size), run.trial_of(size).path / "output.txt"
     launcher = backend(plan.launcher)
     request = launcher.request(_write(recipe, plan, trial, size), trial)
-    job = launcher.submit(request._replace(argv=(*_QUIETLY, str(log), *request.argv)))
+    job = launcher.submit(request._replace(argv=(*_QUIETLY, str(log), *request.argv), notice_ends=True))
     end = explain_end(trial, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
     if job.signal is not None:
-        raise Stopped(end)
+        raise Stopped(end, run, plan.saves)
     if end.status == 0:
         return _judged(size, read_json(trial.trial))
     if not _MEMORY.search(end.text):

@@ -10,6 +10,7 @@ import pytest
 
 from ortlaunch import machine
 from ortlaunch.bench import auto, report
+from ortlaunch.bench.measure import Stopped
 from ortlaunch.bench.variants import Variant
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule import extensions
@@ -111,6 +112,19 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
     trained = load(run.recipe).recipe
     assert (trained.engine.name, trained.seed, trained.train.max_steps) == ("inductor", 1, 5)
     assert found.plan.batch == base.plan.batch
+
+
+@pytest.mark.parametrize(("number", "status"), [(15, 85), (10, 85), (2, 130)])
+def test_a_stop_while_it_is_measured(number: int, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has begun: the run is to be run again."""
+
+    def measure(*_: Any) -> dict[str, Any]:
+        raise Stopped(number)
+
+    monkeypatch.setattr(auto, "measure", measure)
+    with pytest.raises(Stopped) as caught:
+        auto.choose(resolved(), RunDir("run"), lambda: None)
+    assert caught.value.exit_status == status
 
 
 def test_a_run_keeps_its_engine() -> None:

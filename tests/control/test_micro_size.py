@@ -144,6 +144,18 @@ def test_which_failures_are_memory(text: str, memory: bool, tmp_path: Path, monk
             micro_size._try(made, plan(made), run, 1)
 
 
+@pytest.mark.parametrize(("name", "status"), [("USR1", 85), ("TERM", 85), ("INT", 130)])
+def test_a_stop_in_a_try(name: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has begun, so that the run is to be run again; also by the notice that Slurm sends before the end."""
+    made, run = auto(4), RunDir(tmp_path)
+    request = micro_size.backend("local").request(plan(made), run.trial_of(1))
+    argv = ("/bin/sh", "-c", f"kill -s {name} $PPID; sleep 9")
+    monkeypatch.setattr("ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv, stop=None))
+    with pytest.raises(micro_size.Stopped, match=f"stopped by SIG{name}") as caught:
+        micro_size._try(made, plan(made), run, 1)
+    assert caught.value.exit_status == status
+
+
 def test_a_try_is_the_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same ranks, the size, two passes a step where the batch has as many; an old try's words are gone."""
     made, run = auto(24, zero={"stage": 2}), RunDir(tmp_path)
