@@ -93,6 +93,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "process",
             "__init__",
+            "rank",
             "errors",
             "units",
             "machine",
