@@ -18,6 +18,7 @@ import torch
 
 from ortlaunch.ortmodule import (
     aliases,
+    broadcasts,
     buffers,
     checkpointing,
     convolutions,
@@ -77,6 +78,7 @@ _PASSES: tuple[tuple[str, Callable[[Export, Any], None]], ...] = (
     ("keep_buffers_exact", buffers.put_out_batch_sizes),
     ("skip_ignored_labels", cross_entropy.shrink),
     ("export_grouped_conv1d_as_conv2d", convolutions.rewrite),
+    ("keep_broadcast_sizes", broadcasts.note_sizes),
 )
 # 4. Which inputs and weights get a gradient.
 _GRADIENTS: tuple[tuple[str, Callable[[Export, Any, list[str]], list[str]]], ...] = (

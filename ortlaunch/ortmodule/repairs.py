@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ortlaunch.ortmodule import patching
+from ortlaunch.ortmodule.broadcasts import keep_broadcast_sizes
 from ortlaunch.ortmodule.buffers import keep_buffers_exact
 from ortlaunch.ortmodule.checkpointing import see_ort_checkpoints
 from ortlaunch.ortmodule.copies import fix_deepcopy_and_pickle
@@ -22,7 +23,7 @@ from ortlaunch.ortmodule.model_state import follow_model_state, forget_graph
 from ortlaunch.ortmodule.outputs import restore_output_dtypes
 from ortlaunch.ortmodule.python_values import fixed_buffers, fixed_sizes, tell_again
 from ortlaunch.ortmodule.registry import Repair, apply
-from ortlaunch.ortmodule.source_guard import EVALUATION, MANAGER, PROCESSED, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.source_guard import EVALUATION, MANAGER, PROCESSED, SHAPES, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.torch_kernels import call_torch_kernels
 
 
@@ -131,6 +132,9 @@ def _on_device(enable: Callable[..., Any], model: Any, named_parameters: Any, pa
 
 _CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
 _EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
+_INFERENCE = tuple(
+    f"{SHAPES}.{name}" for name in ("_broadcast_shapes", "_check_merged_dims", "_onnx_infer_single_node")
+)
 # Of those that replace one method the later ones stand around the earlier ones.
 REPAIRS = (
     Repair("skip_frozen_gradients", (*_EXPORT, f"{TRAINING}.forward"), rebuild_when_unfrozen),
@@ -193,6 +197,11 @@ REPAIRS = (
     Repair("export_smoothed_cross_entropy", (*_EXPORT, _CROSS_ENTROPY)),
     Repair("detect_traced_values", _EXPORT),
     Repair("export_grouped_conv1d_as_conv2d", _EXPORT),
+    Repair(
+        "keep_broadcast_sizes",
+        (*_EXPORT, *_INFERENCE, f"{TRAINING}.forward", f"{EVALUATION}.forward"),
+        keep_broadcast_sizes,
+    ),
     Repair(
         "call_torch_kernels", (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"), call_torch_kernels
     ),

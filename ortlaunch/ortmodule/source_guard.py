@@ -23,6 +23,7 @@ TRANSITION = "_graph_transition_manager:GraphTransitionManager"
 PROCESSED = "_graph_transition_manager:PostExportProcessedModelInfo"
 TRAINING = "_training_manager:TrainingManager"
 MANAGER = "_graph_execution_manager:GraphExecutionManager"
+SHAPES = "onnxruntime.tools.symbolic_shape_infer:SymbolicShapeInference"
 EVALUATION = "_inference_manager:InferenceManager"
 
 # The first 16 digits of the sha256 of the source, from its `def` to its last line, in ONNX Runtime Training 1.19.2.
@@ -31,6 +32,9 @@ KNOWN = {
     f"{TRANSITION}._export_model": "c78321fdd45b86ef",
     f"{TRANSITION}._get_exported_model": "dec39cba4428f95e",
     f"{TRANSITION}._add_check_label_sparsity_hook": "e99a910898fcadc0",
+    f"{SHAPES}._broadcast_shapes": "8d6ef97161c5555a",
+    f"{SHAPES}._check_merged_dims": "5e2c03720d3c04f4",
+    f"{SHAPES}._onnx_infer_single_node": "676f5d33dee7ee1b",
     f"{PROCESSED}.restore_outputs": "faecc5bfae8ec00d",
     f"{TRAINING}.forward": "e4a9f9b107877f89",
     f"{TRAINING}._create_autofunction_class": "0028d11175495ec4",
@@ -109,4 +113,4 @@ def fingerprint(text: str) -> str:
 
 def _module(name: str) -> ModuleType:
     inside = PACKAGE if name == "__init__" else f"{PACKAGE}.{name}"
-    return importlib.import_module(name if name.startswith("torch.") else inside)
+    return importlib.import_module(name if name.startswith(("torch.", "onnxruntime.")) else inside)

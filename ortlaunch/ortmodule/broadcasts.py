@@ -1,0 +1,188 @@
+"""Keeps apart, in ORT's inference of shapes, sizes of which one may be 1 where the other is not.
+
+ORT takes the sizes of two tensors that meet in a sum or product for equal where it does not know them. Where one is 1,
+such as those of a pool's output, the gradient of what was broadcast is not summed up, and later nodes read beyond it.
+Here sizes are equal where they were so in the batch of the export, as far as they follow from the model's inputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ortlaunch.ortmodule import patching
+from ortlaunch.ortmodule.export import Export
+from ortlaunch.ortmodule.graph import replace_nodes
+from ortlaunch.ortmodule.model_state import forget_graph
+from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, TRANSITION, owner
+
+_SIZES = "ortlaunch.sizes"
+_BROADCASTING = {
+    "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Or",
+    "Pow", "Sub", "Sum", "Where", "Xor",
+}  # fmt: skip
+
+
+def keep_broadcast_sizes() -> None:
+    """ORT's gradient of a broadcast is that of equal sizes, unless a size of 1 is written in the graph."""
+    inference = importlib.import_module("onnxruntime.tools.symbolic_shape_infer").SymbolicShapeInference
+    patching.wrap_method(inference, "_broadcast_shapes", _broadcast)
+    patching.wrap_method(inference, "_check_merged_dims", _merged_where_equal)
+    patching.wrap_method(inference, "_onnx_infer_single_node", _with_broadcast_sizes)
+    patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_hidden_shapes)
+    for manager in (TRAINING, EVALUATION):
+        patching.wrap_method(owner(manager), "forward", _exporting_when_apart)
+
+
+def note_sizes(export: Export, model: Any) -> None:
+    """Write the sizes of this batch into the graph, under the names that its inputs' dimensions have."""
+    names = export.info.onnx_graph_input_names
+    given = {name: value for name, value in zip(names, export.inputs) if isinstance(value, torch.Tensor)}
+    sizes = {f"{name}_dim{i}": size for name, value in given.items() for i, size in enumerate(value.shape)}
+    model.metadata_props.add(key=_SIZES, value=json.dumps(sizes))
+
+
+def _broadcast(original: Callable[..., Any], inference: Any, first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    rank = max(len(first), len(second))
+    pairs = zip([1] * (rank - len(first)) + list(first), [1] * (rank - len(second)) + list(second))
+    return [
+        original(inference, [one], [other])[0] if 1 in (one, other) or _are_equal(inference, (one, other))
+        else _either(inference, one, other)
+        for one, other in pairs
+    ]  # fmt: skip
+
+
+def _merged_where_equal(original: Callable[..., Any], inference: Any, dims: Any, allow_broadcast: bool = True) -> None:
+    if not allow_broadcast or _are_equal(inference, [dim for dim in dims if dim not in (0, 1)]):
+        original(inference, dims, allow_broadcast=allow_broadcast)
+
+
+def _with_broadcast_sizes(original: Callable[..., Any], inference: Any, node: Any) -> None:
+    """What the single node's inference leaves open, which ORT would fill in by merging the sizes."""
+    original(inference, node)
+    if node.op_type not in _BROADCASTING or node.output[0] not in inference.known_vi_:
+        return
+    found = inference.known_vi_[node.output[0]].type.tensor_type
+    shapes = [inference._get_shape(node, place) for place in range(len(node.input))]
+    if not found.HasField("shape") or any(shape is None or None in shape for shape in shapes):
+        return
+    sizes: list[Any] = []
+    for shape in shapes:
+        sizes = inference._broadcast_shapes(sizes, shape)
+    for dim, size in zip(found.shape.dim, sizes):
+        if size is not None and not dim.dim_value and dim.dim_param not in inference.symbolic_dims_:
+            dim.Clear()
+            setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
+
+
+def _are_equal(inference: Any, dims: Sequence[Any]) -> bool:
+    if len(set(dims)) < 2:
+        return True
+    values = [_value(inference, dim) for dim in dims]
+    return None not in values and len(set(values)) == 1
+
+
+def _value(inference: Any, dim: Any) -> int | None:
+    """In the batch of the export."""
+    if not isinstance(dim, str):
+        return None if dim is None else int(dim)
+    known = _sizes(inference)
+    if dim in known:
+        return known[dim]
+    form = inference.symbolic_dims_.get(dim)
+    if form is None or any(str(symbol) not in known for symbol in form.free_symbols):
+        return None
+    return int(form.subs({symbol: known[str(symbol)] for symbol in form.free_symbols}))
+
+
+def _sizes(inference: Any) -> dict[str, int]:
+    known: dict[str, int] | None = vars(inference).get("_ortlaunch_sizes")
+    if known is None:
+        notes = {prop.key: prop.value for prop in inference.out_mp_.metadata_props}
+        known = vars(inference)["_ortlaunch_sizes"] = json.loads(notes.get(_SIZES, "{}"))
+    return known
+
+
+def _either(inference: Any, one: Any, other: Any) -> str:
+    """A size of its own for what is one or the other of two."""
+    sympy: Any = importlib.import_module("sympy")
+    names: dict[Any, str] = vars(inference).setdefault("_ortlaunch_either", {})
+    name = names.setdefault(frozenset((one, other)), f"broadcast_size_{len(names)}")
+    inference.symbolic_dims_[name] = sympy.Symbol(name, integer=True, nonnegative=True)
+    return name
+
+
+# -------------------------------------------------------------------------------------------- in the graph
+
+
+def _with_hidden_shapes(original: Callable[..., Any], model: Any) -> Any:
+    """Where sizes meet that may differ, ORT's gradient asks for them in each pass, if one shape is not known to it."""
+    inferred = original(model)
+    from onnx import helper
+
+    graph, nodes = inferred.graph, []
+    known = {value.name: _dims(value) for value in (*graph.input, *graph.value_info, *graph.output)}
+    known.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
+    for node in graph.node:
+        for place in _unsure(node, known):
+            name = f"{node.output[0]}_ortlaunch_{place}"
+            nodes.append(helper.make_node("Shape", [node.input[place]], [f"{name}_shape"]))
+            nodes.append(helper.make_node("Reshape", [node.input[place], f"{name}_shape"], [name], allowzero=1))
+            node.input[place] = name
+        nodes.append(node)
+    if len(nodes) != len(graph.node):
+        replace_nodes(graph, nodes)
+    return inferred
+
+
+def _dims(value: Any) -> list[Any] | None:
+    found = value.type.tensor_type
+    return [dim.dim_value or dim.dim_param for dim in found.shape.dim] if found.HasField("shape") else None
+
+
+def _unsure(node: Any, known: dict[str, Any]) -> list[int]:
+    """The inputs whose shapes are to be hidden: all but the first, of those that may be broadcast."""
+    if node.op_type not in (*_BROADCASTING, "MatMul"):
+        return []
+    shapes: list[Any] = [known.get(name) for name in node.input]
+    if None in shapes:
+        return []
+    batch = [shape[:-2] if node.op_type == "MatMul" else shape for shape in shapes]
+    rank = max(map(len, batch))
+    sizes = [set(column) - {1} for column in zip(*([1] * (rank - len(shape)) + shape for shape in batch))]
+    return list(range(1, len(batch))) if any(len(column) > 1 for column in sizes) else []
+
+
+# ------------------------------------------------------------------------------------------- in later batches
+
+
+def _exporting_when_apart(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sizes of inputs that were equal in the batch of the export, of which one is 1 in this one, make another graph."""
+    info = manager._graph_transition_manager._post_export_processed_model_info
+    if info is not None and any(_are_apart(info, group, args, kwargs) for group in _groups(info)):
+        forget_graph(manager)
+    return original(manager, *args, **kwargs)
+
+
+def _are_apart(info: Any, group: Sequence[tuple[str, int]], args: Any, kwargs: Any) -> bool:
+    read = info.onnx_graph_input_data_accessor_user_defined
+    given = [(read[name](args, kwargs), axis) for name, axis in group]
+    ones = [value.shape[axis] == 1 for value, axis in given if isinstance(value, torch.Tensor) and value.dim() > axis]
+    return any(ones) and not all(ones)
+
+
+def _groups(info: Any) -> list[list[tuple[str, int]]]:
+    """Dimensions of the model's inputs that its graph takes for equal."""
+    found: list[list[tuple[str, int]]] | None = vars(info).get("_ortlaunch_equal")
+    if found is None:
+        places: dict[str, list[tuple[str, int]]] = {}
+        for value in info._post_export_processed_model.graph.input:
+            for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+                if dim.dim_param and value.name in info.onnx_graph_input_data_accessor_user_defined:
+                    places.setdefault(dim.dim_param, []).append((value.name, axis))
+        found = vars(info)["_ortlaunch_equal"] = [group for group in places.values() if len(group) > 1]
+    return found
