@@ -34,7 +34,7 @@ _ASLEEP_SECONDS = 5.0  # without a look: this guardian itself was stopped
 _STACK_SECONDS, _ALL_STACKS_SECONDS, _ORDER_SECONDS = 1.0, 2.0, 5.0
 _PY_SPY_SECONDS = 3
 _SHOWN_LINES = 12
-_WATCHED_TASKS = ("train", "parity")  # variants of a bench take turns
+_WATCHED_TASKS = ("train", "parity", "evaluate")  # variants of a bench take turns
 
 
 class Watchdog:

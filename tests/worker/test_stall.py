@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir, write_text
 from ortlaunch.worker.exchange import Exchange
 from ortlaunch.worker.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, Pulse
 from ortlaunch.worker.slow import SlowRanks
 from ortlaunch.worker.stall import MEETING, Beat, behind, judge, limits
-from ortlaunch.worker.watchdog import _first_lines
+from ortlaunch.worker.watchdog import Watchdog, _first_lines
+from tests.makers import plan, recipe
 
 
 def beat(rank: int, moves: int = 9, still: float = 30.0, **fields: object) -> Beat:
@@ -211,3 +215,13 @@ def test_the_main_threads_innermost_frames_are_shown() -> None:
     shown = _first_lines(stack + '  File "/x/rank_supervisor.py", line 9 in watch\n').splitlines()
     assert shown[:2] == ["Thread 0x2 (most recent call first):", '  File "deep.py", line 0 in f']
     assert (len(shown), shown[-1]) == (13, "  ...")
+
+
+@pytest.mark.parametrize(("task", "limit"), [("train", 30.0), ("evaluate", 30.0), ("bench", NEVER)])
+def test_which_tasks_are_watched(task: str, limit: float, tmp_path: Path) -> None:
+    """All whose ranks go on by themselves; variants of a bench wait for their turns."""
+    run = RunDir(tmp_path)
+    write_text(run.plan, replace(plan(recipe()), task=task).to_json())
+    watchdog = Watchdog(Rank(0, 1, 0, 1), run)
+    watchdog.take(30.0)
+    assert watchdog.pulse.limit == limit
