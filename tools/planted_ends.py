@@ -201,7 +201,7 @@ def _row(result: Result) -> str:
     mark = "right" if result.right else "WRONG"
     said = "said by train" if result.told else "not by train"
     verdict = result.verdict.replace("\n", " ")
-    return f"{result.case.name:<30} {result.status!s:>5}  {result.kind:<20} {mark}  {said:<14} {verdict[:230]}"
+    return f"{result.case.name:<30} {result.status!s:>5}  {result.kind:<20} {mark}  {said:<14} {verdict[:500]}"
 
 
 def plant(case: Case, folder: Path, launcher: str) -> Result:

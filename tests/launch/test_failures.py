@@ -142,10 +142,10 @@ def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, how:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    ("how", "said"), [("raise ValueError('planted')", "ValueError: planted"), ("os.abort()", "a last word")]
+    ("how", "said"), [("raise ValueError('planted')", "    raise ValueError('planted')"), ("os.abort()", "a last word")]
 )
 def test_what_ends_rank_0_is_printed_once(how: str, said: str, tmp_path: Path):
-    """Its output is on the terminal, the command says the cause at the end: one of them, and so does the log."""
+    """Its output and its traceback are on the terminal once, and so are they in its log; the verdict is a line."""
     (tmp_path / "failing.py").write_text(
         f"import os, sys\ndef model(how): ...\ndef data():\n    print('a last word', file=sys.stderr)\n    {how}\n"
     )
