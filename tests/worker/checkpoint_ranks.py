@@ -1,6 +1,6 @@
 """Ranks that save a small training in the middle and go on from it, under every way that keeps its state otherwise.
 
-Started by torchrun from test_checkpoint_ranks.py and tools/resume_matrix.py; arguments: the folder of all checkpoints,
+Started by torchrun from test_checkpoint_ranks.py; arguments: the folder of all checkpoints,
 the file to write. Two ranks come first and save; another number of ranks goes on from what they saved.
 """
 

@@ -1,7 +1,7 @@
 """Where DeepSpeed's optimizers keep master weights and optimizer state, by parameter name.
 
 Known: no ZeRO (torch's optimizer, or masters of each parameter), ZeRO 1 and 2 (`_hp_mapping` of each parameter), ZeRO 3
-(`grad_position`). Seen in DeepSpeed 0.17.6 and 0.19.8.
+(`grad_position`). Seen in DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
