@@ -43,7 +43,7 @@ def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
     try:
         begun = until(run, lambda _: True)
         assert (begun.state in (JobState.PENDING, JobState.RUNNING), begun.step) == (True, None)
-        going = until(run, lambda found: found.step is not None)
+        going = until(run, lambda found: found.step is not None and found.ranks_begun == ranks)
         assert (going.state, going.ranks, going.ranks_begun) == (JobState.RUNNING, ranks, ranks)
         assert (going.job.backend, going.job.id, going.steps) == (launcher, str(train.pid), 1_000_000)
         ended = ortlaunch(tmp_path, "cancel", str(run))
