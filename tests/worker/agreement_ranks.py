@@ -13,6 +13,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.worker.agreement import agreement
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.requests import Ask
+from tests.worker.leaving import leave
 
 STEPS = 300
 
@@ -33,7 +34,7 @@ def main(rank: int, folder: Path) -> None:
                 agreed.saved()
             decided.append(asked.name)
     (folder / f"decided_{rank}.json").write_text(json.dumps(decided))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from ortlaunch.worker.checkpoint.transaction import snapshot, write
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.lamb import Lamb
 from ortlaunch.worker.stepping import DeepSpeedStepper, Stepper, TorchStepper
+from tests.worker.leaving import leave
 
 STEPS, SAVED, SAMPLES, RATE = 6, 3, 12, 1e-2
 # Stage (None: without DeepSpeed), optimizer, precision.
@@ -178,7 +179,7 @@ def main() -> None:
     every = [json.loads(text) for text in group.gather(json.dumps(found))]
     if rank == 0:
         file.write_text(json.dumps(every))
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.worker.leaving import leave
+
 LENGTH, ROWS, RATE, MICRO = 16, 8, 1e4, 2
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
          "intermediate_size": 48, "max_position_embeddings": LENGTH}  # fmt: skip
@@ -129,7 +131,7 @@ def main() -> None:
     if number == 0:
         with open(file, "w", encoding="utf-8") as out:
             json.dump(found, out)
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

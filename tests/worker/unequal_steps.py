@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tests.worker.leaving import leave
+
 GLOBAL, LENGTH, STEPS, RATE = 16, 16, 2, 0.5
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
           "vocab_size": 64, "max_position_embeddings": LENGTH, "use_cache": False}  # fmt: skip
@@ -150,7 +152,7 @@ def main() -> None:
     if number == 0:
         with open(file, "w", encoding="utf-8") as out:
             json.dump(found, out)
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
