@@ -51,8 +51,8 @@ def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Key and `module:function` of every factory."""
     if recipe.model.factory:
         yield "model.factory", recipe.model.factory
-    for key, source in (("data.train", recipe.data.train), ("data.evaluation", recipe.data.evaluation)):
-        if source is not None and not isinstance(source, str) and source.factory:
+    for key, source in recipe.data.sources():
+        if not isinstance(source, str) and source.factory:
             yield f"{key}.factory", source.factory
 
 

@@ -186,12 +186,12 @@ def key(resolved: ResolvedRun) -> dict[str, Any]:
     """All that decides which engine is fastest, as plain values."""
     recipe, plan = resolved.file.recipe, resolved.plan
     whole = recipe.model_dump(mode="json")
-    own_data = recipe.data.train if not isinstance(recipe.data.train, str) and recipe.data.train.factory else None
+    own = recipe.data.factories
     return {
         "model": whole["model"],
         "data": {name: whole["data"][name] for name in ("sequence_length", "tokenizer")},
-        "custom_data": whole["data"]["train"] if own_data else None,
-        "code": [_code(plan.modules, each.factory) for each in (recipe.model, own_data) if each and each.factory],
+        "custom_data": whole["data"]["train"] if own else None,
+        "code": [_code(plan.modules, each) for each in (recipe.model.factory, *own) if each],
         "batch": [plan.batch.micro_samples, plan.batch.accumulation_steps],
         "precision": recipe.precision,
         "zero": whole["zero"],

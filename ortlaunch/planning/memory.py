@@ -13,8 +13,9 @@ from typing import Any
 from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.activations import layer_bytes
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.data import TokenizerTraining
 from ortlaunch.recipe.families import FAMILIES, complete
-from ortlaunch.recipe.models import Lora, TokenizerTraining
+from ortlaunch.recipe.models import Lora
 from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.pretrained import config_of
 

@@ -14,7 +14,7 @@ from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.names import settle
 from ortlaunch.recipe.place import KeyPath, Line, dotted, keys
 from ortlaunch.recipe.rules import broken
-from ortlaunch.recipe.section import MAPPING, NUMBER, WORD
+from ortlaunch.recipe.section import LIST, MAPPING, NUMBER, WORD
 from ortlaunch.recipe.tree import Tree
 from ortlaunch.recipe.yaml_text import parse
 
@@ -70,7 +70,7 @@ def _path(details: ErrorDetails, tree: Tree) -> KeyPath:
     path: KeyPath = ()
     for key in details["loc"]:
         here = tree.find(path)
-        if key in (MAPPING, WORD, NUMBER):
+        if key in (MAPPING, WORD, LIST, NUMBER):
             continue
         if here is not None and here.kind == "scalar":
             break  # `path: 3` is one value that may also be a list

@@ -11,24 +11,37 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ortlaunch.recipe import engine, models, schedule, submit
+from ortlaunch.recipe import data, engine, models, schedule, submit
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.place import KeyPath, dotted
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Models inside Optional, Union and Annotated."""
+    """Models inside Optional, Union and Annotated; those of a list's items are no section."""
+    if typing.get_origin(annotation) is tuple:
+        return
     if typing.get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in typing.get_args(annotation):
         yield from models_in(argument)
 
 
+def items_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Models of the items of a list."""
+    inside = typing.get_args(annotation)
+    for argument in inside:
+        yield from models_in(argument) if typing.get_origin(annotation) is tuple else items_in(argument)
+
+
 def section_at(path: KeyPath) -> type[BaseModel] | None:
     """The model of the section at `path`; None for a plain field or an unknown path."""
     model: type[BaseModel] | None = Recipe
+    info = None
     for key in path:
-        info = model.model_fields.get(str(key)) if model else None
+        if isinstance(key, int):
+            model = next(items_in(info.annotation), None) if info else None
+            continue
+        info = model.model_fields.get(key) if model else None
         model = next(models_in(info.annotation), None) if info else None
     return model
 
@@ -50,9 +63,10 @@ def below(section: KeyPath, name: str) -> KeyPath | None:
 
 
 def _info(path: KeyPath) -> Any:
-    names = tuple(key for key in path if isinstance(key, str))
-    model = section_at(names[:-1]) if names else None
-    return model.model_fields.get(names[-1]) if model else None
+    while path and isinstance(path[-1], int):
+        path = path[:-1]
+    model = section_at(path[:-1]) if path else None
+    return model.model_fields.get(str(path[-1])) if model else None
 
 
 def is_required(path: KeyPath) -> bool:
@@ -85,7 +99,7 @@ def choices(path: KeyPath) -> tuple[str, ...]:
 def manual() -> dict[tuple[str, str], str]:
     """(section's class, field) -> the docstring under the field, on one line."""
     found = {}
-    sources = [ast.parse(inspect.getsource(module)) for module in (models, engine, schedule, submit)]
+    sources = [ast.parse(inspect.getsource(module)) for module in (models, data, engine, schedule, submit)]
     for section in (node for source in sources for node in source.body if isinstance(node, ast.ClassDef)):
         for above, text in zip(section.body, section.body[1:]):
             if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(text, ast.Expr):

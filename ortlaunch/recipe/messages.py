@@ -61,7 +61,7 @@ def missing(path: KeyPath) -> str:
     """For a key that must be given."""
     example = f", for example {path[-1]}: {EXAMPLES[path]}" if path in EXAMPLES else ""
     words = choices(path)
-    about = f"one of {', '.join(words)}" if words and not example else description(path)
+    about = f"one of {', '.join(words)}" if len(words) > 1 and not example else description(path)
     return "is missing" + (f": {about}" if about else "") + example
 
 
@@ -89,7 +89,8 @@ def _short(text: str) -> str:
 def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if path in (("data", "train"), ("data", "evaluation")):
-        return f"it must be python-docs or a mapping, as {_CORPUS}{_guess(closest(raw, choices(path)))}"
+        lists = ", or a list of {source, weight}" if path[-1] == "train" else ""
+        return f"it must be python-docs or a mapping, as {_CORPUS}{lists}{_guess(closest(raw, choices(path)))}"
     if path == ("data", "tokenizer"):
         return f"it must be a folder, a hub id, or a mapping, as {EXAMPLES[path]}"
     if kind == "literal_error":

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ortlaunch.recipe.data import TokenizerTraining
 from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.families import COMMON_DEFAULTS, FAMILIES, LINEAR_LAYERS, complete, known_fields
-from ortlaunch.recipe.models import Model, Recipe, TokenizerTraining
+from ortlaunch.recipe.models import Model, Recipe
 from ortlaunch.recipe.place import Problem
 from ortlaunch.recipe.section import MOST
 

@@ -1,4 +1,5 @@
-"""The recipe's fields: one frozen model a section, named after the module that consumes it (`engine` has its own file).
+"""The recipe's fields: one frozen model a section, named after the module that consumes it (some sections
+have files of their own).
 
 The docstring under each field is the manual; error messages and `ortlaunch schema` read it when they need it
 (`fields.manual`), not pydantic at every start.
@@ -7,16 +8,14 @@ Imports pydantic only, so that `--help`, `validate` and `plan` stay fast.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Optional
 
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
+from ortlaunch.recipe.data import Data
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.schedule import Schedule
 from ortlaunch.recipe.section import (
-    MAPPING,
-    MOST,
-    WORD,
     Decay,
     OneOrMore,
     Positive,
@@ -30,11 +29,6 @@ from ortlaunch.recipe.section import (
 from ortlaunch.recipe.submit import Submit
 
 BadStepAction = Literal["stop", "skip", "rollback"]
-
-
-def _kind(value: object) -> str:
-    """Which branch of "a name or a mapping" a value belongs to."""
-    return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
 
 
 class Lora(Section):
@@ -78,79 +72,6 @@ class Model(Section):
     otherwise. A custom model must have a method `gradient_checkpointing_enable`, which is called."""
     lora: Optional[Lora] = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
-
-
-class Corpus(Section):
-    """Where samples come from."""
-
-    format: Literal["text", "jsonl", "parquet", "hub", "custom"]
-    """`text`: lines of plain text; `jsonl`, `parquet`: rows; `hub`: a data set's name on the hub; `custom`:
-    your own `factory`."""
-    path: Optional[OneOrMore] = None
-    """Files, `*` and `**` allowed, for text, jsonl and parquet. Relative to where you run."""
-    name: Optional[Text] = None
-    """Data set on the hub, for format hub."""
-    subset: Optional[Text] = None
-    """Configuration of the hub data set, as `wikitext-2-raw-v1`."""
-    revision: Optional[Text] = None
-    """Commit, tag or branch of the hub data set; null: its newest. A whole commit also finds cached tokens offline."""
-    split: Text = "train"
-    """Split of the hub data set."""
-    text_column: Text = "text"
-    """Column that holds the text."""
-    label_column: Text = "label"
-    """Column that holds the class, for sequence-classification: an integer from 0."""
-    factory: Optional[Text] = None
-    """`package.module:function` for format custom: returns an object with `__len__` and `__getitem__`; each
-    item is a mapping from the names that the model's forward takes to tensors (or numbers)."""
-    arguments: dict[str, Any] = {}
-    """Keyword arguments for `factory`."""
-
-
-class TokenizerTraining(Section):
-    """Train a tokenizer on the training corpus, once; it is cached by corpus and settings."""
-
-    train: Literal["wordpiece", "bpe"]
-    """`wordpiece` as in BERT (lower case), `bpe` byte-level as in GPT-2 and Llama-3."""
-    vocab_size: Annotated[int, Field(ge=300, le=MOST)] = 30522
-    """Upper bound of the vocabulary; a small corpus may give fewer."""
-
-
-class MaskedLm(Section):
-    """Masking for masked-lm and pretraining: 80 % [MASK], 10 % a random word, 10 % unchanged, as in BERT."""
-
-    probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of tokens to predict."""
-    max_predictions: Optional[Positive] = None
-    """At most this many predictions a sequence; null: no limit."""
-
-
-Source = Annotated[
-    Union[
-        Annotated[Literal["python-docs"], Tag(WORD)],
-        Annotated[Corpus, Tag(MAPPING)],
-    ],
-    Discriminator(_kind),
-]
-TokenizerChoice = Annotated[
-    Union[Annotated[Text, Tag(WORD)], Annotated[TokenizerTraining, Tag(MAPPING)]],
-    Discriminator(_kind),
-]
-
-
-class Data(Section):
-    """What it is trained on."""
-
-    train: Source
-    """The training corpus: a mapping, or `python-docs`, the language reference inside every CPython."""
-    evaluation: Optional[Source] = None
-    """Held-out corpus for the evaluation loss; null: none."""
-    tokenizer: Optional[TokenizerChoice] = None
-    """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom data."""
-    sequence_length: Optional[Annotated[int, Field(ge=8, le=MOST)]] = None
-    """Tokens a sample; null only for custom data."""
-    masked_lm: Optional[MaskedLm] = None
-    """Masking; null takes BERT's (15 %, no limit)."""
 
 
 class Batch(Section):

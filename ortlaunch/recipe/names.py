@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from ortlaunch.recipe.advice import Advice, advise
-from ortlaunch.recipe.fields import is_required, models_in, section_at, takes_null
+from ortlaunch.recipe.fields import is_required, items_in, models_in, section_at, takes_null
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.place import KeyPath, Line, dotted
 from ortlaunch.recipe.tree import Tree
@@ -53,6 +54,9 @@ def _unknown(tree: Tree, model: type[BaseModel] = Recipe, path: KeyPath = ()) ->
         elif child.kind == "mapping":
             for section in models_in(info.annotation):
                 yield from _unknown(child, section, (*path, key))
+        elif child.kind == "list":
+            for (number, item), section in itertools.product(child.children.items(), items_in(info.annotation)):
+                yield from _unknown(item, section, (*path, key, number)) if item.kind == "mapping" else ()
 
 
 def _moved(tree: Tree, path: KeyPath, advice: Advice) -> Tree:

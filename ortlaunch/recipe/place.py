@@ -56,5 +56,5 @@ def dotted(path: KeyPath) -> str:
 
 
 def keys(path: str) -> KeyPath:
-    """`data.train` -> `("data", "train")`."""
-    return tuple(path.split("."))
+    """`data.train[0].weight` -> `("data", "train", 0, "weight")`."""
+    return tuple(int(key[1:-1]) if key[0] == "[" else key for key in re.findall(r"[^.\[]+|\[[0-9]+\]", path))

@@ -42,16 +42,19 @@ def markdown() -> str:
 def _sections(whole: dict[str, Any], place: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     """(dotted path, name in $defs) of each section, depth first."""
     for field, schema in place["properties"].items():
-        for name in _references(schema):
-            yield f"{prefix}{field}", name
-            yield from _sections(whole, whole["$defs"][name], f"{prefix}{field}.")
+        for name, mark in _references(schema):
+            yield f"{prefix}{field}{mark}", name
+            yield from _sections(whole, whole["$defs"][name], f"{prefix}{field}{mark}.")
 
 
-def _references(schema: dict[str, Any]) -> Iterator[str]:
+def _references(schema: dict[str, Any], mark: str = "") -> Iterator[tuple[str, str]]:
+    """(name in $defs, `[]` where it is an item of a list)."""
     if "$ref" in schema:
-        yield schema["$ref"].rpartition("/")[2]
+        yield schema["$ref"].rpartition("/")[2], mark
     for branch in _branches(schema):
-        yield from _references(branch)
+        yield from _references(branch, mark)
+    if "items" in schema:
+        yield from _references(schema["items"], "[]")
 
 
 def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
@@ -63,7 +66,7 @@ def _table(whole: dict[str, Any], section: dict[str, Any], sections: dict[str, l
     lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
     for field, schema in section["properties"].items():
         default = "**required**" if field in required else _default(schema)
-        own = [schema, *(whole["$defs"][name] for name in _references(schema))]
+        own = [schema, *(whole["$defs"][name] for name, _ in _references(schema))]
         manual = next(each["description"] for each in own if "description" in each).replace("|", "\\|")
         lines.append(f"| `{field}` | {_kind(schema, sections)} | {default} | {manual} |")
     return lines

@@ -5,27 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pydantic import BaseModel
-
 from ortlaunch.recipe.bad_step_rules import bad_step_rules
 from ortlaunch.recipe.checkpoint_rules import checkpoint_rules
+from ortlaunch.recipe.data_rules import data_rules
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
-from ortlaunch.recipe.model_rules import function, model_rules
-from ortlaunch.recipe.models import Corpus, Data, Recipe, TokenizerTraining
+from ortlaunch.recipe.model_rules import model_rules
+from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.place import SECRET, Problem
 from ortlaunch.recipe.schedule import schedule_rules
+from ortlaunch.recipe.section import DOES_NOTHING, chosen
 from ortlaunch.recipe.submit_rules import submit_rules
 
-_FORMAT_FIELDS = {
-    "text": ("path",),
-    "jsonl": ("path", "text_column", "label_column"),
-    "parquet": ("path", "text_column", "label_column"),
-    "hub": ("name", "subset", "revision", "split", "text_column", "label_column"),
-    "custom": ("factory", "arguments"),
-}
-_FORMAT_NEEDS = {"text": "path", "jsonl": "path", "parquet": "path", "hub": "name", "custom": "factory"}
 _OPTIMIZER_FIELDS = {
     "fused_adam": ("betas", "epsilon"),
     "adamw": ("betas", "epsilon"),
@@ -34,7 +26,6 @@ _OPTIMIZER_FIELDS = {
 }
 _PARITY = ("parity_steps", "parity_tolerance")
 _EVERY_ENGINES = ("name", "matmul_precision", "chunked_loss")
-_DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
 # What the launcher itself tells every rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -44,8 +35,7 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
     """Every rule that the recipe breaks."""
     rules = (
         model_rules,
-        _corpora,
-        _data,
+        data_rules,
         _batch,
         _optimizer,
         schedule_rules,
@@ -91,72 +81,6 @@ def task_rules(recipe: Recipe, task: str) -> Iterator[Problem]:
     if task == "parity" and recipe.engine.name == "auto":
         message = "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
         yield ("engine.name",), message
-
-
-def _chosen(section: BaseModel) -> set[str]:
-    """Fields with another value than their default: a resolved recipe writes all of them."""
-    defaults = type(section).model_fields
-    return {name for name in section.model_fields_set if getattr(section, name) != defaults[name].default}
-
-
-def _corpora(recipe: Recipe) -> Iterator[Problem]:
-    for name in ("train", "evaluation"):
-        corpus = getattr(recipe.data, name)
-        if isinstance(corpus, Corpus):
-            yield from _corpus(f"data.{name}", corpus)
-
-
-def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
-    kind = f"{path}.format"
-    needed, takes = _FORMAT_NEEDS[corpus.format], _FORMAT_FIELDS[corpus.format]
-    if getattr(corpus, needed) is None:
-        yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} takes {needed}"
-    for key in sorted(_chosen(corpus) - {"format"} - set(takes)):
-        yield (f"{path}.{key}", kind), _DOES_NOTHING.format(f"format {corpus.format}", ", ".join(takes))
-    yield from function(f"{path}.factory", corpus.factory)
-
-
-def _data(recipe: Recipe) -> Iterator[Problem]:
-    data, task = recipe.data, recipe.model.task
-    own = _is_custom(data.train)
-    if data.evaluation is not None and _is_custom(data.evaluation) != own:
-        paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
-        yield paths, "is of another kind than data.train: both custom, or neither"
-    for key in ("tokenizer", "sequence_length"):
-        if own and getattr(data, key) is not None:
-            yield (f"data.{key}", "data.train.format"), "does nothing with custom data: its factory makes the tensors"
-        if not own and getattr(data, key) is None:
-            yield (f"data.{key}", "data.train.format"), "is missing: text needs a tokenizer and a sequence_length"
-    if data.masked_lm is not None and (own or task not in ("masked-lm", "pretraining")):
-        paths = ("data.masked_lm", "model.task", "data.train.format")
-        yield paths, f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}"
-    for name in ("train", "evaluation"):
-        source = getattr(data, name)
-        labels = isinstance(source, Corpus) and source.format != "text"
-        if task == "sequence-classification" and source and not labels:
-            yield (
-                (f"data.{name}", "model.task", f"data.{name}.format"),
-                "has no labels; sequence-classification takes format jsonl, parquet, hub or custom",
-            )
-    yield from _words(data, task)
-
-
-def _is_custom(source: object) -> bool:
-    return isinstance(source, Corpus) and source.format == "custom"
-
-
-def _words(data: Data, task: str) -> Iterator[Problem]:
-    """The tokenizer, and the words that are masked."""
-    tokenizer, length = data.tokenizer, data.sequence_length
-    if tokenizer in ("wordpiece", "bpe"):
-        yield ("data.tokenizer",), f"got {tokenizer}; to train one write {{train: {tokenizer}, vocab_size: 30522}}"
-    if isinstance(tokenizer, TokenizerTraining) and tokenizer.train == "bpe" and task in ("masked-lm", "pretraining"):
-        paths = ("data.tokenizer.train", "model.task")
-        yield paths, f"got bpe, which has no [MASK] word, for task {task}; use wordpiece"
-    most = data.masked_lm.max_predictions if data.masked_lm else None
-    if most and length and most >= length:
-        paths = ("data.masked_lm.max_predictions", "data.sequence_length")
-        yield paths, f"got {most}, and a sequence has {length} tokens; BERT takes 20 of 128, 80 of 512"
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
@@ -227,8 +151,8 @@ def _near_multiples(total: int, unit: int) -> str:
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     optimizer, zero = recipe.optimizer, recipe.zero
     takes = _OPTIMIZER_FIELDS[optimizer.name]
-    for key in sorted({"betas", "epsilon", "momentum"} & _chosen(optimizer) - set(takes)):
-        yield (f"optimizer.{key}", "optimizer.name"), _DOES_NOTHING.format(optimizer.name, " and ".join(takes))
+    for key in sorted({"betas", "epsilon", "momentum"} & chosen(optimizer) - set(takes)):
+        yield (f"optimizer.{key}", "optimizer.name"), DOES_NOTHING.format(optimizer.name, " and ".join(takes))
     if optimizer.name != "lamb" or zero is None:
         return
     if zero.stage > 0:
@@ -252,7 +176,7 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
             yield paths, "got auto beside micro_size: auto, and each is measured with the other fixed; give one of them"
         return
     if engine.name != "ort":
-        for key in sorted(_chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
+        for key in sorted(chosen(engine) - {*_EVERY_ENGINES, *_PARITY}):
             message = f"does nothing with engine {engine.name}: it is for ort; leave it out, or write null"
             yield (f"engine.{key}", "engine.name"), message
         return
@@ -272,7 +196,7 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
 
 def _parity(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
-    asked = [key for key in _PARITY if key in _chosen(engine)]
+    asked = [key for key in _PARITY if key in chosen(engine)]
     if engine.name == "eager":
         for key in asked:
             message = "does nothing with engine eager: it compares another engine with plain PyTorch; leave it out"
@@ -295,7 +219,7 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
     if steps is not None and epochs is not None:
         paths = ("train.epochs", "train.max_steps")
         yield paths, f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the other"
-    if recipe.train.loss_weight is not None and not _is_custom(recipe.data.train):
+    if recipe.train.loss_weight is not None and not recipe.data.is_custom:
         yield (
             ("train.loss_weight", "data.train", "data.train.format"),
             "is for custom data (format: custom); in these data each sample counts the same; leave it out",

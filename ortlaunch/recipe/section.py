@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
-# Branches of "a word or a mapping" and of "a number or auto", as they appear in pydantic's locations.
-WORD, MAPPING, NUMBER = "<word>", "<mapping>", "<number>"
+# Branches of "a word, a mapping or a list" and of "a number or auto", as they appear in pydantic's locations.
+WORD, MAPPING, LIST, NUMBER = "<word>", "<mapping>", "<list>", "<number>"
 
 
 def tuple_of(value: object) -> object:
@@ -71,3 +71,12 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+
+DOES_NOTHING = "does nothing with {}, which takes {}; leave it out, or write null"
+
+
+def chosen(section: BaseModel) -> set[str]:
+    """Fields with another value than their default: a resolved recipe writes all of them."""
+    defaults = type(section).model_fields
+    return {name for name in section.model_fields_set if getattr(section, name) != defaults[name].default}

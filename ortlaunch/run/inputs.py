@@ -16,8 +16,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.data import Corpus
 from ortlaunch.recipe.dialects import closest
-from ortlaunch.recipe.models import Corpus
 from ortlaunch.recipe.place import Problem
 from ortlaunch.user_modules import factories, folders
 
@@ -27,11 +27,10 @@ _HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", 
 
 def missing_files(recipe: Recipe) -> Iterator[Problem]:
     """Data files, and local folders of models and tokenizers, that are not here; they may come, or lie elsewhere."""
-    for name in ("train", "evaluation"):
-        corpus = getattr(recipe.data, name)
+    for key, corpus in recipe.data.sources():
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             if not any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
-                yield (f"data.{name}.path",), f"got {pattern}, which matches no file here (seen from {_here()})"
+                yield (f"{key}.path",), f"got {pattern}, which matches no file here (seen from {_here()})"
     for key, value in (("model.pretrained", recipe.model.pretrained), ("data.tokenizer", recipe.data.tokenizer)):
         if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not os.path.exists(value):
             yield (key,), f"got {value}, and there is no such folder here"

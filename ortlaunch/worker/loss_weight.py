@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.models import Corpus
 from ortlaunch.worker.chunked_head import shifts
 from ortlaunch.worker.data import IGNORED, Batches
 from ortlaunch.worker.data.corpus import DataError
@@ -33,14 +32,13 @@ class LossWeight:
     """`train.loss_weight` of a recipe, or what stands for it where the recipe does not say."""
 
     def __init__(self, recipe: Recipe, model: LossModule) -> None:
-        task, train = recipe.model.task, recipe.data.train
+        task = recipe.model.task
         self.declared = recipe.train.loss_weight is not None
         self.by = recipe.train.loss_weight or ("samples" if task == "custom" else "labels")
         self.shifted = shifts(model)
         self.two_means = task == "pretraining" and not self.declared
-        own = isinstance(train, Corpus) and train.format == "custom"
         # Corpora that ortlaunch reads have as many counted labels in each sample.
-        self.varies = own and self.by != "samples"
+        self.varies = recipe.data.is_custom and self.by != "samples"
         self.key = None if self.by in ("samples", "labels") else self.by
         self.taken_out = self.key and self.key not in inspect.signature(model.model.forward).parameters
 

@@ -15,7 +15,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.models import Lora
 from ortlaunch.worker.chunked_head import ChunkedHead
-from ortlaunch.worker.data import Data, LabelledTexts, call
+from ortlaunch.worker.data import Data, call
 from ortlaunch.worker.pretrained import Loaded, load_pretrained
 
 _AUTO_CLASSES = {
@@ -207,7 +207,7 @@ def _from_data(data: Data, config: Any, fresh: bool) -> dict[str, Any]:
 
 
 def _classes(data: Data) -> int:
-    return max((s.classes for s in (data.train, data.evaluation) if isinstance(s, LabelledTexts)), default=0)
+    return max(getattr(samples, "classes", 0) for samples in (data.train, data.evaluation))
 
 
 def _refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:

@@ -11,10 +11,11 @@ import yaml
 from ortlaunch.errors import RecipeError
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.recipe import load, parse_resolved, to_yaml, yaml_text
+from ortlaunch.recipe.data import Corpus, TokenizerTraining
 from ortlaunch.recipe.dialects import FOREIGN
 from ortlaunch.recipe.fields import names_in, section_at
 from ortlaunch.recipe.messages import EXAMPLES
-from ortlaunch.recipe.models import Corpus, Launch, Recipe, TokenizerTraining
+from ortlaunch.recipe.models import Launch, Recipe
 from ortlaunch.recipe.place import KeyPath, dotted
 from ortlaunch.recipe.rules import device_rules
 

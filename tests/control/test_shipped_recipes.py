@@ -83,7 +83,7 @@ def test_the_reference_is_up_to_date() -> None:
         "| `seed` | integer ≥ 0 < 2,147,483,648 | `42` | Seeds",
         "| `engine` | [engine](#Engine) |  | What runs the model. |",
         "| `zero` | [zero](#Zero) or null | `null` | DeepSpeed ZeRO.",
-        "## `data.train`, `data.evaluation`",
+        "## `data.train`, `data.train[].source`, `data.evaluation`",
         "| `betas` | [number ≥ 0 < 1, number ≥ 0 < 1] | `[0.9, 0.999]` | Decay",
         '| `target_modules` | text or list of text | `["q_proj", "v_proj"]` | Names',
         "| `env` | mapping of text | `{}` | Environment",

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ortlaunch.cache import take_notes
-from ortlaunch.recipe.models import Corpus
-from ortlaunch.worker import data as data_module
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data import tokens as tokens_module
 from ortlaunch.worker.data.corpus import DataError, documents, files, fingerprint, rows
 
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
@@ -190,13 +190,13 @@ def test_tokens_are_kept_until_the_corpus_changes(tmp_path: Path, monkeypatch: p
     """The second run reads what the first wrote; a changed file, tokenizer or end mark is tokenized anew."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     written = []
-    original = data_module._write_tokens
-    monkeypatch.setattr(data_module, "_write_tokens", lambda *args: (written.append(args[0]), original(*args))[1])
+    original = tokens_module._write_tokens
+    monkeypatch.setattr(tokens_module, "_write_tokens", lambda *args: (written.append(args[0]), original(*args))[1])
     path = write(tmp_path, "text", ["ab", "c"])
     source = Corpus(format="text", path=(path,))
 
     def tokens(tokenizer: Any = None, end_of_text: bool = False) -> list[int]:
-        return list(data_module._tokenized(source, tokenizer or Letters(), end_of_text).tolist())
+        return list(tokens_module.tokenized(source, tokenizer or Letters(), end_of_text).tolist())
 
     assert [tokens(), tokens()] == [[97, 98, 99]] * 2
     assert len(written) == 1
@@ -213,52 +213,54 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "c"]),))
     with monkeypatch.context() as patch:
-        patch.setattr(data_module, "_DOCUMENTS_AT_ONCE", 1)
-        patch.setattr(data_module, "documents", lambda source: iter(["ab", 3]))  # fails at the second
+        patch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 1)
+        patch.setattr(tokens_module, "documents", lambda source: iter(["ab", 3]))  # fails at the second
         with pytest.raises(TypeError):
-            data_module._tokenized(source, Letters(), False)
-    assert data_module._tokenized(source, Letters(), False).tolist() == [97, 98, 99]
+            tokens_module.tokenized(source, Letters(), False)
+    assert tokens_module.tokenized(source, Letters(), False).tolist() == [97, 98, 99]
 
 
 def test_changed_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that are no longer those that were written would be another training: made again, and told."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "cd"]),))
-    before = data_module._tokenized(source, Letters(), False).tolist()
+    before = tokens_module.tokenized(source, Letters(), False).tolist()
     (path,) = (tmp_path / "cache" / "tokens").glob("*.u32")
     path.write_bytes(path.read_bytes()[:8])
-    assert data_module._tokenized(source, Letters(), False).tolist() == before
+    assert tokens_module.tokenized(source, Letters(), False).tolist() == before
     assert take_notes() == [f"{path}: has 8 bytes, and had 16; made anew"]
-    assert data_module._tokenized(source, Letters(), False).tolist() == before
+    assert tokens_module.tokenized(source, Letters(), False).tolist() == before
     assert take_notes() == []
 
 
 def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents are tokenized in portions, none lost between them."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(data_module, "_DOCUMENTS_AT_ONCE", 3)
+    monkeypatch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 3)
     letters = "abcdefg"
     source = Corpus(format="text", path=(write(tmp_path, "text", list(letters)),))
-    np.testing.assert_array_equal(data_module._tokenized(source, Letters(), False), [ord(letter) for letter in letters])
+    np.testing.assert_array_equal(
+        tokens_module.tokenized(source, Letters(), False), [ord(letter) for letter in letters]
+    )
 
 
 _BUILD = """
 import sys, time
 from pathlib import Path
-from ortlaunch.recipe.models import Corpus
-from ortlaunch.worker import data
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data import tokens
 sys.path.insert(0, sys.argv[2])
 from test_corpus import Letters
-original = data._write_tokens
+original = tokens._write_tokens
 def slowly(*args):
     with open(sys.argv[1] + ".builds", "a") as file:
         file.write("built\\n")
     time.sleep(0.5)
     return original(*args)
-data._write_tokens = slowly
+tokens._write_tokens = slowly
 print("ready", flush=True)
 sys.stdin.readline()
-print(data._tokenized(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tolist())
+print(tokens.tokenized(Corpus(format="text", path=(sys.argv[1],)), Letters(), False).tolist())
 """
 
 

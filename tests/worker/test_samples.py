@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ortlaunch.recipe.models import Corpus, MaskedLm
-from ortlaunch.worker import data as data_module
+from ortlaunch.recipe.data import Corpus, MaskedLm
 from ortlaunch.worker.data import IGNORED, Blocks, LabelledTexts, MaskedBlocks
+from ortlaunch.worker.data import labelled as labelled_module
 from ortlaunch.worker.data.corpus import DataError
 
 CLS, SEP, MASK, WORDS = 1, 2, 3, 400
@@ -230,6 +230,6 @@ def test_bad_rows_are_named(lines: str, message: str, tmp_path: Path) -> None:
 
 def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split without rows has no classes, and is said to be empty."""
-    monkeypatch.setattr(data_module, "rows", lambda source: iter(()))
+    monkeypatch.setattr(labelled_module, "rows", lambda source: iter(()))
     with pytest.raises(DataError, match="the corpus for sequence-classification has no rows"):
         LabelledTexts(Corpus(format="hub", name="some/set"), Words(), 4)

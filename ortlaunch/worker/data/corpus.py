@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.models import Corpus
+from ortlaunch.recipe.data import Corpus
 
 PYTHON_DOCS = "python-docs"
 _LOADER = {"text": "text", "jsonl": "json", "parquet": "parquet"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ortlaunch.worker.data.mixture import Mixture
 from ortlaunch.worker.data.order import order_name
 
 _PIECES, _TOKENS = 64, 4096  # looked at; a corpus may be larger than memory
@@ -15,10 +16,19 @@ _PIECES, _TOKENS = 64, 4096  # looked at; a corpus may be larger than memory
 
 def identity(samples: Any) -> dict[str, Any]:
     """`samples`, `fingerprint` of tokens or texts (null for custom data, whose items may be random), and `order`."""
-    return {"samples": len(samples), "fingerprint": _fingerprint(samples), "order": order_name(len(samples))}
+    return {"samples": len(samples), "fingerprint": _fingerprint(samples), "order": _order(samples)}
+
+
+def _order(samples: Any) -> str:
+    if isinstance(samples, Mixture):
+        return f"mixture of {', '.join(order_name(len(part)) for part in samples.parts)}"
+    return order_name(len(samples))
 
 
 def _fingerprint(samples: Any) -> str | None:
+    if isinstance(samples, Mixture):
+        parts = [_fingerprint(part) for part in samples.parts]
+        return None if None in parts else hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
     if hasattr(samples, "tokens"):
         tokens, found = samples.tokens, hashlib.blake2b(str(len(samples.tokens)).encode(), digest_size=8)
         for start in np.linspace(0, max(0, len(tokens) - _TOKENS), _PIECES, dtype=np.int64):

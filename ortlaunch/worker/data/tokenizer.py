@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.models import Data, TokenizerTraining
+from ortlaunch.recipe.data import Data, TokenizerTraining
 from ortlaunch.worker.data.corpus import documents, fingerprint
 
 _BERT_WORDS = {
@@ -48,7 +48,8 @@ def load_tokenizer(data: Data) -> Any:
 
 def _trained(data: Data, training: TokenizerTraining) -> Path:
     """Folder of the tokenizer trained on the corpus; trained by whoever comes first on this machine."""
-    key = hashlib.sha256(f"{fingerprint(data.train)} {training.train} {training.vocab_size}".encode()).hexdigest()[:16]
+    corpus = " ".join(fingerprint(part.source) for part in data.parts)
+    key = hashlib.sha256(f"{corpus} {training.train} {training.vocab_size}".encode()).hexdigest()[:16]
     folder = cache_folder("tokenizers") / key
     with FileLock(f"{folder}.lock"):
         renew(folder.with_suffix(".seal"), lambda: _train_into(folder, data, training))
@@ -64,16 +65,22 @@ def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[P
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
+def _texts(data: Data) -> Iterator[str]:
+    """Of all sources, one after the other, whatever their weights."""
+    for part in data.parts:
+        yield from documents(part.source)
+
+
 def _wordpiece(data: Data, vocab_size: int) -> Any:
     """Trained twice: in one pass the library numbers `##x` as they lie in a hash table, other in each process."""
     from tokenizers import decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
     special, counts = list(_BERT_WORDS.values()), Counter[str]()
-    found = _wordpiece_vocabulary(_counting(documents(data.train), counts), 0, [], None)
+    found = _wordpiece_vocabulary(_counting(_texts(data), counts), 0, [], None)
     letters = sorted((c for c in counts if c in found), key=lambda c: (-counts[c], c))[:_MOST_LETTERS]
     pieces = [f"##{c}" for c in sorted(letters) if f"##{c}" in found]
-    vocabulary = _wordpiece_vocabulary(documents(data.train), vocab_size, special + pieces, letters)
+    vocabulary = _wordpiece_vocabulary(_texts(data), vocab_size, special + pieces, letters)
     tokenizer = _bert_like(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece()
     ends = [(word, vocabulary[word]) for word in ("[SEP]", "[CLS]")]
@@ -132,6 +139,6 @@ def _bpe(data: Data, vocab_size: int) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents(data.train), trainer)
+    tokenizer.train_from_iterator(_texts(data), trainer)
     names = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **_LLAMA_WORDS)

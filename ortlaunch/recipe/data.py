@@ -1,0 +1,147 @@
+"""The recipe's section `data`: where samples come from, and what becomes of text.
+
+As in models.py the docstring under each field is the manual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Optional, Union
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+
+from ortlaunch.recipe.section import LIST, MAPPING, MOST, WORD, OneOrMore, Positive, Section, Text, tuple_of
+
+
+def _kind(value: object) -> str:
+    """Which branch of "a name, a mapping or a list" a value belongs to."""
+    if isinstance(value, (list, tuple)):
+        return LIST
+    return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
+
+
+def _kind_of_one(value: object) -> str:
+    return MAPPING if isinstance(value, (dict, BaseModel)) else WORD
+
+
+class Corpus(Section):
+    """Where samples come from."""
+
+    format: Literal["text", "jsonl", "parquet", "hub", "custom"]
+    """`text`: lines of plain text; `jsonl`, `parquet`: rows; `hub`: a data set's name on the hub; `custom`:
+    your own `factory`."""
+    path: Optional[OneOrMore] = None
+    """Files, `*` and `**` allowed, for text, jsonl and parquet. Relative to where you run."""
+    name: Optional[Text] = None
+    """Data set on the hub, for format hub."""
+    subset: Optional[Text] = None
+    """Configuration of the hub data set, as `wikitext-2-raw-v1`."""
+    revision: Optional[Text] = None
+    """Commit, tag or branch of the hub data set; null: its newest. A whole commit also finds cached tokens offline."""
+    split: Text = "train"
+    """Split of the hub data set."""
+    text_column: Text = "text"
+    """Column that holds the text."""
+    label_column: Text = "label"
+    """Column that holds the class, for sequence-classification: an integer from 0."""
+    factory: Optional[Text] = None
+    """`package.module:function` for format custom: returns an object with `__len__` and `__getitem__`; each
+    item is a mapping from the names that the model's forward takes to tensors (or numbers)."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments for `factory`."""
+
+
+class TokenizerTraining(Section):
+    """Train a tokenizer on the training corpus, once; it is cached by corpus and settings."""
+
+    train: Literal["wordpiece", "bpe"]
+    """`wordpiece` as in BERT (lower case), `bpe` byte-level as in GPT-2 and Llama-3."""
+    vocab_size: Annotated[int, Field(ge=300, le=MOST)] = 30522
+    """Upper bound of the vocabulary; a small corpus may give fewer."""
+
+
+class MaskedLm(Section):
+    """Masking for masked-lm and pretraining: 80 % [MASK], 10 % a random word, 10 % unchanged, as in BERT."""
+
+    probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of tokens to predict."""
+    max_predictions: Optional[Positive] = None
+    """At most this many predictions a sequence; null: no limit."""
+
+
+Source = Annotated[
+    Union[
+        Annotated[Literal["python-docs"], Tag(WORD)],
+        Annotated[Corpus, Tag(MAPPING)],
+    ],
+    Discriminator(_kind_of_one),
+]
+TokenizerChoice = Annotated[
+    Union[Annotated[Text, Tag(WORD)], Annotated[TokenizerTraining, Tag(MAPPING)]],
+    Discriminator(_kind_of_one),
+]
+
+
+class Part(Section):
+    """One source of a mixture."""
+
+    source: Source
+    """The corpus, as `data.train` takes one."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Its share of the samples, beside the weights of the others: of weights 3 and 1 the first gives three quarters,
+    however large each is. What is small comes round sooner."""
+
+
+TrainingSource = Annotated[
+    Union[
+        Annotated[Literal["python-docs"], Tag(WORD)],
+        Annotated[Corpus, Tag(MAPPING)],
+        Annotated[tuple[Part, ...], BeforeValidator(tuple_of), Field(min_length=1), Tag(LIST)],
+    ],
+    Discriminator(_kind),
+]
+
+
+class Data(Section):
+    """What it is trained on."""
+
+    train: TrainingSource
+    """The training corpus: a mapping, or `python-docs`, the language reference inside every CPython. Or a mixture, a
+    list as `[{source: python-docs, weight: 1}, {source: {format: text, path: a.txt}, weight: 3}]`: every 65,536 samples
+    hold the weights to the sample. An epoch of it is as many samples as all its sources have together."""
+    evaluation: Optional[Source] = None
+    """Held-out corpus for the evaluation loss; null: none."""
+    tokenizer: Optional[TokenizerChoice] = None
+    """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom data."""
+    sequence_length: Optional[Annotated[int, Field(ge=8, le=MOST)]] = None
+    """Tokens a sample; null only for custom data."""
+    masked_lm: Optional[MaskedLm] = None
+    """Masking; null takes BERT's (15 %, no limit)."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The training corpus as a mixture; one source is a mixture of one."""
+        return self.train if isinstance(self.train, tuple) else (Part(source=self.train),)
+
+    @property
+    def factories(self) -> list[str]:
+        """The user's own functions that make training samples."""
+        sources = [part.source for part in self.parts]
+        return [each.factory for each in sources if isinstance(each, Corpus) and each.factory]
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the user's own functions make the training samples."""
+        return all(is_custom(part.source) for part in self.parts)
+
+    def sources(self) -> Iterator[tuple[str, str | Corpus]]:
+        """Every source with its key in the recipe."""
+        for number, part in enumerate(self.parts):
+            yield f"data.train[{number}].source" if isinstance(self.train, tuple) else "data.train", part.source
+        if self.evaluation is not None:
+            yield "data.evaluation", self.evaluation
+
+
+def is_custom(source: str | Corpus) -> bool:
+    """Whether it is a function of the user's."""
+    return isinstance(source, Corpus) and source.format == "custom"

@@ -1,0 +1,94 @@
+"""Rules over the section `data`: sources with their formats, and what the task makes of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ortlaunch.recipe.data import Corpus, Data, TokenizerTraining, is_custom
+from ortlaunch.recipe.model_rules import function
+from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.section import DOES_NOTHING, chosen
+
+_FORMAT_FIELDS = {
+    "text": ("path",),
+    "jsonl": ("path", "text_column", "label_column"),
+    "parquet": ("path", "text_column", "label_column"),
+    "hub": ("name", "subset", "revision", "split", "text_column", "label_column"),
+    "custom": ("factory", "arguments"),
+}
+_FORMAT_NEEDS = {"text": "path", "jsonl": "path", "parquet": "path", "hub": "name", "custom": "factory"}
+# A block of a mixture has 65,536 samples (worker/data/mixture.py); each source has one of them at least.
+_SMALLEST_SHARE = 1 / 65_536
+
+
+def data_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Every rule of the section that is broken."""
+    for key, source in recipe.data.sources():
+        if isinstance(source, Corpus):
+            yield from _corpus(key, source)
+    yield from _mixture(recipe.data)
+    yield from _kinds(recipe)
+    yield from _words(recipe.data, recipe.model.task)
+
+
+def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
+    kind = f"{path}.format"
+    needed, takes = _FORMAT_NEEDS[corpus.format], _FORMAT_FIELDS[corpus.format]
+    if getattr(corpus, needed) is None:
+        yield (f"{path}.{needed}", kind), f"is missing: format {corpus.format} takes {needed}"
+    for key in sorted(chosen(corpus) - {"format"} - set(takes)):
+        yield (f"{path}.{key}", kind), DOES_NOTHING.format(f"format {corpus.format}", ", ".join(takes))
+    yield from function(f"{path}.factory", corpus.factory)
+
+
+def _mixture(data: Data) -> Iterator[Problem]:
+    total = sum(part.weight for part in data.parts)
+    for number, part in enumerate(data.parts):
+        key = f"data.train[{number}]"
+        if part.weight / total < _SMALLEST_SHARE:
+            yield (
+                (f"{key}.weight", "data.train"),
+                f"got {part.weight:g}, and all weights are {total:g}: less than one sample in 65,536; leave it out",
+            )
+        if is_custom(part.source) and not data.is_custom:
+            paths = (f"{key}.source", "data.train")
+            yield paths, "is custom, and other sources of data.train are not: all custom, or none"
+
+
+def _kinds(recipe: Recipe) -> Iterator[Problem]:
+    """What the data are, beside what the task and the other fields want of them."""
+    data, task = recipe.data, recipe.model.task
+    own = data.is_custom
+    if data.evaluation is not None and is_custom(data.evaluation) != own:
+        paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
+        yield paths, "is of another kind than data.train: both custom, or neither"
+    for key in ("tokenizer", "sequence_length"):
+        if own and getattr(data, key) is not None:
+            yield (f"data.{key}", "data.train.format"), "does nothing with custom data: its factory makes the tensors"
+        if not own and getattr(data, key) is None:
+            yield (f"data.{key}", "data.train.format"), "is missing: text needs a tokenizer and a sequence_length"
+    if data.masked_lm is not None and (own or task not in ("masked-lm", "pretraining")):
+        paths = ("data.masked_lm", "model.task", "data.train.format")
+        yield paths, f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}"
+    for key, source in data.sources():
+        labels = isinstance(source, Corpus) and source.format != "text"
+        if task == "sequence-classification" and not labels:
+            yield (
+                (key, "model.task", f"{key}.format"),
+                "has no labels; sequence-classification takes format jsonl, parquet, hub or custom",
+            )
+
+
+def _words(data: Data, task: str) -> Iterator[Problem]:
+    """The tokenizer, and the words that are masked."""
+    tokenizer, length = data.tokenizer, data.sequence_length
+    if tokenizer in ("wordpiece", "bpe"):
+        yield ("data.tokenizer",), f"got {tokenizer}; to train one write {{train: {tokenizer}, vocab_size: 30522}}"
+    if isinstance(tokenizer, TokenizerTraining) and tokenizer.train == "bpe" and task in ("masked-lm", "pretraining"):
+        paths = ("data.tokenizer.train", "model.task")
+        yield paths, f"got bpe, which has no [MASK] word, for task {task}; use wordpiece"
+    most = data.masked_lm.max_predictions if data.masked_lm else None
+    if most and length and most >= length:
+        paths = ("data.masked_lm.max_predictions", "data.sequence_length")
+        yield paths, f"got {most}, and a sequence has {length} tokens; BERT takes 20 of 128, 80 of 512"

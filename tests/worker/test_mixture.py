@@ -1,0 +1,107 @@
+"""Mixtures: how often each source comes, in which order, and from a recipe on."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ortlaunch.plan import BatchPlan
+from ortlaunch.worker.data import Batches, Data, Mixture, OwnSamples
+from ortlaunch.worker.data.identity import identity
+from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, shares
+from tests.makers import recipe
+
+SIZES, WEIGHTS = [1000, 50, 7], [6.0, 3.0, 1.0]
+PLACES = 3 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def taken() -> list[tuple[int, int]]:
+    """(sample, epoch of its source) of three blocks."""
+    return MixedOrder(SIZES, WEIGHTS, 7).at(list(range(PLACES)))
+
+
+def source_of(sample: int) -> int:
+    return int(np.searchsorted(np.cumsum(SIZES), sample, side="right"))
+
+
+@pytest.mark.parametrize("steps", [100, 1000, 8192, BLOCK + 5000, PLACES])
+def test_weights_are_hit_within_three_deviations(taken: list[tuple[int, int]], steps: int) -> None:
+    """Of drawing each sample's source by chance, wherever a run ends."""
+    counts = Counter(source_of(sample) for sample, _ in taken[:steps])
+    for number, weight in enumerate(WEIGHTS):
+        share = weight / sum(WEIGHTS)
+        assert abs(counts[number] - steps * share) <= 3 * math.sqrt(steps * share * (1 - share))
+
+
+def test_sources_are_shuffled_among_each_other(taken: list[tuple[int, int]]) -> None:
+    """A source follows on itself as often as by chance."""
+    first = np.array([source_of(sample) == 0 for sample, _ in taken])
+    pairs, chance = int((first[1:] & first[:-1]).sum()), 0.36
+    assert abs(pairs - PLACES * chance) < 4 * math.sqrt(PLACES * chance * (1 - chance))
+
+
+def test_an_epoch_of_a_source_has_each_of_its_samples_once(taken: list[tuple[int, int]]) -> None:
+    """And the next epoch begins when the last is over, in another order."""
+    for number, (size, begin) in enumerate(zip(SIZES, (0, 1000, 1050))):
+        mine = [(sample - begin, epoch) for sample, epoch in taken if source_of(sample) == number]
+        assert [epoch for _, epoch in mine] == [place // size for place in range(len(mine))]
+        epochs = [[sample for sample, _ in mine[start : start + size]] for start in (0, size)]
+        assert [sorted(epoch) for epoch in epochs] == [list(range(size))] * 2
+        assert epochs[0] != epochs[1]
+
+
+def test_any_place_is_known_without_those_before_it(taken: list[tuple[int, int]]) -> None:
+    """As a resumed run asks, and far beyond what could be counted out; constant memory."""
+    chosen = [0, BLOCK - 1, BLOCK, 2 * BLOCK + 17]
+    assert [MixedOrder(SIZES, WEIGHTS, 7).at([place])[0] for place in chosen] == [taken[place] for place in chosen]
+    tracemalloc.start()
+    found = MixedOrder([5 * 10**8, 10**9], [1, 3], 7).at(list(range(10**12, 10**12 + 300)))
+    assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    tracemalloc.stop()
+    assert len(set(found)) == 300
+
+
+def test_shares_fill_a_block() -> None:
+    """Rounded to the sample, whatever the weights."""
+    for weights in ([1.0], [1, 1, 1], [0.1, 0.2, 0.7], [1e-3, 1e9 / 65_537, 1e9]):
+        found = shares(weights)
+        assert found.sum() == BLOCK
+        assert np.abs(found - np.array(weights) / sum(weights) * BLOCK).max() < 1
+
+
+def test_one_sequence_on_any_world() -> None:
+    """Micro batches of 1, 2 and 4 ranks hold the same samples, in the same order where micro_size is the same."""
+
+    def steps(ranks: int, micro: int) -> list[list[int]]:
+        mixture = Mixture([OwnSamples([{"x": 100 * n + i} for i in range(9)]) for n in (0, 1)], [2, 1])
+        batches = Batches(mixture, BatchPlan(16, micro, 16 // (micro * ranks), ranks, None), 7)
+        return [[mixture.sample(i, 0)["x"] for i in batches.indices_of_step(step)] for step in range(6)]
+
+    assert steps(1, 4) == steps(2, 4) == steps(4, 4) == steps(4, 2)
+
+
+def test_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tokenizer of all sources; the same corpus twice is not the same samples twice; a fingerprint of all."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n\n" * 40)
+    (tmp_path / "b.txt").write_text("ein hund stand im wald\n\n" * 20)
+    a, b = ({"format": "text", "path": [str(tmp_path / f"{name}.txt")]} for name in "ab")
+    train = [{"source": a, "weight": 1}, {"source": b, "weight": 3}, {"source": a}]
+    words = {"train": "wordpiece", "vocab_size": 300}
+    model = {"task": "masked-lm", "config": {"model_type": "bert"}}
+    data = Data(recipe(model=model, data={"train": train, "tokenizer": words, "sequence_length": 16}))
+    assert isinstance(data.train, Mixture)
+    assert {"mat", "wald"} <= set(data.tokenizer.get_vocab())
+    first, _, third = data.train.parts
+    assert len(first) == len(third)
+    assert any(first.sample(i, 0)["labels"].tolist() != third.sample(i, 0)["labels"].tolist() for i in range(4))
+    assert len(data.train) == sum(map(len, data.train.parts))
+    found = identity(data.train)
+    assert found["order"] == "mixture of shuffle, shuffle, shuffle"
+    assert found["fingerprint"] not in (None, identity(first)["fingerprint"])
