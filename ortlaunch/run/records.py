@@ -100,6 +100,8 @@ class Summary:
     """Checkpoints that could not be written (checkpoint.on_failure: continue), over all starts."""
     failed_commands: int = 0
     """Commands after a checkpoint (checkpoint.on_complete) that failed, over all starts."""
+    evaluation: dict[str, float] | None = None
+    """The last evaluation's other metrics, by the names of evaluation.json, for tasks that have some."""
 
 
 @dataclass
@@ -181,6 +183,16 @@ class EvaluationLine:
     """Mean loss over the evaluation data."""
     elapsed_seconds: float
     """Time of the training loop so far."""
+    evaluation_perplexity: float | None = None
+    """e to the mean negative log likelihood of a word: of masked ones in masked language models."""
+    evaluation_masked_word_accuracy: float | None = None
+    """Share of the masked words that the model gives most weight."""
+    evaluation_next_sentence_accuracy: float | None = None
+    """Share of the sentence pairs."""
+    evaluation_classification_accuracy: float | None = None
+    """Share of the samples."""
+    evaluation_f1_macro: float | None = None
+    """Mean of the classes' F1, over those that were given or meant."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ Batch = Mapping[str, Tensor]
 TASKS = ("causal-lm", "masked-lm", "pretraining")
 _TOKENS = 16  # of the trial
 _TOLERANCE = 1e-5
-_LABELS = ("labels", "next_sentence_label")
+LABELS = ("labels", "next_sentence_label")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ChunkedHead:
 
     def loss(self, model: nn.Module, batch: Batch, training: bool) -> Tensor:
         """The model's loss of a batch; its head must be `open`."""
-        output = model(**{name: value for name, value in batch.items() if name not in _LABELS})
+        output = model(**{name: value for name, value in batch.items() if name not in LABELS})
         hidden, labels = _before_head(output), batch["labels"]
         if self.shifted:
             labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
@@ -53,6 +53,11 @@ class ChunkedHead:
             return loss
         scores = output.seq_relationship_logits
         return loss + functional.cross_entropy(scores.view(-1, scores.shape[-1]), pairs.view(-1))
+
+    def logits(self, model: nn.Module, rows: Tensor) -> Tensor:
+        """Of these rows that go into the head, which is `open`."""
+        head: Any = model.get_submodule(self.name)
+        return functional.linear(rows, head.weight, head.bias)
 
     def open(self, model: nn.Module) -> None:
         """Let the head hand on what goes into it."""

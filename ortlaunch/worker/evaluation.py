@@ -1,25 +1,35 @@
 """A pass over the evaluation corpus: the loss by the run's engine, and how often the model is right.
 
-Every sample counts once, and dropout is off, so that numbers are the same on any number of ranks.
+Every sample counts once, counts are summed over the ranks, and dropout is off: a number is the same on any number of
+ranks, whatever their last batches are.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ortlaunch.worker.agreement import Agreement
+from ortlaunch.worker.chunked_head import LABELS, ChunkedHead
 from ortlaunch.worker.data import IGNORED, Samples, collate
 from ortlaunch.worker.data.corpus import DataError
-from ortlaunch.worker.model import whole_logits
+from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
 Batch = dict[str, torch.Tensor]
 Counts = dict[str, torch.Tensor]
+WITH_LOGITS = ("pretraining", "masked-lm", "sequence-classification")
+_ROWS = 1024  # of logits at a time
+
+
+def named(evaluated: dict[str, float]) -> dict[str, float]:
+    """As metrics.jsonl has them, beside the numbers of training."""
+    return {f"evaluation_{name}": value for name, value in evaluated.items()}
 
 
 def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
@@ -35,79 +45,95 @@ def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
 
 
 @torch.no_grad()
-def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None) -> float | None:
-    """Mean loss over the evaluation corpus, weighted as in training.
+def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None) -> dict[str, float] | None:
+    """The mean loss over the evaluation corpus, weighted as in training, and the task's metrics, by name (collective).
 
     None where the ranks agreed to stop meanwhile.
     """
     engine, group = session.engine, session.group
-    module, total, seen = engine.eval_module, 0.0, 0.0
-    module.eval()
-    for batch, counted in turns(session, samples):
-        if agreed is not None and agreed.now().stops:
-            module.train()
-            return None
-        weight = engine.loss_weight.of(batch, counted) if counted else 0.0
-        session.progress.pulse.tick()
-        total, seen = total + float(module(**engine.take(batch))) * weight, seen + weight
-    module.train()
-    if not (of_all := group.sum(seen)):
-        raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
-    return group.sum(total) / of_all
-
-
-@torch.no_grad()
-def count(session: Session, samples: Samples) -> dict[str, list[float]]:
-    """What `counts_of` finds, summed over all samples (collective): by plain PyTorch, for engines give no logits."""
-    engine, total = session.engine, dict[str, torch.Tensor]()
-    with _logits(engine.plain, engine.record.engine.used == "inductor") as kept:
+    total, seen, counts = 0.0, 0.0, Counts()
+    with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
         for batch, counted in turns(session, samples):
+            if agreed is not None and agreed.now().stops:
+                return None
+            weight = engine.loss_weight.of(batch, counted) if counted else 0.0
             session.progress.pulse.tick()
             taken = engine.take(batch)
-            engine.plain(**taken)
-            for name, value in counts_of(kept.pop(), taken).items():
-                mine = value.double() if counted else torch.zeros_like(value, dtype=torch.float64)
-                total[name] = total[name] + mine if name in total else mine
-    ranks = {name: session.group.gather_numbers(value.tolist()) for name, value in total.items()}
-    return {name: [sum(values) for values in zip(*of_ranks)] for name, of_ranks in ranks.items()}
+            total, seen = total + float(engine.eval_module(**taken)) * weight, seen + weight
+            labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}  # without an added one
+            _add(counts, counts_of(output_of(taken), labels, engine.plain), counts_them=bool(counted))
+    losses, weights = zip(*group.gather_numbers([total, seen]))  # not reduced, so that all ranks have the same bits
+    if not sum(weights):
+        raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
+    loss = sum(losses) / sum(weights)
+    return {"loss": loss, **_metrics(session, loss, _of_all_ranks(group, counts))}
 
 
 @contextlib.contextmanager
-def _logits(plain: Any, compiled: bool) -> Iterator[list[Any]]:
-    """While open, each pass of a LossModule leaves there what its model returned; without dropout, not compiled."""
-    kept: list[Any] = []
-    with contextlib.ExitStack() as ending:
-        ending.callback(plain.train)
-        plain.eval()
-        ending.enter_context(whole_logits(plain))
-        if compiled:
-            ending.enter_context(torch.compiler.set_stance("force_eager"))
-        ending.callback(plain.model.register_forward_hook(lambda _, __, output: kept.append(output)).remove)
-        yield kept
+def _evaluating(*modules: Any) -> Iterator[None]:
+    """While open, dropout is off."""
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()
 
 
-def counts_of(output: Any, batch: Batch) -> Counts:
-    """Of one batch: words and sentence pairs with how many are right, or samples by class; each (numbers,)."""
-    found: Counts = {}
-    labels, logits = batch.get("labels"), output.get("prediction_logits", output.get("logits"))
-    if labels is None or logits is None or labels.is_floating_point():
+@contextlib.contextmanager
+def _outputs(session: Session) -> Iterator[Callable[[Batch], Any]]:
+    """What the model returns for a batch beside its loss; None for tasks without metrics of that.
+
+    Eager PyTorch's own pass has it. The other engines hand out a loss alone: plain PyTorch passes once more.
+    """
+    model = session.engine.plain.model
+    if session.recipe.model.task not in WITH_LOGITS:
+        yield lambda taken: None
+    elif session.engine.record.engine.used == "eager":
+        kept: list[Any] = []
+        handle = model.register_forward_hook(lambda _, __, output: kept.append(output))
+        try:
+            yield lambda taken: kept.pop()
+        finally:
+            handle.remove()
+    else:
+        yield lambda taken: model(**{name: value for name, value in taken.items() if name not in LABELS})
+
+
+def counts_of(output: Any, labels: Batch, plain: Any = None) -> Counts:
+    """Of one batch: words and sentence pairs with how many are right, or samples by class; each (numbers,).
+
+    Args:
+        output: of the model; where `plain`, its LossModule, makes head and loss in chunks, with what goes into the head
+            in place of logits.
+        labels: those of the batch.
+    """
+    found, words = Counts(), labels.get("labels")
+    logits = output and output.get("prediction_logits", output.get("logits"))
+    if words is None or logits is None or words.is_floating_point():
         return found
-    if labels.dim() == 2 and logits.dim() == 3:
-        found |= _words(logits, labels)
-    elif labels.dim() == 1 and logits.dim() == 2 and logits.size(1) > 1:
-        found |= _classes(logits, labels)
-    if "next_sentence_label" in batch and "seq_relationship_logits" in output:
-        right = output["seq_relationship_logits"].argmax(-1) == batch["next_sentence_label"]
+    if words.dim() == 2 and logits.dim() == 3:
+        found |= _words(logits, words, plain)
+    elif words.dim() == 1 and logits.dim() == 2 and logits.size(1) > 1:
+        found |= _classes(logits, words)
+    if "next_sentence_label" in labels and "seq_relationship_logits" in output:
+        right = output["seq_relationship_logits"].argmax(-1) == labels["next_sentence_label"]
         found["pairs"] = torch.stack([right.sum(), torch.tensor(right.numel(), device=right.device)])
     return found
 
 
-def _words(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
-    """Right ones, all, and the sum of their negative log likelihoods."""
-    places = labels != IGNORED
-    found, wanted = logits[places].float(), labels[places]
-    lost = functional.cross_entropy(found, wanted, reduction="sum")
-    return {"words": torch.stack([(found.argmax(-1) == wanted).sum().float(), places.sum().float(), lost])}
+def _words(states: torch.Tensor, labels: torch.Tensor, plain: Any) -> Counts:
+    """Right ones, all, and the sum of their negative log likelihoods; some rows of logits at a time."""
+    chunked: ChunkedHead | None = getattr(plain, "chunked", None)
+    states, labels = states.reshape(-1, states.shape[-1]), labels.reshape(-1)
+    total = torch.zeros(3, dtype=torch.float64, device=labels.device)
+    for index in (labels != IGNORED).nonzero().squeeze(1).split(chunked.rows if chunked else _ROWS):
+        rows, wanted = states[index], labels[index]
+        found = (rows if chunked is None else chunked.logits(plain.model, rows)).float()
+        lost = functional.cross_entropy(found, wanted, reduction="sum")
+        total += torch.stack([(found.argmax(-1) == wanted).sum(), torch.tensor(len(wanted)).to(lost), lost])
+    return {"words": total}
 
 
 def _classes(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
@@ -124,3 +150,35 @@ def f1_macro(right: list[float], given: list[float], meant: list[float]) -> floa
     """Mean over the classes that were given or meant of 2 x right / (given + meant), as scikit-learn's."""
     each = [2 * r / (g + m) for r, g, m in zip(right, given, meant) if g + m]
     return sum(each) / len(each)
+
+
+def _add(total: Counts, found: Counts, counts_them: bool) -> None:
+    """One batch's to those before; a batch that only fills a rank's turn counts nothing."""
+    for name, value in found.items():
+        mine = value.double() if counts_them else torch.zeros_like(value, dtype=torch.float64)
+        total[name] = total[name] + mine if name in total else mine
+
+
+def _of_all_ranks(group: DistributedContext, counts: Counts) -> dict[str, list[float]]:
+    ranks = {name: group.gather_numbers(value.tolist()) for name, value in counts.items()}
+    return {name: [sum(values) for values in zip(*of_ranks)] for name, of_ranks in ranks.items()}
+
+
+def _metrics(session: Session, loss: float, counts: dict[str, list[float]]) -> dict[str, float]:
+    """Of all samples, by the names of `Evaluation`."""
+    found = {}
+    if session.recipe.model.task == "causal-lm" and session.engine.loss_weight.by == "labels":
+        found["perplexity"] = _exp(loss)
+    if "words" in counts:
+        right, words, lost = counts["words"]
+        found |= {"perplexity": _exp(lost / words), "masked_word_accuracy": right / words} if words else {}
+    if "pairs" in counts:
+        found["next_sentence_accuracy"] = counts["pairs"][0] / counts["pairs"][1]
+    if "meant" in counts:
+        found["classification_accuracy"] = sum(counts["right"]) / sum(counts["meant"])
+        found["f1_macro"] = f1_macro(counts["right"], counts["given"], counts["meant"])
+    return found
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

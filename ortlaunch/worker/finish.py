@@ -14,7 +14,7 @@ from ortlaunch.worker.checkpoint import failures, samples_seen
 from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
-from ortlaunch.worker.metrics import records
+from ortlaunch.worker.metrics import EVALUATED, records
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.summary import say_outcome
 
@@ -56,6 +56,7 @@ def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) 
         seconds=seconds,
         failed_saves=saves,
         failed_commands=commands,
+        evaluation={name: last[f"evaluation_{name}"] for name in EVALUATED if f"evaluation_{name}" in last} or None,
     )
 
 
@@ -66,6 +67,7 @@ def summary_lines(summary: Summary) -> list[str]:
         for loss, words in ((summary.loss, "final loss"), (summary.evaluation_loss, "evaluation loss"))
         if loss is not None
     ]
+    losses += [EVALUATED[name].format(float(value)) for name, value in (summary.evaluation or {}).items()]
     return [
         f"trained {summary.steps:,} steps: {summary.samples:,} samples, {summary.epochs:.3g} epochs, "
         f"in {duration(summary.training_seconds)}",

@@ -13,6 +13,13 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_text
 from ortlaunch.units import duration
 
+# Of an evaluation, beside its loss.
+EVALUATED = {
+    "perplexity": "perplexity {:,.4g}", "masked_word_accuracy": "masked words {:.2%}",
+    "next_sentence_accuracy": "sentence pairs {:.2%}", "classification_accuracy": "accuracy {:.2%}",
+    "f1_macro": "F1 {:.4f}",
+}  # fmt: skip
+
 
 class Metrics:
     """Writes one object a logged step: step, epoch, loss, learning_rate, tokens_per_second, elapsed_seconds, ..."""
@@ -52,6 +59,7 @@ def _shown(values: dict[str, Any]) -> list[str]:
         "epoch": "epoch {:.2f}", "loss": "loss {:.4f}", "evaluation_loss": "evaluation loss {:.4f}",
         "learning_rate": "lr {:.3g}", "gradient_norm": "norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
+        **{f"evaluation_{name}": form for name, form in EVALUATED.items()},
     }  # fmt: skip
     return [form.format(values[name]) for name, form in forms.items() if values.get(name) is not None]
 

@@ -64,7 +64,8 @@ def test_one_number(trained: Run, exported: Path, home: Path, monkeypatch: pytes
     from transformers import BertForMaskedLM
 
     found = evaluated(home)
-    assert found["loss"] == pytest.approx(trained.values("evaluation_loss")[-1][1], rel=1e-6)
+    for name in ("loss", "perplexity", "masked_word_accuracy"):  # as training itself evaluated
+        assert found[name] == pytest.approx(trained.values(f"evaluation_{name}")[-1][1], rel=1e-6)
     assert evaluated(home, *TWO_RANKS, "engine.name=ort") == pytest.approx(found, rel=1e-5)
 
     monkeypatch.chdir(home)

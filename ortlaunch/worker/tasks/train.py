@@ -20,7 +20,7 @@ from ortlaunch.worker import checkpoint
 from ortlaunch.worker.agreement import Agreement, agreement
 from ortlaunch.worker.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.data.identity import identity
-from ortlaunch.worker.evaluation import evaluate
+from ortlaunch.worker.evaluation import evaluate, named
 from ortlaunch.worker.finish import finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait_for
@@ -119,7 +119,7 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
                 evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
             asked = max(asked, agreed.now())
             if metrics and evaluated is not None:
-                metrics.write(state.step, {"evaluation_loss": evaluated})
+                metrics.write(state.step, named(evaluated))
 
         if asked or saving.is_due(state.step):
             with meter.paused(), progress.during("saving a checkpoint"):
@@ -247,9 +247,9 @@ def nothing_to_train(session: Session, state: TrainState) -> None:
     if not session.group.gather_numbers([len(mine)])[0][0]:
         with session.progress.during("evaluating"):
             evaluated = evaluate(session, session.data.evaluation)
-        if session.group.rank == 0:
+        if session.group.rank == 0 and evaluated is not None:
             metrics = Metrics(session.recipe, session.run, state.step)
-            metrics.write(state.step, {"evaluation_loss": evaluated})
+            metrics.write(state.step, named(evaluated))
             metrics.close()
 
 
