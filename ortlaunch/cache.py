@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import grp
-import hashlib
 import os
 import pwd
 import shlex
@@ -152,6 +151,8 @@ def _stamp(file: Path) -> dict[str, int]:
 
 
 def _sha256(file: Path) -> str:
+    import hashlib  # here: every command imports this module
+
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         for piece in iter(lambda: opened.read(1 << 20), b""):

@@ -22,29 +22,43 @@ class Node(NamedTuple):
     """One host of the run; its ranks are first_rank .. first_rank + slots - 1."""
 
     host: str
+    """Its name, as ssh takes it."""
     slots: int
+    """Ranks on it."""
     first_rank: int
+    """The first of them."""
     devices: tuple[int, ...]
+    """The GPU of each."""
 
 
 class BatchPlan(NamedTuple):
     """global_samples == micro_samples x accumulation_steps x data_parallel_ranks; computed here and nowhere else."""
 
     global_samples: int
+    """Samples of an optimizer step, over all ranks."""
     micro_samples: int
+    """Samples that a rank takes through one forward and backward pass."""
     accumulation_steps: int
+    """Passes of each rank before an optimizer step."""
     data_parallel_ranks: int
+    """Ranks with samples of their own: all."""
     tokens_per_step: int | None
+    """Tokens of an optimizer step; null: samples have no length."""
 
 
 class Bytes(NamedTuple):
-    """Bytes on one rank; `buckets` hold gradients on their way to other ranks."""
+    """Bytes on one rank; plan.json has their sum, too, as `total`."""
 
     weights: int
+    """Parameters."""
     gradients: int
+    """Their gradients."""
     optimizer: int
+    """Optimizer state with float32 copies of the weights."""
     activations: int
+    """What the forward pass keeps for the backward pass: an estimate."""
     buckets: int = 0
+    """Gradients on their way to other ranks."""
 
     @property
     def model(self) -> int:
@@ -60,10 +74,15 @@ class Memory(NamedTuple):
     """What a plan says about memory: parameter counts, bytes per rank by ZeRO stage, bytes of a checkpoint."""
 
     parameters: int
+    """Parameters of the model; tied ones count once."""
     trainable: int
+    """Those that get gradients."""
     by_stage: tuple[tuple[str, Bytes], ...]
+    """Of each way to shard: `DDP`, `ZeRO 1` and so on."""
     chosen: str
+    """The recipe's."""
     checkpoint: int
+    """Bytes of a checkpoint, over all ranks."""
     chunk: int = 0
     """Rows whose logits exist at once; 0: all."""
     compared: int = 0
@@ -72,23 +91,38 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One run, settled. `to_json` and `from_json` are inverse; the same input gives the same text."""
+    """One run, settled; its file has also a `format` and the number of ranks, `world_size`."""
 
     name: str
-    task: str  # what the ranks do: train | parity | evaluate | bench | try (worker/tasks/)
+    """The recipe's `name`."""
+    task: str
+    """What the ranks do: train, parity, evaluate, bench or try."""
     launcher: str
+    """What starts them: local, torchrun or mpi; `inside`: a launcher of the user's own has."""
     device: str
+    """cpu or cuda."""
     nodes: tuple[Node, ...]
+    """The hosts, in the order of their ranks."""
     batch: BatchPlan
-    threads: int | None  # of each rank; None: its host's cores divided among its ranks, counted there
+    """The batch equation, solved."""
+    threads: int | None
+    """CPU threads of each rank; null: its host's cores divided among its ranks, counted there."""
     rendezvous: str
+    """How ranks meet, for a person."""
     modules: str
+    """Folder of the recipe, where the user's own modules may lie."""
     argv: tuple[str, ...]
+    """The command of one rank, to which the run folder is added."""
     env: tuple[tuple[str, str], ...]
+    """Environment variables of every rank (`launch.env`)."""
     forward: tuple[str, ...]
+    """Names of variables of the user's shell that every rank gets; their values are written nowhere."""
     memory: Memory | None
+    """What the run takes; null: a model that cannot be counted."""
     deepspeed: dict[str, Any] | None
-    grace_seconds: int = 60  # from a stop that is asked for to SIGKILL
+    """DeepSpeed's config; null: the run trains without it."""
+    grace_seconds: int = 60
+    """From a stop that is asked for to SIGKILL."""
 
     @property
     def saves(self) -> bool:

@@ -23,8 +23,10 @@ from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule import extensions
 from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.run.engine_report import Choice, MeasuredEngine
 from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.run.prepare import differences
+from ortlaunch.run.records import as_json
 from ortlaunch.run.resolve import ResolvedRun
 
 SHORT = Length(rounds=3, steps=3)
@@ -146,12 +148,8 @@ def decide(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         raise EngineError("engine.name: auto: no engine can train this model here\n" + "\n".join(_left_out(rows)))
     beaten = [times(best, row) for row in rows if row is not best and passes(row)]
     measured = f"measured {', '.join(beaten)} on {time.strftime('%Y-%m-%d')}" if beaten else "the only one that can be"
-    return {
-        "asked": "auto",
-        "chosen": best["engine"],
-        "why": "; ".join([measured, *_left_out(rows)]),
-        "measured": {row["engine"]: _brief(row) for row in rows},
-    }
+    why = "; ".join([measured, *_left_out(rows)])
+    return dict(as_json(Choice("auto", best["engine"], why, {row["engine"]: _brief(row) for row in rows})))
 
 
 def _left_out(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -162,15 +160,10 @@ def _left_out(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"{row['engine']} left out: parity: {row['parity']['verdict']}: {row['parity'].get('why')}"
 
 
-def _brief(row: dict[str, Any]) -> dict[str, Any]:
+def _brief(row: dict[str, Any]) -> MeasuredEngine:
     if row["state"] != MEASURED:
-        return {"state": row["state"], "reason": short_reason(row["reason"])}
-    return {
-        "state": row["state"],
-        "seconds_per_step": row["seconds"],
-        "samples_per_second": row["samples_per_second"],
-        "parity": row["parity"],
-    }
+        return MeasuredEngine(row["state"], short_reason(row["reason"]))
+    return MeasuredEngine(row["state"], None, row["seconds"], row["samples_per_second"], row["parity"])
 
 
 def _path(resolved: ResolvedRun) -> Path:

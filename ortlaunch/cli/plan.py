@@ -28,9 +28,8 @@ def plan(
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.planning.describe import describe
     from ortlaunch.planning.memory import why_unknown
-    from ortlaunch.run.control import dry_run, preview
     from ortlaunch.run.folder import RunDir
-    from ortlaunch.run.micro_size import note
+    from ortlaunch.run.preview import dry_run, preview, size_notes
     from ortlaunch.run.resolve import resolve
 
     resolved = preview(resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ))
@@ -45,7 +44,7 @@ def plan(
         typer.echo(resolved.plan.to_json())
         return
     command = dry_run(resolved, RunDir(f"runs/{resolved.plan.name}-TIME")).splitlines()[-1]
-    notes = note(resolved.file.recipe, resolved.plan)
+    notes = size_notes(resolved)
     if resolved.plan.memory is None:
         notes.append(f"memory: not known here: {why_unknown(resolved.file.recipe)}")
     shown = describe(resolved.plan, resolved.file.recipe)

@@ -24,8 +24,8 @@ def submit(
     Prints the job's id alone on standard output. `ortlaunch status`, `logs` and `cancel` take the run folder.
     """
     from ortlaunch.planning.world import LaunchOptions
-    from ortlaunch.run.control import preview
     from ortlaunch.run.prepare import run_folder
+    from ortlaunch.run.preview import preview
     from ortlaunch.run.resolve import resolve
     from ortlaunch.run.submit import request_of, submit, without_effect
     from ortlaunch.schedulers import SCHEDULERS

@@ -43,16 +43,18 @@ def start(
     resume: tuple[str, tuple[str, ...]] = ("auto", ()),
 ) -> None:
     """Run the ranks, or show what would be run; leaves with the run's exit status."""
-    from ortlaunch.run import control
+    from ortlaunch.run import preview
     from ortlaunch.run.prepare import run_folder
     from ortlaunch.run.resolve import resolve
-    from ortlaunch.run.resume import ResumeOptions
 
     resolved = resolve(recipe, overrides, options._replace(planned_only=dry_run), os.environ)
     if dry_run:
-        resolved = control.preview(resolved)
+        resolved = preview.preview(resolved)
         print(*resolved.notes, sep="\n", end="\n" if resolved.notes else "", file=sys.stderr)
-        typer.echo(control.dry_run(resolved, run_folder(run_dir, resolved, os.environ)))
+        typer.echo(preview.dry_run(resolved, run_folder(run_dir, resolved, os.environ)))
         return
+    from ortlaunch.run import control
+    from ortlaunch.run.resume import ResumeOptions
+
     go_on_unread()
     raise typer.Exit(control.train(resolved, run_dir, ResumeOptions(*resume)))

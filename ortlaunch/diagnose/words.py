@@ -15,5 +15,4 @@ OTHER_WORLD = re.compile(r"the plan has \d+ ranks, the launcher started|the laun
 OUT_OF_RANGE = re.compile(
     r"index out of range in self|Target \d+ is out of bounds|device-side assert|out of bounds for"
 )
-PEERS = re.compile(r"Timed out waiting|Socket closed|Connection (closed|reset) by peer|NCCL error|Broken pipe")
 NATIVE = re.compile(r"terminate called|what\(\):|Assertion|assert|CHECK failed|Fatal Python error|Check failed")

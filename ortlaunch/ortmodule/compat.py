@@ -107,7 +107,10 @@ def skip_padding_hook() -> bool:
 
 def keep_bool_arguments() -> bool:
     """Every torch: custom autograd functions get booleans as uint8, and cannot return any."""
-    return not extensions.interop_refusal() and custom_functions.keep_booleans()
+    if extensions.interop_refusal():
+        return False
+    custom_functions.keep_booleans()
+    return True
 
 
 def without_warning_of_hooks() -> None:
@@ -150,6 +153,7 @@ def _interop_is_refused() -> bool:
     return bool(extensions.interop_refusal())
 
 
+_CUSTOM_EXPORT = "_custom_autograd_function_exporter:_default_export"
 _SDPA = "torch.onnx.symbolic_opset14:scaled_dot_product_attention"
 _BEFORE_IMPORT: tuple[Repair, ...] = (Repair("alias_moved_exporter_modules", install=alias_moved_exporter_modules),)
 # Those without more than a name are steps of an export (pipeline.py), for every torch.
@@ -159,7 +163,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("export_with_torchscript", install=_exporter_is_dynamo),
     Repair("refuse_custom_backward", install=_interop_is_refused),
     Repair("skip_padding_hook", install=skip_padding_hook),
-    Repair("keep_bool_arguments", install=keep_bool_arguments),
+    Repair("keep_bool_arguments", (_CUSTOM_EXPORT,), keep_bool_arguments),
     Repair("export_multihead_attention"),
     Repair("export_sdpa_dropout", (_SDPA,)),
     Repair("accumulate_repeated_indices"),

@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import functools
 import importlib
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,17 +18,13 @@ from ortlaunch.ortmodule import extensions
 
 _CALLS = "onnxruntime.training.ortmodule._custom_autograd_function"
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
-_REGISTERS = "    register_torch_autograd_function(func_full_qual_name, func_class)\n"
 _SCHEMA = ("infer_shape", "alias_input")  # what a function may tell ORT's exporter about itself
 
 
-def keep_booleans() -> bool:
-    """Let every custom function that takes or returns boolean tensors see them; False where ORT's source is unknown."""
+def keep_booleans() -> None:
+    """Let every custom function that takes or returns boolean tensors see them."""
     exporter: Any = importlib.import_module(_EXPORTER)
-    if inspect.getsource(exporter._default_export).count(_REGISTERS) != 1:
-        return False
     exporter._default_export = _with_booleans(exporter._default_export)
-    return True
 
 
 def _with_booleans(default_export: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,35 +13,35 @@ import torch
 
 from ortlaunch.ortmodule.symbolics import registered, type_of
 
-_NAME = "ortlaunch::head_loss"
+OPERATOR = "ortlaunch::head_loss"
 
 
 def calling_chunked_loss(export: Callable[..., Any]) -> Callable[..., Any]:
     """An export in which the operator of a chunked loss stays one call."""
-    return registered(export, _NAME, _symbolic, 9)
+    return registered(export, OPERATOR, _symbolic, 9)
 
 
 def _symbolic(g: Any, hidden: Any, weight: Any, *rest: Any) -> Any:
     own, exact = type_of(hidden), torch.promote_types(type_of(hidden), torch.float32)
-    _register_gradient([own, type_of(weight)], exact)
-    called = {"operator_s": _NAME, "overload_name_s": "", "outputs": 5}
+    _register_gradient([own, type_of(weight)])
+    called = {"operator_s": OPERATOR, "overload_name_s": "", "outputs": 5}
     outputs = g.op("org.pytorch.aten::ATen", hidden, weight, *rest, **called)
     for output, dtype in zip(outputs, (exact, own, exact, exact, exact)):
         output.setType(hidden.type().with_dtype(dtype).with_sizes([] if output is outputs[0] else None))
     return outputs
 
 
-def _register_gradient(types: list[torch.dtype], exact: torch.dtype) -> None:
+def _register_gradient(types: list[torch.dtype]) -> None:
     """For the graph that is exported now: ORT's definitions name types by their numbers."""
     from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
 
     module: Any = importlib.import_module("onnxruntime.capi._pybind_state")
-    key = f"org.pytorch.aten::ATen::{_NAME}::"
-    module.register_gradient_definition(key, _to_gradient_definition(list(_gradient(types, exact))))
+    key = f"org.pytorch.aten::ATen::{OPERATOR}::"
+    module.register_gradient_definition(key, _to_gradient_definition(list(_gradient(types))))
 
 
-def _gradient(types: list[torch.dtype], exact: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    """Nodes of a gradient definition: of the weight and the bias from `exact`, of what goes into the head as it is."""
+def _gradient(types: list[torch.dtype]) -> Iterator[tuple[Any, ...]]:
+    """Nodes of a gradient definition: of the weight and the bias in float32 or above first."""
     yield "Mul", ["GO(0)", "O(4)"], ["factor"]
     yield "Cast", ["factor"], ["own"], _to(types[0])
     yield "Mul", ["O(1)", "own"], ["GI(0)"]

@@ -32,7 +32,6 @@ _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
           _T.allclose}  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
-_BETWEEN = (grad_mode.__file__, aliases.__file__)  # a call and the look at it
 _LOOKS_AT_MASK = "_detect_is_causal_mask"
 # Own looks at a batch, and torch's checks of a distribution's parameters.
 _QUIET = (str(Path(__file__).parent), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")

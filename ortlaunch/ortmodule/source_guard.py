@@ -43,6 +43,7 @@ KNOWN = {
     f"{EVALUATION}.forward": "1f8e3538efd4c23d",
     f"{MANAGER}.__getstate__": "8c59e5cbc2348a1c",
     "_io:parse_outputs_for_onnx_export_and_extract_schema": "c83275c7f572b599",
+    "_custom_autograd_function_exporter:_default_export": "aa1d3d1bf6199e03",
     "__init__:_override_gradient_checkpoint": "cec15e65a7037fcf",
     "_mem_efficient_grad_mgmt:post_processing_enable_mem_efficient_training": "3244fee3a0d1c060",
     "options:_RuntimeOptions.memory_optimizer_is_enabled": "b490d1ca93ec18c7",

@@ -1,4 +1,4 @@
-"""Host files, ``--host`` lists and ``--include``/``--exclude`` filters, read into one tuple of Host.
+"""Host files and ``--include``/``--exclude`` filters, read into one tuple of Host.
 
 Reads the superset of what DeepSpeed, Open MPI, MPICH and Intel MPI read, and refuses what any of them would
 guess about. Order in the file is rank order. Pure except for ``read_hostfile``, which reads one file.
@@ -102,13 +102,6 @@ def parse_hostfile(text: str, source: str, default_slots: int | None = None) -> 
     return HostList(hosts, _dialect(marks))
 
 
-def parse_host_list(text: str, source: str = "--host", default_slots: int | None = None) -> HostList:
-    """Parse ``a:4,b:4``, the ``--host`` of Open MPI and the ``-H`` of Horovod."""
-    items = [(1, match.start(), match[0]) for match in re.finditer(r"(?:^|(?<=,))[^,]*", text)]
-    hosts, _ = _collect(items, source, default_slots)
-    return HostList(hosts, "host list")
-
-
 def select(hosts: Sequence[Host], include: str | None = None, exclude: str | None = None) -> tuple[Host, ...]:
     """Keep or drop hosts and slots by DeepSpeed's grammar, ``worker-2:0,1@worker-3``; the order stays.
 
@@ -138,29 +131,29 @@ def _decode(data: bytes, source: str) -> str:
         ) from error
 
 
-def _lines(text: str) -> Iterator[tuple[int, int, str]]:
+def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Lines that hold something besides a comment. Not splitlines(): it also splits at form feeds."""
     for number, line in enumerate(re.split(r"\r\n?|\n", text.lstrip("\ufeff")), 1):
         content = line.partition("#")[0]
         if content and not content.isspace():
-            yield number, 0, content
+            yield number, content
 
 
 def _collect(
-    lines: Iterable[tuple[int, int, str]], source: str, default_slots: int | None
+    lines: Iterable[tuple[int, str]], source: str, default_slots: int | None
 ) -> tuple[tuple[Host, ...], set[str]]:
-    """Hosts and dialect marks of (number, offset, content) lines, or one error with every problem in them."""
+    """Hosts and dialect marks of numbered lines, or one error with every problem in them."""
     hosts: list[Host] = []
     marks: set[str] = set()
     complaints: list[str] = []
     seen: dict[str, str] = {}
-    for number, offset, content in lines:
+    for number, content in lines:
         problems: _Problems = []
         host = _read(content, default_slots, marks, problems)
         if host:
             hosts.append(host)
-            _refuse_repeated(host, f"{source}:{number}:{offset + _column(content)}", seen, complaints)
-        complaints += [f"{source}:{number}:{offset + column}: {text}" for column, text in problems]
+            _refuse_repeated(host, f"{source}:{number}:{_column(content)}", seen, complaints)
+        complaints += [f"{source}:{number}:{column}: {text}" for column, text in problems]
     if complaints:
         raise HostfileError("\n".join(complaints))
     return tuple(hosts), marks
@@ -177,7 +170,7 @@ def _refuse_repeated(host: Host, place: str, seen: dict[str, str], complaints: l
 
 def _read(content: str, default_slots: int | None, marks: set[str], problems: _Problems) -> Host | None:
     """The host on one line, adding the mark of its dialect; None when ``problems`` grew."""
-    column, token = _column(content), (content.split(None, 1) or [""])[0]
+    column, token = _column(content), content.split(None, 1)[0]
     name, colon = _split(token, column, problems)
     settings = {} if colon is None else {"slots": _Setting(column, token, colon)}
     _read_settings(content, column - 1 + len(token), settings, problems)
@@ -248,8 +241,6 @@ def _dialect(marks: set[str]) -> str:
 
 
 def _bad_name(token: str) -> str:
-    if not token:
-        return "there is no host here; write for example worker-1:8,worker-2:8"
     if "=" in token:
         return f"there is no host before {token!r}; write for example {_EXAMPLE}"
     if token.count(":") > 1 and "[" not in token:

@@ -60,11 +60,6 @@ def full_config(recipe: Recipe) -> dict[str, Any] | None:
     return config
 
 
-def count_parameters(config: dict[str, Any], task: str) -> int:
-    """Parameters of a BERT or Llama model with the head of `task`; tied weights count once."""
-    return sum(tensor_sizes(config, task))
-
-
 def tensor_sizes(config: dict[str, Any], task: str) -> list[int]:
     """Elements of each parameter of a BERT or Llama model with the head of `task`; tied weights are one."""
     return _bert(config, task) if config["model_type"] == "bert" else _llama(config, task)

@@ -153,18 +153,11 @@ def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     takes = _OPTIMIZER_FIELDS[optimizer.name]
     for key in sorted({"betas", "epsilon", "momentum"} & chosen(optimizer) - set(takes)):
         yield (f"optimizer.{key}", "optimizer.name"), DOES_NOTHING.format(optimizer.name, " and ".join(takes))
-    if optimizer.name != "lamb" or zero is None:
-        return
-    if zero.stage > 0:
+    if optimizer.name == "lamb" and zero is not None and zero.stage > 0:
         yield (
             ("optimizer.name", "zero.stage"),
             f"got lamb with ZeRO {zero.stage}: LAMB scales each tensor by its own norm, and ZeRO cuts tensors into "
             "flat pieces, so every scale would be wrong; use fused_adam, or zero.stage: 0",
-        )
-    elif recipe.precision == "bf16":
-        yield (
-            ("optimizer.name", "precision", "zero"),
-            "got lamb with bf16 under DeepSpeed, whose bf16 optimizer flattens tensors also at stage 0; use zero: null",
         )
 
 

@@ -35,11 +35,6 @@ from ortlaunch.units import duration
 _JOIN_SECONDS = 120
 
 
-def dry_run(resolved: ResolvedRun, run: RunDir) -> str:
-    """Exactly what a real run would send."""
-    return str(request_of(resolved.plan, run))
-
-
 def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = AUTOMATIC) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
     with RunLock() as lock:
@@ -128,18 +123,9 @@ def _with_engine(resolved: ResolvedRun, run: RunDir, before: Recipe | None, opti
     inside = resolved.world.inside
     if resolved.file.recipe.engine.name != "auto" or (inside is not None and inside.rank > 0):
         return resolved
-    from ortlaunch.bench import auto  # here: `plan` answers in a tenth of a second
-
-    return auto.choose(resolved, run, check=lambda: _check_means(resolved, run, before, options))
-
-
-def preview(resolved: ResolvedRun) -> ResolvedRun:
-    """For showing a plan: engine auto as it would be decided now, without measuring."""
-    if resolved.file.recipe.engine.name != "auto":
-        return resolved
     from ortlaunch.bench import auto
 
-    return auto.preview(resolved)
+    return auto.choose(resolved, run, check=lambda: _check_means(resolved, run, before, options))
 
 
 def _be_a_rank(resolved: ResolvedRun, run: RunDir, before: Recipe | None, lock: RunLock, options: ResumeOptions) -> int:

@@ -14,6 +14,40 @@ EMPTY = ("onnxruntime",)  # what is written as {} where there is none, so that a
 
 
 @dataclass
+class MeasuredEngine:
+    """What a measurement gave of one engine."""
+
+    state: str
+    """`measured`, or what kept it from that."""
+    reason: str | None = None
+    """What that was."""
+    seconds_per_step: dict[str, float] | None = None
+    """Median, quartiles and ends of all measured steps."""
+    samples_per_second: float | None = None
+    """Speed over all ranks."""
+    parity: dict[str, Any] | None = None
+    """The comparison with plain PyTorch: its verdict and figures."""
+
+
+@dataclass
+class Choice:
+    """How `engine.name: auto` was decided."""
+
+    asked: str
+    """auto."""
+    chosen: str
+    """The engine that was fastest."""
+    why: str
+    """What was measured, when, and what was left out."""
+    measured: dict[str, MeasuredEngine]
+    """Each engine."""
+    bench: str | None = None
+    """The folder of the measurement."""
+    key: str | None = None
+    """The digest of what decides speed, by which the choice is remembered."""
+
+
+@dataclass
 class EngineChoice:
     """Which engine was asked for, and which runs."""
 
@@ -25,15 +59,15 @@ class EngineChoice:
     """Why another engine than the one asked for runs (`engine.allow_fallback`), by ONNX Runtime's or the exporter's own
     words; null: none does."""
     chosen: str | None = None
-    """With `engine.name: auto`: the engine that was fastest. The fields below come with it."""
+    """With `engine.name: auto`: this and the fields below are those of choice.json."""
     why: str | None = None
-    """With auto: what was measured, when, and what was left out."""
-    measured: dict[str, dict[str, Any]] | None = None
-    """With auto: state, seconds a step, samples a second and parity of each engine."""
+    """As there."""
+    measured: dict[str, MeasuredEngine] | None = None
+    """As there."""
     bench: str | None = None
-    """With auto: the folder of the measurement."""
+    """As there."""
     key: str | None = None
-    """With auto: the digest of what decides speed, by which the choice is remembered."""
+    """As there."""
 
 
 @dataclass

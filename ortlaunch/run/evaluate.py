@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ortlaunch.errors import InputError
 from ortlaunch.plan import Plan
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run import control
+from ortlaunch.run import control, preview
 from ortlaunch.run.export import chosen_step
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.resolve import MODULES_VARIABLE, ResolvedRun, resolve
@@ -37,7 +37,7 @@ def evaluate(asked: Asked, options: LaunchOptions) -> int:
 def dry_run(asked: Asked, options: LaunchOptions) -> str:
     """What would be started."""
     step = chosen_step(asked.run, asked.step)
-    return control.dry_run(_resolved(asked, options._replace(planned_only=True)), asked.run.evaluation_of(step))
+    return preview.dry_run(_resolved(asked, options._replace(planned_only=True)), asked.run.evaluation_of(step))
 
 
 def _resolved(asked: Asked, options: LaunchOptions) -> ResolvedRun:

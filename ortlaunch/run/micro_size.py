@@ -80,10 +80,8 @@ def refuse_inside() -> None:
     )
 
 
-def note(recipe: Recipe, plan: Plan) -> list[str]:
+def note(plan: Plan) -> list[str]:
     """What `ortlaunch plan` says of a size that is not known yet."""
-    if not is_asked(recipe):
-        return []
     found = sizes(plan)
     shown = ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", found[-1]]))
     lines = [f"micro_size: auto: train will find it by trying, among {shown}; the plan above is for 1"]

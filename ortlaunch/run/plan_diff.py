@@ -12,8 +12,8 @@ from ortlaunch.errors import InputError, PlanError
 from ortlaunch.plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run import shipped
-from ortlaunch.run.control import preview
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.preview import preview
 from ortlaunch.run.resolve import resolve
 
 

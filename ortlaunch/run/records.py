@@ -174,6 +174,37 @@ class MetricsLine:
 
 
 @dataclass
+class ParityLine:
+    """A line for each step that was also run in plain PyTorch: of the rank where it differed most.
+
+    A difference is relative; infinite and undefined numbers are words, as in metrics.jsonl.
+    """
+
+    step: int
+    """The optimizer step, from 1."""
+    rank: int
+    """Which rank's micro batch it is."""
+    loss: float
+    """The engine's."""
+    reference_loss: float
+    """Plain PyTorch's."""
+    loss_difference: float
+    """Of the two."""
+    gradient_difference: float
+    """The largest of any gradient."""
+    worst: list[list[Any]]
+    """The gradients that differ most: name, difference, norm on the engine, norm in PyTorch."""
+    parameters: int
+    """Gradients that were compared."""
+    tolerance: float
+    """Above which the run ends."""
+    passed: bool
+    """Whether both differences are within it."""
+    seconds: float | None = None
+    """What the comparison took."""
+
+
+@dataclass
 class EvaluationLine:
     """A line for each evaluation."""
 

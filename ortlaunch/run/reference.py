@@ -1,6 +1,6 @@
 """docs/run-folder.md: the files of a run, and every field of those that tell how it went.
 
-Made from the types in engine_report.py and records.py, so that it cannot say anything else than what is written.
+Made from the types of what is written, so that it cannot say anything else.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ast
 import inspect
 from collections.abc import Iterator
 
+from ortlaunch import plan
 from ortlaunch.run import engine_report, folder, records
 
 _HEAD = """\
@@ -20,7 +21,10 @@ Made by `ortlaunch schema --run-folder > docs/run-folder.md`; a test holds it to
 A field whose value may be absent is left out of the file where it does not apply. Sizes are in bytes, times in seconds.
 """
 _FILES = {
+    "plan.json": "Plan",
+    "choice.json": "Choice",
     "engine.json": "EngineReport",
+    "parity.jsonl": "ParityLine",
     "memory.json": "MemoryReport",
     "summary.json": "Summary",
     "stopped.json": "Stopped",
@@ -37,12 +41,14 @@ _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, fal
 
 def markdown() -> str:
     """The whole page."""
-    bodies = [ast.parse(inspect.getsource(module)).body for module in (engine_report, records)]
+    bodies = [ast.parse(inspect.getsource(module)).body for module in (plan, engine_report, records)]
     types = {each.name: each for body in bodies for each in body if isinstance(each, ast.ClassDef)}
     parts = [_HEAD.format(folder=_folder())]
+    told = set[str]()
     for file, name in _FILES.items():
         parts += [f"## {file}", "", *_section(types, name)]
-        for inner in dict.fromkeys(_inside(types, name)):
+        for inner in dict.fromkeys(each for each in _inside(types, name) if each not in told):
+            told.add(inner)
             parts += [f'<a id="{inner}"></a>', "", f"### {inner}", "", *_section(types, inner)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
@@ -99,7 +105,10 @@ def _kind(types: dict[str, ast.ClassDef], form: ast.expr) -> str:
     if isinstance(form, ast.BinOp):
         return f"{_kind(types, form.left)} or {_kind(types, form.right)}"
     if isinstance(form, ast.Subscript):
-        inner = form.slice.elts[-1] if isinstance(form.slice, ast.Tuple) else form.slice
+        inside = form.slice.elts if isinstance(form.slice, ast.Tuple) else [form.slice]
+        inner = [each for each in inside if ast.unparse(each) != "..."][-1]
+        if isinstance(inner, ast.Subscript) and ast.unparse(inner).startswith("tuple[str, "):  # a mapping in JSON
+            return _kind(types, ast.Subscript(ast.Name("dict"), inner.slice))
         return f"{'mapping' if ast.unparse(form.value) == 'dict' else 'list'} of {_kind(types, inner)}"
     name = ast.unparse(form)
     return f"[{name}](#{name})" if name in types else _WORDS[name]

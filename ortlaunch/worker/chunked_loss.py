@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ortlaunch.ortmodule.head_loss import OPERATOR
+
 IGNORED = -100
-_NAME = "ortlaunch::head_loss"
 
 
 def chunked_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rows: int, train: bool) -> Tensor:
@@ -131,11 +132,11 @@ def _define() -> None:
     bools = "bool of_hidden, bool of_weight, bool of_bias"
     tensors = ", ".join(["Tensor"] * 5)
     torch.library.define(
-        _NAME, f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int rows, {bools}) -> ({tensors})"
+        OPERATOR, f"(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, int rows, {bools}) -> ({tensors})"
     )
-    torch.library.impl(_NAME, ("CPU", "CUDA"), _head_loss)
-    torch.library.register_fake(_NAME, _outputs)
-    torch.library.register_autograd(_NAME, _backward, setup_context=_keep)
+    torch.library.impl(OPERATOR, ("CPU", "CUDA"), _head_loss)
+    torch.library.register_fake(OPERATOR, _outputs)
+    torch.library.register_autograd(OPERATOR, _backward, setup_context=_keep)
 
 
 _define()

@@ -13,6 +13,7 @@ from ortlaunch.errors import EngineError, ParityError
 from ortlaunch.recipe.parity import Compared, compared_steps
 from ortlaunch.run.engine_report import Parity
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
+from ortlaunch.run.records import ParityLine, as_json
 from ortlaunch.worker.comparison import LIMITS, Comparison, Difference, compare, dropouts
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
@@ -109,18 +110,19 @@ class ParitySteps:
         return self.module
 
     def _record(self, step: int, found: Comparison) -> Record:
-        return {
-            "step": step,
-            "rank": self.group.rank,
-            "loss": found.loss,
-            "reference_loss": found.reference_loss,
-            "loss_difference": found.loss_difference,
-            "gradient_difference": found.gradient_difference,
-            "worst": [[_name(each), *each[1:]] for each in found.gradients[:_SHOWN]],
-            "parameters": len(found.gradients),
-            "tolerance": self.tolerance,
-            "passed": found.largest <= self.tolerance,
-        }
+        line = ParityLine(
+            step=step,
+            rank=self.group.rank,
+            loss=found.loss,
+            reference_loss=found.reference_loss,
+            loss_difference=found.loss_difference,
+            gradient_difference=found.gradient_difference,
+            worst=[[_name(each), *each[1:]] for each in found.gradients[:_SHOWN]],
+            parameters=len(found.gradients),
+            tolerance=self.tolerance,
+            passed=found.largest <= self.tolerance,
+        )
+        return dict(as_json(line))
 
     def _summary(self) -> Parity:
         """What engine.json says; the worst step's parameters."""

@@ -19,6 +19,7 @@ from ortlaunch.recipe.engine import Engine
 from ortlaunch.run import control
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.run.prepare import write_run
+from ortlaunch.run.preview import preview
 from ortlaunch.run.resolve import ResolvedRun
 from tests.control.benches import player, resolved, rows
 from tests.makers import OWN_MODULE
@@ -172,7 +173,7 @@ def test_what_would_fail_anyway_fails_before_measuring() -> None:
 def test_plan_and_dry_run_measure_nothing() -> None:
     """They say that it will be measured, and plan nothing else until then."""
     base = resolved()
-    shown = control.preview(base)
+    shown = preview(base)
     assert shown.plan == base.plan
     assert shown.notes[-1].startswith("engine auto: measured when training starts")
 

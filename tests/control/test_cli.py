@@ -263,6 +263,7 @@ def test_plan(ortlaunch: Run) -> None:
     assert lines[0] == "bert: 2 ranks on 1 host, cpu, launcher torchrun"
     assert any(line.startswith("batch: 4 samples = 2 micro") for line in lines)
     assert any(line.startswith("memory: ") for line in lines)
+    assert "micro_size: auto" not in ended.out
     assert lines[-1].startswith("command: OMP_NUM_THREADS=1 ")
     assert lines[-1].endswith(f"{start.__file__} ortlaunch.worker runs/bert-TIME")
     assert not Path("runs").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from ortlaunch.errors import HostfileError
 from ortlaunch.planning import hosts
-from ortlaunch.planning.hosts import Host, HostList, parse_host_list, parse_hostfile, read_hostfile
+from ortlaunch.planning.hosts import Host, HostList, parse_hostfile, read_hostfile
 from tests.makers import host
 
 EXAMPLES = Path(__file__).parents[2] / "hostfiles"
@@ -260,34 +260,6 @@ def test_not_utf8(tmp_path: Path, data: bytes, place: str, byte: str) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(data)
     assert refused(read_hostfile, path) == f"{path}:{place}: byte 0x{byte} is not UTF-8; save the file as UTF-8"
-
-
-def test_host_list() -> None:
-    """The --host list gives the same hosts as a file, spaces allowed, and bare names take the default."""
-    expected = (host("a", 4), host("u@b", 2), host("::1", 1))
-    assert parse_host_list("a:4,u@b:2, [::1]:1") == (expected, "host list")
-    assert parse_host_list("a,b:2", default_slots=1).hosts == (host("a", 1), host("b", 2))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", ["--host:1:1: there is no host here; write for example worker-1:8,worker-2:8"]),
-        ("a:4,", ["--host:1:5: there is no host here; write for example worker-1:8,worker-2:8"]),
-        ("a:4, b:0", ["--host:1:6: 'b:0' is below 1; write 1 or more, or delete the line"]),
-        ("a:4,a:4", [f"--host:1:5: host 'a' is already at --host:1:1; {ONCE}"]),
-        (
-            "a,b:4 c:4",
-            [
-                f"--host:1:1: host 'a' has no slots; {NO_SLOTS} 'a slots=8'",
-                "--host:1:7: 'c:4' is not understood; write key=value, such as slots=8",
-            ],
-        ),
-    ],
-)
-def test_wrong_host_list(text: str, expected: list[str]) -> None:
-    """Errors in a --host list name the option and the column within it."""
-    assert refused(parse_host_list, text).split("\n") == expected
 
 
 def test_ten_thousand_lines() -> None:

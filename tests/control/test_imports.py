@@ -5,20 +5,16 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import json
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.makers import CUSTOM, OWN_MODULE
+from tests.control.test_package import DISTRIBUTIONS, OPTIONAL, requirements
 
 ROOT = Path(__file__).parents[2] / "ortlaunch"
-HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft",
-         "matplotlib"}  # fmt: skip
 ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
@@ -71,6 +67,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "run.resolve": ({"errors", "machine", "start", "recipe", "plan", "planning", "run"}, set()),
     "run.prepare": ({"errors", "rank", "recipe", "plan", "launch", "run"}, set()),
+    "run.preview": ({"bench", "run"}, set()),
     "run.evaluate": ({"errors", "plan", "planning", "run"}, set()),
     "run.export": ({"errors", "start", "run"}, set()),
     "run.provenance": ({"__init__", "machine", "run.folder"}, set()),
@@ -85,7 +82,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.resume": ({"errors", "recipe", "run"}, set()),
     "run.records": (set(), set()),
     "run.engine_report": ({"run.records"}, set()),
-    "run.reference": ({"run"}, set()),
+    "run.reference": ({"plan", "run"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "launch": ({"errors", "launchers", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
     "schedulers": ({"errors", "plan", "rank", "run.folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
@@ -104,6 +101,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
             "launch",
             "doctor",
             "run.folder",
+            "run.records",
+            "run.engine_report",
             "run.resolve",
             "run.prepare",
             "run.provenance",
@@ -133,9 +132,13 @@ def is_module(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
-    """Dotted names of everything that a module imports, wherever in it; relative ones made absolute."""
-    for node in ast.walk(tree):
+def imported(tree: ast.AST, package: tuple[str, ...], for_types: bool = True) -> Iterator[str]:
+    """Dotted names of everything that a module imports, wherever in it; relative ones made absolute.
+
+    Args:
+        for_types: also in `if TYPE_CHECKING:`, which never runs.
+    """
+    for node in statements(tree, for_types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -146,6 +149,17 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
                         for name in (alias.name for alias in node.names))  # fmt: skip
 
 
+def statements(tree: ast.AST, for_types: bool = True) -> Iterator[ast.stmt]:
+    """Every statement, without a look into the many expressions."""
+    for node in ast.iter_child_nodes(tree):
+        if for_types or not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
+            if isinstance(node, ast.stmt):
+                yield node
+            if isinstance(node, (ast.stmt, ast.excepthandler)):
+                yield from statements(node, for_types)
+
+
+@functools.cache
 def group(module: str) -> str:
     """The line of the table for a name inside ortlaunch, such as launch for ortlaunch.launch.mpi."""
     parts = module.split(".")[1:]
@@ -197,14 +211,7 @@ def circle(sources: Mapping[Path, str]) -> list[str]:
 
 @functools.cache
 def _imported_when_run(source: str, package: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(imported(_RunOnly().visit(ast.parse(source)), package))
-
-
-class _RunOnly(ast.NodeTransformer):
-    """Takes `if TYPE_CHECKING:` away."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        return None if ast.unparse(node.test).endswith("TYPE_CHECKING") else self.generic_visit(node)
+    return frozenset(imported(parsed(source), package, for_types=False))
 
 
 def dotted(module: Path) -> str:
@@ -218,10 +225,10 @@ def sources() -> dict[Path, str]:
     return {module: (ROOT / module).read_text(encoding="utf-8") for module in MODULES}
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_a_module_imports_only_what_the_table_allows(module: Path, sources: dict[Path, str]) -> None:
+def test_a_module_imports_only_what_the_table_allows(sources: dict[Path, str]) -> None:
     """Each import, also one inside a function, is in the module's line of the table or in the standard library."""
-    assert forbidden(module, sources[module]) == set()
+    found = {str(module): forbidden(module, source) for module, source in sources.items()}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> None:
@@ -286,11 +293,21 @@ def test_a_planted_circle_is_found(module: str, planted: str, found: set[str], s
     assert bool(around) == bool(found)
 
 
+def test_every_imported_package_is_declared(sources: dict[Path, str]) -> None:
+    """What any module imports is a dependency; what only some runs need, an extra."""
+    found = {name.partition(".")[0] for source in sources.values() for name in imported(parsed(source), ())}
+    others = {name for name in found - {"ortlaunch"} if not in_standard_library(name)}
+    packages = {DISTRIBUTIONS.get(name, name) for name in others}
+    assert {"torch", "typer", "onnx", "safetensors"} <= packages
+    assert packages - OPTIONAL - set(requirements()) == set()
+    assert OPTIONAL - set(requirements("*")) == set()
+
+
 def test_lists_of_parameters_are_short(sources: dict[Path, str]) -> None:
     """Six at most, but for the verbs, whose parameters are the command line's."""
     long = {}
     for module, source in sources.items():
-        for node in ast.walk(parsed(source)) if module.parts[0] != "cli" else ():
+        for node in statements(parsed(source)) if module.parts[0] != "cli" else ():
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 if len([name for name in names if name not in ("self", "cls")]) > 6:
@@ -315,12 +332,12 @@ def test_imports_are_found(source: str, package: tuple[str, ...], names: list[st
     assert list(imported(ast.parse(source), package)) == names
 
 
-def test_only_the_engine_names_ort_classes() -> None:
+def test_only_the_engine_names_ort_classes(sources: dict[Path, str]) -> None:
     """ORTModule, FusedAdam and FP16_Optimizer are used in worker/engine.py and ortmodule/ alone."""
     classes = {"ORTModule", "FusedAdam", "FP16_Optimizer"}
     users = set()
-    for module in MODULES:
-        for node in ast.walk(parsed((ROOT / module).read_text(encoding="utf-8"))):
+    for module, source in sources.items():
+        for node in ast.walk(parsed(source)) if any(name in source for name in classes) else ():
             name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
             aliases = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
             if classes & {name, *aliases}:
@@ -330,129 +347,12 @@ def test_only_the_engine_names_ort_classes() -> None:
     assert users != set()
 
 
-def loaded_by(code: str, folder: Path, *arguments: str) -> set[str]:
-    """Top-level modules in a fresh interpreter after `code`."""
-    tell = "import sys, json\nprint('\\n' + json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
-    command = [sys.executable, "-c", f"{code}\n{tell}", *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
-    return set(json.loads(result.stdout.splitlines()[-1]))
-
-
-# Takes one after the other what `step` does with it, and ends at the first after which one of `kept` is loaded.
-ONE_BY_ONE = """
-import importlib, sys
-from ortlaunch.cli import main
-
-def typed(words):
-    sys.argv = ["ortlaunch", *words.split()]
-    try:
-        main()
-    except SystemExit as end:
-        assert not end.code, words
-
-for each in {several!r}:
-    {step}(each)
-    found = {kept!r} & {{name.partition(".")[0] for name in sys.modules}}
-    assert not found, f"{{each}} brings {{found}}"
-"""
-
-
-def brings_none(step: str, several: Sequence[str], kept: set[str], folder: Path) -> bool:
-    """Whether modules or verbs leave packages alone, in one fresh interpreter; the first that does not is named."""
-    code = ONE_BY_ONE.format(several=several, step=step, kept=kept)
-    if step != "typed":
-        code = code.replace("from ortlaunch.cli import main\n", "")
-    return "ortlaunch" in loaded_by(code, folder)
-
-
-CONTROL_SIDE = (
-    "ortlaunch.cli",
-    "ortlaunch.run.control",
-    "ortlaunch.plan",
-    "ortlaunch.launch.mpi",
-    "ortlaunch.launch.local",
-    "ortlaunch.launch.torchrun",
-    "ortlaunch.launch.node",
-    "ortlaunch.schedulers.slurm",
-    "ortlaunch.schedulers.kubernetes",
-    "ortlaunch.schedulers.azureml",
-    "ortlaunch.ortmodule.extensions",
-    "ortlaunch.bench.command",
-    "ortlaunch.bench.auto",
-)
-
-
-def test_importing_the_control_side_is_light(tmp_path: Path) -> None:
-    """None of the control side's modules brings a heavy package with it."""
-    assert brings_none("importlib.import_module", CONTROL_SIDE, HEAVY, tmp_path)
-
-
-VERB = (
-    "import sys\nfrom ortlaunch.cli import main\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code"
-)
-ANSWERS = (
-    "--help",
-    "--version",
-    "bench --help",
-    "schema",
-    "recipes list",
-    "hostfile",
-    "validate recipe.json",
-    "plan recipe.json",
-    "plan recipe.json --json",
-    "train recipe.json --dry-run",
-    "submit recipe.json --dry-run",
-    "list",
-    "plan recipe.json engine.name=auto",
-    "parity recipe.json --dry-run engine.name=inductor",
-    "train recipe.json --dry-run --nproc-per-node=2",
-)
-
-
-def test_verbs_that_answer_are_light(tmp_path: Path) -> None:
-    """A verb that only answers imports no heavy package."""
-    (tmp_path / "recipe.json").write_text(json.dumps(CUSTOM))
-    (tmp_path / "mine.py").write_text(OWN_MODULE)
-    assert brings_none("typed", ANSWERS, HEAVY, tmp_path)
-
-
-def test_what_brings_a_heavy_package_is_found(tmp_path: Path) -> None:
-    """Its name is in the failure."""
-    with pytest.raises(AssertionError, match=r"yaml brings \{'yaml'\}"):
-        brings_none("importlib.import_module", ("json", "yaml"), {"yaml", "torch"}, tmp_path)
-
-
-def test_constraints_are_printed_before_anything_is_installed(tmp_path: Path) -> None:
-    """`pip install --no-deps ortlaunch` and typer (which may bring pydantic) are enough to ask for tested versions."""
-    assert loaded_by(VERB, tmp_path, "constraints") & {"yaml", "filelock", *HEAVY} == set()
-
-
-LOWEST = (
-    "ortlaunch.errors",
-    "ortlaunch.rank",
-    "ortlaunch.plan",
-    "ortlaunch.cache",
-    "ortlaunch.start",
-    "ortlaunch.run.folder",
-    "ortlaunch.run.engine_report",
-    "ortlaunch.planning.hosts",
-    "ortlaunch.ortmodule.extensions",
-    "ortlaunch.worker.rank_supervisor",
-)
-
-
-def test_the_lowest_modules_are_standard_library(tmp_path: Path) -> None:
-    """Reading hosts, ranks and run folders takes neither pydantic nor yaml."""
-    assert brings_none("importlib.import_module", LOWEST, {"pydantic", "yaml", *HEAVY}, tmp_path)
-
-
-def test_plan_json_is_read_by_its_type_alone() -> None:
+def test_plan_json_is_read_by_its_type_alone(sources: dict[Path, str]) -> None:
     """Nobody reads plan.json as a mapping, which a renamed field would break in silence."""
     raw = [
         f"{module}:{node.lineno}"
-        for module in MODULES
-        for node in ast.walk(parsed((ROOT / module).read_text(encoding="utf-8")))
+        for module, source in sources.items()
+        for node in (ast.walk(parsed(source)) if "(run.plan" in source else ())
         if isinstance(node, ast.Call) and ast.unparse(node).startswith(("read_json(run.plan", "json.loads(run.plan"))
     ]
     assert raw == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.recipe.schema import json_schema
-from tests.control.test_imports import imported, in_standard_library, parsed
 
 ROOT = Path(__file__).parents[2]
 # Modules whose distribution has another name.
@@ -42,19 +42,6 @@ def pins(file: str) -> dict[str, str]:
     return {_name(line): line.partition("==")[2] for line in lines if "==" in line}
 
 
-def _imports() -> set[str]:
-    trees = [parsed(path.read_text(encoding="utf-8")) for path in (ROOT / "ortlaunch").rglob("*.py")]
-    names = {name.partition(".")[0] for tree in trees for name in imported(tree, ())} - {"ortlaunch"}
-    return {DISTRIBUTIONS.get(name, name) for name in names if not in_standard_library(name)}
-
-
-def test_every_imported_package_is_declared() -> None:
-    """What any module imports is a dependency; what only some runs need, an extra."""
-    assert {"torch", "typer", "onnx", "safetensors"} <= _imports()
-    assert _imports() - OPTIONAL - set(requirements()) == set()
-    assert OPTIONAL - set(requirements("*")) == set()
-
-
 def test_floors_are_what_was_run() -> None:
     """constraints/floors.txt, on which the tiny recipes were run, pins each dependency's floor."""
     version = pytest.importorskip("packaging.version").Version
@@ -82,6 +69,22 @@ def test_constraints_are_within_the_bounds(file: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the wheel
 
 
+# Several verbs in one process of the installed Python: the words, and what each prints.
+TYPED = """
+import contextlib, io, json, sys
+from ortlaunch.cli import main
+said = {}
+for words in sys.argv[1:]:
+    sys.argv = ["ortlaunch", *words.split()]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main()
+    said[words] = out.getvalue()
+print(json.dumps(said))
+"""
+WORDS = ("recipes copy llama2-7b/tiny mine.yaml", "validate mine.yaml", "schema", "constraints",
+         "constraints torch-2.6", "hostfile", "hostfile mpich")  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment with our wheel in it, built from a copy; its dependencies are this environment's."""
@@ -91,15 +94,23 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir"]
-    _run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, source], folder)
+    # By pyproject.toml's own backend, as `pip wheel --no-build-isolation` would, but for pip's start.
+    _run([sys.executable, "-c", "from setuptools.build_meta import build_wheel; build_wheel('..')"], source)
     _run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], folder)
     python = folder / "venv" / "bin" / "python"
     (wheel,) = folder.glob("*.whl")
-    _run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], folder)
-    packages = Path(_run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    _run([*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel], folder)
+    packages = folder / "venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     return folder
+
+
+@pytest.fixture(scope="module")
+def said(installed: Path) -> dict[str, str]:
+    """What the verbs of the installed package print."""
+    python = installed / "venv" / "bin" / "python"
+    return dict(json.loads(_run([python, "-c", TYPED, *WORDS], installed)))
 
 
 def _run(command: list[str | Path], folder: Path) -> str:
@@ -108,17 +119,12 @@ def _run(command: list[str | Path], folder: Path) -> str:
     return done.stdout
 
 
-def ortlaunch(installed: Path, *words: str) -> str:
-    """What the installed command prints."""
-    return _run([installed / "venv" / "bin" / "ortlaunch", *words], installed)
-
-
 def test_the_installed_package_is_typed(installed: Path) -> None:
     """Type checkers read our annotations from a wheel, and it is the wheel that is asked here."""
-    code = "import ortlaunch, pathlib; print(pathlib.Path(ortlaunch.__file__).with_name('py.typed').is_file())"
     python = installed / "venv" / "bin" / "python"
-    assert _run([python, "-c", f"{code}; print(ortlaunch.__file__)"], installed).splitlines()[0] == "True"
-    assert str(installed) in _run([python, "-c", "import ortlaunch; print(ortlaunch.__file__)"], installed)
+    package = Path(_run([python, "-c", "import ortlaunch; print(ortlaunch.__file__)"], installed)).parent
+    assert package.is_relative_to(installed)
+    assert (package / "py.typed").is_file()
 
 
 def test_the_wheel_says_what_it_is(installed: Path) -> None:
@@ -128,24 +134,28 @@ def test_the_wheel_says_what_it_is(installed: Path) -> None:
     assert {"License-Expression: MIT", "Author: The ortlaunch authors", "Classifier: Typing :: Typed"} <= set(lines)
 
 
-def test_the_installed_recipes_and_schema(installed: Path) -> None:
-    """Recipes are listed and valid, and their schema is the package's."""
-    names = ortlaunch(installed, "recipes", "list").split()
+def test_the_installed_command_and_recipes(installed: Path) -> None:
+    """Recipes are listed."""
+    names = _run([installed / "venv" / "bin" / "ortlaunch", "recipes", "list"], installed).split()
     assert names == sorted(str(path.relative_to(ROOT / "recipes").with_suffix("")) for path in
                            (ROOT / "recipes").rglob("*.yaml"))  # fmt: skip
-    (new,) = ortlaunch(installed, "recipes", "copy", "llama2-7b/tiny", "mine.yaml").split()
-    assert "valid" in ortlaunch(installed, "validate", new)
-    schema = re.search(r"\$schema=(\S+)", (installed / new).read_text())
+
+
+def test_a_copy_of_an_installed_recipe(said: dict[str, str], installed: Path) -> None:
+    """It is valid, and its schema is the package's."""
+    assert said["recipes copy llama2-7b/tiny mine.yaml"] == "mine.yaml\n"
+    assert "valid" in said["validate mine.yaml"]
+    schema = re.search(r"\$schema=(\S+)", (installed / "mine.yaml").read_text())
     assert schema
-    assert Path(schema[1]).read_text() == json_schema() == ortlaunch(installed, "schema")
+    assert Path(schema[1]).read_text() == json_schema() == said["schema"]
 
 
-@pytest.mark.parametrize(
-    ("verb", "folder", "default", "name"),
-    [("constraints", "constraints", "torch-2.13.txt", "torch-2.6"), ("hostfile", "hostfiles", "openmpi", "mpich")],
-)
-def test_the_installed_texts(verb: str, folder: str, default: str, name: str, installed: Path) -> None:
+def test_the_installed_texts(said: dict[str, str]) -> None:
     """Constraints and example host files are printed as they lie in the repository."""
-    assert ortlaunch(installed, verb) == (ROOT / folder / default).read_text()
-    (file,) = (ROOT / folder).glob(f"{name}*")
-    assert ortlaunch(installed, verb, name) == file.read_text()
+    for words, file in (
+        ("constraints", "constraints/torch-2.13.txt"),
+        ("constraints torch-2.6", "constraints/torch-2.6.txt"),
+        ("hostfile", "hostfiles/openmpi"),
+        ("hostfile mpich", "hostfiles/mpich"),
+    ):
+        assert said[words] == (ROOT / file).read_text(), words

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
 pytest.importorskip("deepspeed")
 from deepspeed.comm import comm
@@ -16,6 +17,7 @@ from deepspeed.utils import groups
 from ortlaunch.planning.deepspeed_config import deepspeed_config
 from ortlaunch.rank import Rank
 from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.lamb import Lamb
 from ortlaunch.worker.optimizer import build_optimizer
 from ortlaunch.worker.stepping import DeepSpeedStepper
 from tests.makers import recipe
@@ -50,10 +52,12 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int) -> None:
-    """AdamW has taken no step before: master weights after step 1 are plain PyTorch's from the same gradients."""
-    made = recipe(zero={"stage": stage}, precision="bf16", optimizer={"name": "adamw", **ADAM})
+@pytest.mark.parametrize(
+    ("stage", "name", "kind"), [(0, "adamw", AdamW), (1, "adamw", AdamW), (2, "adamw", AdamW), (0, "lamb", Lamb)]
+)
+def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, kind: Any) -> None:
+    """It has taken no step before: weights after step 1 are plain PyTorch's from the same gradients, LAMB's too."""
+    made = recipe(zero={"stage": stage}, precision="bf16", optimizer={"name": name, **ADAM})
     config: Any = deepspeed_config(made, 4, 1, 1)
     model = Mean()
     stepper = DeepSpeedStepper(model, build_optimizer(made.optimizer, model, "eager", CPU).optimizer, GROUP, config)
@@ -64,7 +68,7 @@ def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int) -> None:
     for master, parameter in zip(masters, plain.parameters()):
         assert parameter.grad is not None
         master.grad = parameter.grad.float()
-    torch.optim.AdamW(masters, lr=RATE, weight_decay=0.5).step()
+    kind(masters, lr=RATE, eps=made.optimizer.epsilon, weight_decay=0.5).step()
     stepper.micro_step({"x": x}, last=True)
     stepper.apply(RATE)
     for parameter, master in zip(model.parameters(), masters):

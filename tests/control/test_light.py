@@ -1,0 +1,87 @@
+"""What a command loads: the control side brings no heavy package with it, its lowest modules not even pydantic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.makers import CUSTOM, OWN_MODULE
+
+HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy", "datasets", "tokenizers", "peft",
+         "matplotlib"}  # fmt: skip
+# Reading hosts, ranks and run folders takes the standard library alone.
+LOWEST = ("ortlaunch.errors", "ortlaunch.rank", "ortlaunch.plan", "ortlaunch.cache", "ortlaunch.start",
+          "ortlaunch.run.folder", "ortlaunch.run.engine_report", "ortlaunch.planning.hosts",
+          "ortlaunch.ortmodule.extensions", "ortlaunch.worker.rank_supervisor")  # fmt: skip
+CONTROL_SIDE = ("ortlaunch.cli", "ortlaunch.run.control", "ortlaunch.plan", "ortlaunch.launch.mpi",
+                "ortlaunch.launch.local", "ortlaunch.launch.torchrun", "ortlaunch.launch.node",
+                "ortlaunch.schedulers.slurm", "ortlaunch.schedulers.kubernetes", "ortlaunch.schedulers.azureml",
+                "ortlaunch.ortmodule.extensions", "ortlaunch.bench.command", "ortlaunch.bench.auto")  # fmt: skip
+ANSWERS = (
+    "--help",
+    "--version",
+    "bench --help",
+    "schema",
+    "recipes list",
+    "hostfile",
+    "validate recipe.json",
+    "plan recipe.json",
+    "plan recipe.json --json",
+    "train recipe.json --dry-run",
+    "submit recipe.json --dry-run",
+    "list",
+    "plan recipe.json engine.name=auto",
+    "parity recipe.json --dry-run engine.name=inductor",
+    "train recipe.json --dry-run --nproc-per-node=2",
+)
+# One fresh interpreter: what is loaded can only grow, so that those who may load least come first.
+STAGES = (
+    ("importing", LOWEST, {"pydantic", "yaml", "filelock", *HEAVY}),
+    # `pip install --no-deps ortlaunch` and typer (which may bring pydantic) are enough to ask for tested versions.
+    ("typing", ("constraints",), {"yaml", "filelock", *HEAVY}),
+    ("importing", CONTROL_SIDE, HEAVY),
+    ("typing", ANSWERS, HEAVY),
+)
+# Takes one after the other, and ends at the first after which one of `kept` is loaded.
+ONE_BY_ONE = """
+import importlib, sys
+
+def typing(words):
+    from ortlaunch.cli import main
+    sys.argv = ["ortlaunch", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, words
+
+importing = importlib.import_module
+for step, several, kept in {stages!r}:
+    for each in several:
+        globals()[step](each)
+        found = kept & {{name.partition(".")[0] for name in sys.modules}}
+        assert not found, f"{{step}} {{each}} brings {{found}}"
+print("all is light")
+"""
+
+
+def brought(stages: Any, folder: Path) -> str:
+    """What a stage brings that it must not; empty where all is light."""
+    command = [sys.executable, "-c", ONE_BY_ONE.format(stages=stages)]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return "" if ended.stdout.endswith("all is light\n") else ended.stderr
+
+
+def test_the_control_side_is_light(tmp_path: Path) -> None:
+    """Its modules, and every verb that only answers; the module or the verb that is not would be named."""
+    (tmp_path / "recipe.json").write_text(json.dumps(CUSTOM))
+    (tmp_path / "mine.py").write_text(OWN_MODULE)
+    assert brought(STAGES, tmp_path) == ""
+
+
+def test_what_brings_a_package_is_found(tmp_path: Path) -> None:
+    """Its name is in the failure."""
+    stages = [("importing", ("json", "yaml"), {"yaml", "torch"})]
+    assert "importing yaml brings {'yaml'}" in brought(stages, tmp_path)
