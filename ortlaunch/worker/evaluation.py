@@ -17,7 +17,7 @@ from torch.nn import functional
 from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.chunked_head import LABELS, ChunkedHead
 from ortlaunch.worker.data import IGNORED, Samples, collate
-from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 

@@ -15,7 +15,7 @@ import torch
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.chunked_head import shifts
 from ortlaunch.worker.data import IGNORED, Batches
-from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.model import LossModule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.worker.data import tokens as tokens_module
-from ortlaunch.worker.data.corpus import DataError, documents, files, fingerprint, rows
+from ortlaunch.worker.data.corpus import documents, files, fingerprint, rows
+from ortlaunch.worker.data.reading import DataError
 
 TEXTS = ["the first", "the second\nwith two lines", "näïve ünïcode", "the last"]
 
@@ -62,7 +64,7 @@ def test_another_column(tmp_path: Path) -> None:
     """`text_column` says where the text is."""
     path = write(tmp_path, "jsonl", TEXTS, column="body")
     assert list(documents(Corpus(format="jsonl", path=(path,), text_column="body"))) == TEXTS
-    with pytest.raises(DataError, match=r"data \(jsonl .*part.jsonl\): no column 'text'; it has body, other"):
+    with pytest.raises(DataError, match=r"part.jsonl:1: no column 'text'; it has body, other"):
         list(documents(Corpus(format="jsonl", path=(path,))))
 
 
@@ -83,23 +85,62 @@ def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
         files(source)
 
 
+GOOD = b'{"text": "a"}\n'
+
+
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
-        ("jsonl", b'{"text": "a"}\n{"text": b}\n', "cannot be read: JSON parse error"),
-        ("jsonl", b"", "has no rows"),
-        ("jsonl", b'{"text": 1}\n', "column 'text' holds 1; it must be text"),
-        ("jsonl", b'{"text": ["a"]}\n', r"column 'text' holds \['a'\]; it must be text"),
-        ("parquet", b"no parquet", "cannot be read: "),
-        ("text", b"\xff\xfe", "cannot be read: 'utf-8' codec can't decode"),
+        ("text", b"", ": is empty"),
+        ("text", b"one\n\ntwo\n\xff\xfe", ":4: is not UTF-8"),
+        ("jsonl", b"", ": is empty"),
+        ("jsonl", GOOD + b'{"text": b}\n', ":2:10: is no JSON: Expecting value"),
+        ("jsonl", GOOD * 9 + b'{"text": "a', ":10:10: is no JSON: Unterminated string"),
+        ("jsonl", GOOD + b'{"text": "\xe9t\xe9"}\n', ":2: is not UTF-8: invalid continuation byte"),
+        ("jsonl", GOOD + b'["a"]\n', ":2: is a list; a line must be an object"),
+        ("jsonl", GOOD + b'{"txt": "a"}\n', ":2: no column 'text'; it has txt"),
+        ("jsonl", b'{"text": 1}\n', ":1: column 'text' holds 1; it must be text"),
+        ("jsonl", b'{"text": ["a"]}\n', r":1: column 'text' holds \['a'\]; it must be text"),
+        ("parquet", b"", ": is empty"),
+        ("parquet", b"no parquet", ": cannot be read as parquet: "),
     ],
 )
 def test_files_that_are_not_what_they_should_be(kind: str, content: bytes, message: str, tmp_path: Path) -> None:
-    """A file of another format is an error that names the corpus, not a traceback."""
+    """A file of another format is an error that names file and line, not a traceback."""
     path = tmp_path / f"x.{kind}"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=rf"data \({kind} .*x.{kind}\): {message}"):
+    with pytest.raises(DataError, match=rf"^{path}{message}"):
         list(documents(Corpus(format=kind, path=(str(path),))))
+
+
+def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
+    """The unreadable one of several files is named."""
+    good, bad = (Path(write(tmp_path, "parquet", TEXTS, name)) for name in ("a", "b"))
+    bad.write_bytes(bad.read_bytes()[:-20])
+    with pytest.raises(DataError, match=rf"^{bad}: cannot be read as parquet: "):
+        list(documents(Corpus(format="parquet", path=(str(good), str(bad)))))
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "text.gz"])
+def test_rows_are_those_of_datasets(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library that everybody uses reads the same, across our portions too; a share of the file goes up to 1."""
+    import datasets
+
+    monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 7)
+    texts = ["a", "", "\nb", "c\n", "d\r\ne", "näïve\u2028ünïcode", *("word " * n for n in range(30)), "\n"]
+    form = kind.partition(".")[0]
+    path = write(tmp_path, form, texts)
+    if kind == "text.gz":
+        Path(f"{path}.gz").write_bytes(gzip.compress(Path(path).read_bytes()))
+        path += ".gz"
+    options = {"sample_by": "paragraph"} if form == "text" else {}
+    builder = {"text": "text", "jsonl": "json", "parquet": "parquet"}[form]
+    theirs: Any = datasets.load_dataset(builder, data_files=path, split="train", streaming=True, **options)
+    ours = list(rows(Corpus(format=form, path=(path,))))
+    assert [row.values for row in ours] == list(theirs)
+    if kind != "text.gz":
+        assert [row.share for row in ours] == sorted(row.share for row in ours)
+        assert ours[-1].share == 1
 
 
 def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ortlaunch.plan import BatchPlan
 from ortlaunch.worker.data import Batches, Data, OwnSamples, call, collate
-from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.data.reading import DataError
 from tests.makers import recipe
 
 Corpora = Callable[[str, str], dict[str, Any]]

@@ -12,7 +12,7 @@ import torch
 from ortlaunch.recipe.data import Corpus, MaskedLm
 from ortlaunch.worker.data import IGNORED, Blocks, LabelledTexts, MaskedBlocks
 from ortlaunch.worker.data import labelled as labelled_module
-from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.data.reading import DataError
 
 CLS, SEP, MASK, WORDS = 1, 2, 3, 400
 
@@ -210,20 +210,20 @@ GOOD = '{"text": "a", "label": 1}\n'
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"text": "a"}', "no column 'label' in row 1; it has text"),
-        ('{"label": 1}', "no column 'text' in row 1; it has label"),
-        ('{"text": "a", "label": "good"}', "row 1: label is 'good'; a class is an integer from 0"),
-        ('{"text": "a", "label": 0.5}', "row 1: label is 0.5; a class is an integer from 0"),
-        ('{"text": "a", "label": true}', "row 1: label is True; a class is an integer from 0"),
-        ('{"text": ["a", "b"], "label": 1}', r"row 1: text is \['a', 'b'\]; it must be text"),
-        (GOOD + '{"text": "a", "label": -1}', "row 2: label is -1; a class is an integer from 0"),
-        (GOOD + '{"text": "a", "label": null}', "row 2: label is None; a class is an integer from 0"),
-        (GOOD * 2 + '{"text": null, "label": 1}', "row 3: text is None; it must be text"),
-        ("", "has no rows"),
+        ('{"text": "a"}', "x.jsonl:1: no column 'label'; it has text"),
+        ('{"label": 1}', "x.jsonl:1: no column 'text'; it has label"),
+        ('{"text": "a", "label": "good"}', "x.jsonl:1: label is 'good'; a class is an integer from 0"),
+        ('{"text": "a", "label": 0.5}', "x.jsonl:1: label is 0.5; a class is an integer from 0"),
+        ('{"text": "a", "label": true}', "x.jsonl:1: label is True; a class is an integer from 0"),
+        ('{"text": ["a", "b"], "label": 1}', r"x.jsonl:1: text is \['a', 'b'\]; it must be text"),
+        (GOOD + '{"text": "a", "label": -1}', "x.jsonl:2: label is -1; a class is an integer from 0"),
+        (GOOD + '{"text": "a", "label": null}', "x.jsonl:2: label is None; a class is an integer from 0"),
+        (GOOD * 2 + '{"text": null, "label": 1}', "x.jsonl:3: text is None; it must be text"),
+        ("", "x.jsonl: is empty"),
     ],
 )
 def test_bad_rows_are_named(lines: str, message: str, tmp_path: Path) -> None:
-    """A row without text or without a class is told by its number, and so is that there are none."""
+    """A row without text or without a class is told by file and line, and so is that there are none."""
     with pytest.raises(DataError, match=message):
         labelled(tmp_path / "x.jsonl", lines)
 

@@ -8,10 +8,10 @@ from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import Corpus, MaskedLm
 from ortlaunch.worker.data.batches import Batches
-from ortlaunch.worker.data.corpus import DataError
 from ortlaunch.worker.data.labelled import LabelledTexts
 from ortlaunch.worker.data.mixture import Mixture, source_seed
 from ortlaunch.worker.data.own import OwnSamples, call
+from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, collate
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.data.tokens import begin_of_text, tokenized

@@ -1,71 +1,85 @@
 """Where text comes from: the built-in corpus, files, the hub; documents one by one, and a fingerprint of the source.
 
-Reading goes through Hugging Face `datasets`, except for the corpus that lies inside CPython.
+What a file holds is reading.py's; the hub goes through Hugging Face `datasets`.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.errors import InputError
 from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data.reading import DataError, Row, read_file
 
 PYTHON_DOCS = "python-docs"
-_LOADER = {"text": "text", "jsonl": "json", "parquet": "parquet"}
-
-
-class DataError(InputError):
-    """The data cannot be read, or does not hold what the recipe says."""
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
     """Texts of a corpus in a fixed order; of plain text files, paragraphs (a blank line ends one)."""
+    return (text for text, _ in documents_read(source))
+
+
+def documents_read(source: str | Corpus) -> Iterator[tuple[str, float]]:
+    """The same, each with the share of the corpus that is read by then (0 where nobody knows)."""
     if isinstance(source, str):
         from pydoc_data.topics import topics
 
-        yield from (topics[name] for name in sorted(topics))
+        yield from ((topics[name], number / len(topics)) for number, name in enumerate(sorted(topics), 1))
         return
-    column = source.text_column
+    column = source.text_column if source.format != "text" else "text"
     for row in rows(source):
-        if column not in row:
-            raise DataError(f"{_named(source)}: no column {column!r}; it has {', '.join(sorted(row))}")
-        if not isinstance(row[column], (str, type(None))):
-            raise DataError(f"{_named(source)}: column {column!r} holds {row[column]!r:.80}; it must be text")
-        if row[column]:
-            yield row[column]
+        text = value(row, column)
+        if not isinstance(text, (str, type(None))):
+            raise DataError(f"{row.place}: column {column!r} holds {text!r:.80}; it must be text")
+        if text:
+            yield text, row.share
 
 
-def rows(source: Corpus) -> Iterator[dict[str, Any]]:
+def value(row: Row, column: str) -> Any:
+    """What a row has there.
+
+    Raises:
+        DataError: it has no such column.
+    """
+    if column not in row.values:
+        raise DataError(f"{row.place}: no column {column!r}; it has {', '.join(sorted(row.values))}")
+    return row.values[column]
+
+
+def rows(source: Corpus) -> Iterator[Row]:
     """Rows of a corpus, streamed.
 
     Raises:
         DataError: there is no such file or data set, or it is not of the format that the recipe says.
     """
+    if source.format == "hub":
+        yield from _of_the_hub(source)
+        return
+    found = files(source)
+    sizes = [os.path.getsize(path) for path in found]
+    for path, before, size in zip(found, itertools.accumulate([0, *sizes]), sizes):
+        for row in read_file(path, source.format):
+            yield row._replace(share=(before + row.share * size) / sum(sizes))
+
+
+def _of_the_hub(source: Corpus) -> Iterator[Row]:
+    import datasets
+
     try:
-        yield from _loaded(source)
+        found = datasets.load_dataset(
+            source.name, source.subset, split=source.split, revision=source.revision, streaming=True
+        )
+        yield from (Row(row, f"{_named(source)}: row {number}") for number, row in enumerate(found, 1))
     except StopIteration:  # `datasets` looks for a first row of JSON
         raise DataError(f"{_named(source)}: has no rows") from None
     except (OSError, ValueError) as error:  # pyarrow's and the hub's errors are among these
         raise DataError(f"{_named(source)}: cannot be read: {(str(error) or repr(error)).splitlines()[0]}") from error
-
-
-def _loaded(source: Corpus) -> Any:
-    import datasets
-
-    if source.format == "hub":
-        return datasets.load_dataset(
-            source.name, source.subset, split=source.split, revision=source.revision, streaming=True
-        )
-    options: dict[str, Any] = {"sample_by": "paragraph"} if source.format == "text" else {}
-    return datasets.load_dataset(
-        _LOADER[source.format], data_files=files(source), split="train", streaming=True, **options
-    )
 
 
 def files(source: Corpus) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ortlaunch.recipe.data import Corpus
-from ortlaunch.worker.data.corpus import DataError, rows
+from ortlaunch.worker.data.corpus import rows, value
+from ortlaunch.worker.data.reading import DataError, Row
 
 
 class LabelledTexts:
@@ -18,8 +19,8 @@ class LabelledTexts:
         assert isinstance(source, Corpus)
         self.texts: list[str] = []
         self.labels: list[int] = []
-        for number, row in enumerate(rows(source), 1):
-            text, label = _labelled(row, number, source)
+        for row in rows(source):
+            text, label = _labelled(row, source)
             self.texts.append(text)
             self.labels.append(label)
         if not self.texts:
@@ -43,14 +44,11 @@ class LabelledTexts:
         return {**{name: value[0] for name, value in encoded.items()}, "labels": torch.tensor(self.labels[index])}
 
 
-def _labelled(row: Mapping[str, Any], number: int, source: Corpus) -> tuple[str, int]:
+def _labelled(row: Row, source: Corpus) -> tuple[str, int]:
     """Text and class of a row."""
-    for column in (source.text_column, source.label_column):
-        if column not in row:
-            raise DataError(f"data: no column {column!r} in row {number}; it has {', '.join(sorted(row))}")
-    text, label = row[source.text_column], row[source.label_column]
+    text, label = value(row, source.text_column), value(row, source.label_column)
     if type(label) is not int or label < 0:  # a bool is an int, and no class
-        raise DataError(f"data: row {number}: {source.label_column} is {label!r}; a class is an integer from 0")
+        raise DataError(f"{row.place}: {source.label_column} is {label!r}; a class is an integer from 0")
     if not isinstance(text, str):
-        raise DataError(f"data: row {number}: {source.text_column} is {text!r:.80}; it must be text")
+        raise DataError(f"{row.place}: {source.text_column} is {text!r:.80}; it must be text")
     return text, label

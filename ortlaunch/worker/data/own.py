@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.data.reading import DataError
 
 
 def call(key: str, target: str, arguments: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.data.reading import DataError
 
 IGNORED = -100  # the label that cross entropy leaves out
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ortlaunch.recipe.data import MaskedLm
-from ortlaunch.worker.data.corpus import DataError
+from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 
 

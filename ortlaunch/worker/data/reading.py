@@ -1,0 +1,118 @@
+"""Files of text, JSON lines and Parquet, row by row, each row with its place: an error names file and line.
+
+Compressed files go through Hugging Face `datasets`, which knows them all and tells no lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ortlaunch.errors import InputError
+
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
+_LOADER = {"text": "text", "jsonl": "json", "parquet": "parquet"}
+_LETTERS_AT_ONCE = 1 << 20
+_ROWS_AT_ONCE = 1000
+_MARK = b"\xef\xbb\xbf"  # of UTF-8, at the begin of files from Windows
+
+
+class DataError(InputError):
+    """The data cannot be read, or does not hold what the recipe says."""
+
+
+class Row(NamedTuple):
+    """One row of a corpus."""
+
+    values: dict[str, Any]
+    place: str
+    """`file:line`, or what else says where it is."""
+    share: float = 0.0
+    """How much of the file is read with it, from 0 to 1."""
+
+
+def read_file(path: str, form: str) -> Iterator[Row]:
+    """Rows of a file of format text, jsonl or parquet.
+
+    Raises:
+        DataError: it cannot be read, or is not of this format, or is empty.
+    """
+    try:
+        if os.path.getsize(path) == 0:
+            raise DataError(f"{path}: is empty; leave it out")
+        yield from _compressed(path, form) if path.endswith(_COMPRESSED) else _READERS[form](path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}") from None
+    except StopIteration:  # `datasets` looks for a first row of JSON
+        raise DataError(f"{path}: has no rows") from None
+    except (OSError, ValueError) as error:  # pyarrow's are among these
+        reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
+        raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
+
+
+def _text(path: str) -> Iterator[Row]:
+    """Paragraphs."""
+    line, rest, size, read = 1, "", os.path.getsize(path), 0
+    with open(path, encoding="utf-8") as file:
+        while chunk := file.read(_LETTERS_AT_ONCE):
+            read += len(chunk)
+            *whole, rest = (rest + chunk).split("\n\n")
+            for paragraph in whole:
+                if paragraph:
+                    yield Row({"text": paragraph}, f"{path}:{line}", min(1.0, read / size))
+                line += paragraph.count("\n") + 2
+    if rest:
+        yield Row({"text": rest}, f"{path}:{line}", 1.0)
+
+
+def _jsonl(path: str) -> Iterator[Row]:
+    size, read = os.path.getsize(path), 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            read += len(line)
+            text = (line.removeprefix(_MARK) if number == 1 else line).decode("utf-8")
+            if text.strip():
+                yield Row(_object(text, f"{path}:{number}"), f"{path}:{number}", read / size)
+
+
+def _object(text: str, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}:{error.colno}: is no JSON: {error.msg}") from None
+    if not isinstance(found, dict):
+        raise DataError(f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}')
+    return found
+
+
+def _parquet(path: str) -> Iterator[Row]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        total, number = file.metadata.num_rows, 0
+        for batch in file.iter_batches(_ROWS_AT_ONCE):
+            for number, values in enumerate(batch.to_pylist(), number + 1):  # noqa: B020, counts on from batch to batch
+                yield Row(values, f"{path}: row {number}", number / total)
+
+
+def _compressed(path: str, form: str) -> Iterator[Row]:
+    import datasets
+
+    options: dict[str, Any] = {"sample_by": "paragraph"} if form == "text" else {}
+    found = datasets.load_dataset(_LOADER[form], data_files=[path], split="train", streaming=True, **options)
+    yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))
+
+
+def _line_without_text(path: str) -> int:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+_READERS = {"text": _text, "jsonl": _jsonl, "parquet": _parquet}
