@@ -16,13 +16,13 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import warm
 import yaml
 
 from ortlaunch.launch.orphans import descendants_of
@@ -87,18 +87,12 @@ def recipe(engine: str, kills: int) -> dict[str, Any]:
 
 
 class Life:
-    """One start of the run."""
+    """One start of a run."""
 
-    def __init__(self, home: Path, name: str) -> None:
+    def __init__(self, home: Path, name: str, recipe: str = "killed.yaml", ranks: int = 2, *words: str) -> None:
         self.run, self.log = RunDir(home / name), home / f"{name}.log"
-        command = [sys.executable, "-m", "ortlaunch.cli", "train", "killed.yaml", f"--run-dir={name}",
-                   "--launcher=torchrun", "--nproc-per-node=2"]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self.newest = self.complete()[-1] if self.complete() else 0
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+        self.process = warm.start(home, self.log, ranks, ["train", recipe, f"--run-dir={name}", *words])
         self.deadline = time.monotonic() + TIMEOUT
         self.family: list[int] = []
 
@@ -128,7 +122,7 @@ class Life:
         for pid in pids:  # without looking again, which would take longer than a checkpoint
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(TIMEOUT)
         while any(_lives(pid) for pid in pids) and time.monotonic() < self.deadline:
             time.sleep(0.01)
 
@@ -172,17 +166,17 @@ def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
     return {"kill": number + 1, "how": how, "partial": partial, "from": resumed, "complete": life.complete()}
 
 
-def differences(home: Path) -> list[str]:
-    """What is not the same, bit for bit, as in the run that nobody killed."""
-    one, other = RunDir(home / "straight"), RunDir(home / "killed")
+def differences(one: RunDir, other: RunDir) -> list[str]:
+    """What is not the same, bit for bit, as in the `one` that nobody stopped."""
     last = one.complete_checkpoints()[-1][1].name
     names = [path.relative_to(one.path) for path in (one.checkpoints / last).glob("*.safetensors")]
     names.append(Path("export/model.safetensors"))
     found = [str(name) for name in names if (one.path / name).read_bytes() != (other.path / name).read_bytes()]
-    return found + (["losses"] if _losses(one) != _losses(other) else [])
+    return found + (["losses"] if losses(one) != losses(other) else [])
 
 
-def _losses(run: RunDir) -> list[Any]:
+def losses(run: RunDir) -> list[tuple[int, float]]:
+    """(step, loss) of every step."""
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return [(record["step"], record["loss"]) for record in records]
 
@@ -191,6 +185,7 @@ def prove(home: Path, kills: int, engine: str, seed: int) -> dict[str, Any]:
     """Both runs in a folder; what was seen."""
     (home / "killed_toy.py").write_text(MODULE)
     (home / "killed.yaml").write_text(yaml.safe_dump(recipe(engine, kills)))
+    warm.load()
     chance, began = random.Random(seed), time.time()
     seen = []
     for number in range(kills):
@@ -202,7 +197,7 @@ def prove(home: Path, kills: int, engine: str, seed: int) -> dict[str, Any]:
     return {
         "kills": kills,
         "while a checkpoint was written": sum(each["partial"] for each in seen),
-        "differ": differences(home) + (["damaged"] if damaged else []),
+        "differ": differences(RunDir(home / "straight"), RunDir(home / "killed")) + (["damaged"] if damaged else []),
         "seconds": round(time.time() - began),
     }
 

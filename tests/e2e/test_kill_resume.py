@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,25 +14,42 @@ from tests.e2e.runs import EAGER, ROOT, TOY, TWO_RANKS, Train, ended_well, merge
 from tests.ort import build, needs_ort, share_extensions
 
 
+def tool(name: str, *words: str, home: Path) -> str:
+    """What a tool found, all well, with the built extensions in a cache of its own."""
+    build()
+    (home / "cache").mkdir()
+    share_extensions(home / "cache")
+    command = [sys.executable, str(ROOT / "tools" / name), f"--folder={home}", *words]
+    environment = {**os.environ, "ORTLAUNCH_CACHE": str(home / "cache")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    return ended.stdout
+
+
 @needs_ort
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_run_that_is_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """SIGKILL to all processes while a checkpoint is written and between two: as if nothing had been.
 
     `python tools/kill_resume.py --kills 100` is the long form.
     """
-    spec = importlib.util.spec_from_file_location("kill_resume", ROOT / "tools/kill_resume.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    build()
-    share_extensions(tmp_path / "cache")
-    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
-    found = tool.prove(tmp_path, kills=2, engine="ort", seed=0)
+    found = json.loads(tool("kill_resume.py", "--kills=2", home=tmp_path).splitlines()[-1])
     assert found["differ"] == []
     assert found["while a checkpoint was written"] >= 1
+
+
+@needs_ort
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_run_that_goes_on_in_other_worlds(tmp_path: Path) -> None:
+    """2 ranks, 1 and 3, each with another engine and stage: every rank reads what it would have read of one run.
+
+    `python tools/resume_matrix.py` is the long form.
+    """
+    found = tool("resume_matrix.py", "--only=ort none > eager 1 > ort 2", home=tmp_path)
+    assert "288 sample ids" in found
+    assert "1 of 1 go on" in found
 
 
 DIES = '''

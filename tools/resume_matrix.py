@@ -1,0 +1,289 @@
+"""Runs that are stopped and go on, in the same world and in others, beside runs that nobody stopped.
+
+    python tools/resume_matrix.py [--world same|other] [--only WORD]
+
+Same world, stopped in mid-epoch: weights, optimizer state, export and losses are equal bit for bit. Other worlds (2
+ranks, then 1, then 3; any ZeRO stage and engine): the loss is within 1e-5 of the uninterrupted curve, and the samples
+that the ranks read, as their data set wrote down, are the same in the same order. Each is a whole `ortlaunch train`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import warm
+import yaml
+from kill_resume import Life, differences, losses
+
+from ortlaunch.run.folder import RunDir
+
+MODULE = '''
+import os
+import torch
+from torch import nn
+
+
+def net(dropout):
+    return Net(dropout)
+
+
+class Net(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 33), nn.GELU(), nn.Dropout(dropout), nn.Linear(33, 1))
+
+    def forward(self, x, y):
+        return ((self.layers(x) - y) ** 2).mean()
+
+
+class Data:
+    """Each rank writes down which samples it reads."""
+
+    def __init__(self, samples):
+        self.x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        with open(f"{os.environ['TAKEN']}.{os.environ['RANK']}", "a") as file:
+            file.write(f"{index}\\n")
+        return {"x": self.x[index], "y": self.x[index].sum().reshape(1) / 8**0.5}
+
+
+def data(samples):
+    return Data(samples)
+'''
+SAMPLES, MICRO = 100, 8
+LIMIT = 1e-5
+SMALL = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "intermediate_size": 64, "max_position_embeddings": 32}  # fmt: skip
+LORA: dict[str, Any] = {
+    "model": {
+        "task": "causal-lm", "config": SMALL,
+        "lora": {"r": 4, "alpha": 8, "dropout": 0.2, "target_modules": ["q_proj", "v_proj"]},
+    },
+    "data": {
+        "train": {"format": "text", "path": ["words.txt"]},
+        "tokenizer": {"train": "bpe", "vocab_size": 300}, "sequence_length": 16,
+    },
+}  # fmt: skip
+
+
+class Way(NamedTuple):
+    """How a run trains."""
+
+    engine: str
+    stage: int | None = None
+    """ZeRO's; None: without DeepSpeed."""
+    optimizer: str = "adamw"
+    beside: str = ""
+    """`bf16` or `lora`."""
+
+    def __str__(self) -> str:
+        stage = "none" if self.stage is None else f"zero {self.stage}"
+        return " ".join(filter(None, [self.engine, stage, self.optimizer, self.beside]))
+
+    def recipe(self, size: int, dropout: float) -> dict[str, Any]:
+        """Of a toy, or of a small Llama with adapters, in steps of so many samples."""
+        toy = {
+            "model": {"task": "custom", "factory": "resumed_toy:net", "arguments": {"dropout": dropout}},
+            "data": {"train": {"format": "custom", "factory": "resumed_toy:data", "arguments": {"samples": SAMPLES}}},
+        }
+        return {
+            "name": "resumed",
+            **(LORA if self.beside == "lora" else toy),
+            "batch": {"global_size": size, "micro_size": MICRO},
+            "optimizer": {"name": self.optimizer, "learning_rate": 3e-3, "weight_decay": 0.01,
+                          **({"momentum": 0.9} if self.optimizer == "sgd" else {})},
+            "schedule": {"name": "constant"},
+            "precision": "bf16" if self.beside == "bf16" else "fp32",
+            "engine": {"name": self.engine, **({"parity_steps": 0} if self.engine == "ort" else {})},
+            "zero": None if self.stage is None else {"stage": self.stage},
+            "train": {"max_steps": 1},
+            "checkpoint": {"every_minutes": None, "keep": None},
+            "launch": {"forward": ["TAKEN"]},
+            "log": {"every_steps": 1},
+        }  # fmt: skip
+
+
+def train(home: Path, name: str, way: Way, ranks: int, steps: int, *words: str, size: int, dropout: float) -> list[int]:
+    """One life of a run, up to its end; the samples of its steps, in the order of the global batch."""
+    (home / f"{name}.yaml").write_text(yaml.safe_dump(way.recipe(size, dropout)))
+    os.environ["TAKEN"] = str(home / f"{name}.{steps}.taken")
+    before = RunDir(home / name).complete_checkpoints()
+    life = Life(home, name, f"{name}.yaml", ranks, f"train.max_steps={steps}", *words)
+    life.end()
+    begun = before[-1][0] if before else 0
+    if life.resumed_after() != begun:
+        raise SystemExit(f"went on after step {life.resumed_after()}, not {begun}")
+    used = json.loads(life.run.engine.read_text())["engine"]["used"]
+    if used != way.engine:
+        raise SystemExit(f"engine {used} was used")
+    return [] if way.beside == "lora" else list(_taken(home / f"{name}.{steps}.taken", ranks, (steps - begun) * size))
+
+
+def _taken(path: Path, ranks: int, count: int) -> Iterator[int]:
+    """Of what each rank read its last share: a rank reads a batch more when its engine is built."""
+    read = [path.with_name(f"{path.name}.{rank}").read_text().split()[-count // ranks :] for rank in range(ranks)]
+    for first in range(0, count // ranks, MICRO):
+        for samples in read:
+            yield from map(int, samples[first : first + MICRO])
+
+
+# ---------------------------------------------------------------------------------------------------- the same world
+
+STEPS, SAVED, SIZE = 5, 3, 32  # 96 of 100 samples are taken then, and the next step goes on into another epoch
+SAME = [
+    *(Way(engine, stage, optimizer) for engine in ("eager", "ort") for stage in (None, 1, 2)
+      for optimizer in ("adamw", "fused_adam", "sgd", *(["lamb"] if stage is None else []))),
+    Way("eager", 3),
+    Way("eager", None, "adamw", "bf16"),
+    Way("eager", 1, "adamw", "bf16"),
+    Way("eager", None, "adamw", "lora"),
+    Way("ort", None, "adamw", "lora"),
+    Way("ort", 1, "adamw", "lora"),
+]  # fmt: skip
+
+
+def same(home: Path, way: Way) -> tuple[list[str], str]:
+    """What differs, and how it looks, where two ranks end after the save of step 3 and start again."""
+    every, name = f"checkpoint.every_steps={SAVED}", str(way).replace(" ", "-")
+    whole = train(home, name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
+    one, other = RunDir(home / name), RunDir(home / f"{name}-resumed")
+    shutil.copytree(one.path, other.path)
+    _forget_the_end(other)
+    rest = train(home, other.path.name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
+    found = differences(one, other) + (["sample ids"] if rest != whole[SAVED * SIZE :] else [])
+    return found, f"final loss {losses(other)[-1][1]:.9g}"
+
+
+def _forget_the_end(run: RunDir) -> None:
+    """As SIGKILL leaves a run in its last step: more metrics than checkpoints."""
+    shutil.rmtree(run.export)
+    run.summary.unlink()
+    shutil.rmtree(run.checkpoint(STEPS))
+
+
+# ------------------------------------------------------------------------------------------------------ other worlds
+
+LIVES = ((2, 2), (1, 4), (3, 6))  # ranks, and the step that they end after
+GLOBAL = 48
+OTHER = """
+eager none > eager 1 > eager 2
+eager none > eager 2 > eager 1
+eager none > eager 3 > eager none
+eager 1 > eager none > eager 3
+eager 1 > eager 3 > eager 2
+eager 2 > eager none > eager 1
+eager 2 > eager 3 > eager 1
+eager 3 > eager 1 > eager none
+eager 3 > eager 2 > eager 3
+ort none > eager none > ort none
+ort none > eager 1 > ort 2
+eager none > ort none > eager 2
+eager 2 > ort 1 > ort none
+eager 3 > ort 2 > ort 1
+"""
+
+
+def _way(text: str) -> Way:
+    engine, stage = text.split()
+    return Way(engine, None if stage == "none" else int(stage))
+
+
+def other(home: Path, chain: list[Way]) -> tuple[list[str], str]:
+    """What differs from two ranks that nobody stopped."""
+    whole, ids = _lives(home, [])
+    run, taken = _lives(home, chain)
+    pairs = list(zip(losses(whole), losses(run)))
+    worst = max(abs(a - b) / a for (_, a), (_, b) in pairs)
+    found = ["steps"] if [a for (a, _), _ in pairs] != [b for _, (b, _) in pairs] or len(pairs) != LIVES[-1][1] else []
+    found += ["losses"] if not worst <= LIMIT else []
+    found += ["sample ids"] if taken != ids else []
+    found += ["an epoch"] if any(sorted(ids[at : at + SAMPLES]) != list(range(SAMPLES)) for at in (0, SAMPLES)) else []
+    return found, f"loss within {worst:.1e}, {len(taken)} sample ids"
+
+
+def _lives(home: Path, chain: list[Way]) -> tuple[RunDir, list[int]]:
+    """The run of a chain and its samples; lives that chains begin alike with are lived once."""
+    name = "-".join(str(way).replace(" ", "-") for way in chain) or "straight"
+    run, ids = RunDir(home / name), home / f"{name}.ids"
+    if not ids.exists():
+        shutil.rmtree(run.path, ignore_errors=True)
+        if not chain:
+            taken = train(home, name, Way("eager"), 2, LIVES[-1][1], size=GLOBAL, dropout=0.0)
+        else:
+            before = _lives(home, chain[:-1]) if len(chain) > 1 else None
+            if before:
+                shutil.copytree(before[0].path, run.path)
+            ranks, steps = LIVES[len(chain) - 1]
+            taken = before[1] if before else []
+            taken = taken + train(home, name, chain[-1], ranks, steps, size=GLOBAL, dropout=0.0)
+        ids.write_text(json.dumps(taken))
+    return run, json.loads(ids.read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+
+
+Play = Callable[[Path], "tuple[list[str], str]"]
+
+
+def cases() -> Iterator[tuple[str, str, Play]]:
+    """(world, name, what plays it in a folder: what differs, and what was seen)."""
+    for way in SAME:
+        yield "same", str(way), functools.partial(same, way=way)
+    for line in OTHER.strip().splitlines():
+        yield "other", line, functools.partial(other, chain=[_way(text) for text in line.split(" > ")])
+
+
+def played(world: str, name: str, play: Play, home: Path) -> bool:
+    """One case and its line; whether it is right."""
+    began = time.time()
+    try:
+        found, seen = play(home)
+    except SystemExit as error:
+        found, seen = [f"FAILED: {' '.join(str(error).split())[-600:]}"], ""
+    verdict = f"DIFFERENT: {', '.join(found)}" if found else "equal"
+    print(f"| {world} | {name} | {verdict} | {seen} | {time.time() - began:.0f} |", flush=True)
+    return not found
+
+
+def main() -> int:
+    """Exit status 0: every case is right."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", choices=("same", "other"), help="both by default")
+    parser.add_argument("--only", default="", help="cases whose name has this: 'ort zero 1', or 'eager 3 >'")
+    parser.add_argument("--folder", type=Path, help="kept; a temporary one by default")
+    asked = parser.parse_args()
+    home = (asked.folder or Path(tempfile.mkdtemp(prefix="resume-matrix-"))).absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    warm.load()
+    (home / "resumed_toy.py").write_text(MODULE)
+    words = (f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(400))
+    (home / "words.txt").write_text("\n\n".join(words))
+    print("| world | run | verdict | seen | seconds |", "|---" * 5 + "|", sep="\n", flush=True)
+    right = [
+        played(world, name, play, home)
+        for world, name, play in cases()
+        if asked.world in (None, world) and asked.only in name
+    ]
+    print(f"\n{sum(right)} of {len(right)} go on as if nobody had stopped them")
+    if asked.folder is None:
+        shutil.rmtree(home)
+    return 0 if right and all(right) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
