@@ -15,6 +15,7 @@
     │   ├── NonFiniteError    a loss or a gradient is inf or nan, and would spoil the weights
     │   └── LossSpikeError    a loss jumped, and train.on_spike asks for an end
     └── CheckpointError       a checkpoint cannot be written or read
+        ├── LastSaveError     the save at the end failed, and checkpoint.on_failure is continue
         └── NotSaved          a stop that was asked for found nowhere to save: 128 + its signal
 
 Imports nothing of ortlaunch.
@@ -100,6 +101,10 @@ class LossSpikeError(BadStepError):
 
 class CheckpointError(OrtlaunchError):
     """A checkpoint cannot be written or read."""
+
+
+class LastSaveError(CheckpointError):
+    """The save at the end failed, and the recipe wants to go on: the export is still to be written."""
 
 
 class NotSaved(CheckpointError):

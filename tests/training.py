@@ -18,6 +18,7 @@ from ortlaunch.worker.checkpoint import choose
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
+from ortlaunch.worker.identity import identity
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train
@@ -50,6 +51,16 @@ def train_here(
     evaluation: Sequence[Mapping[str, Any]] | None = None, **sections: Any,
 ) -> Trained:  # fmt: skip
     """Train `model` on `samples` by a recipe with these sections, eager on the CPU."""
+    session = session_here(folder, model, samples, evaluation=evaluation, **sections)
+    with agreement(session.group) as agreed:
+        return Trained(session.run, model, train(session, agreed))
+
+
+def session_here(
+    folder: Path, model: nn.Module, samples: Sequence[Mapping[str, Any]], *,
+    evaluation: Sequence[Mapping[str, Any]] | None = None, **sections: Any,
+) -> Session:  # fmt: skip
+    """What the one rank of such a training has."""
     made, run = recipe(**sections), RunDir(folder)
     folder.mkdir(parents=True, exist_ok=True)
     planned, group = plan(made), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
@@ -59,6 +70,5 @@ def train_here(
     held_out = None if evaluation is None else OwnSamples(evaluation)
     data: Any = SimpleNamespace(train=batches.samples, evaluation=held_out, tokenizer=None)
     found = choose(run, group)
-    session = Session(made, planned, run, group, data, batches, wrapped, engine, found)
-    with agreement(group) as agreed:
-        return Trained(run, model, train(session, agreed))
+    known = identity(batches.samples, model)
+    return Session(made, planned, run, group, data, batches, wrapped, engine, found, identity=known)

@@ -194,8 +194,8 @@ class Checkpoint(Section):
     """Of those that `keep` takes away, keep one for good every so many steps: the first at or after each multiple."""
     on_failure: Literal["stop", "continue"] = "stop"
     """A save that fails (a full disk, a folder that became read-only) leaves older checkpoints as they are. `stop`: the
-    run ends. `continue`: it says so, counts it in summary.json, trains on and tries again at the next save; but at the
-    end of the run a failed save is a failure."""
+    run ends. `continue`: it says so, counts it in summary.json, trains on and tries again at the next save; where
+    the save at the end fails the export is written, and the run has failed."""
     on_complete: Optional[Text] = None
     """Shell command after each complete checkpoint (an upload, an evaluation), beside training, one after another, by
     rank 0. It finds ORTLAUNCH_CHECKPOINT (the checkpoint's folder), ORTLAUNCH_STEP and ORTLAUNCH_RUN in its

@@ -95,6 +95,7 @@ OTHER_RULES: dict[str, RuleOf] = {
     "data.order": Rule(
         REFUSED, "data", "in the epoch that it was in, some samples would come twice and some not at all"
     ),
+    "weights.frozen": Rule(REFUSED, "model", "what is not trained is not in a checkpoint, and was other weights then"),
     **_all(_EFFECT, "ortlaunch commit dirty python", "code"),
     "packages": _EFFECT,
 }

@@ -1,4 +1,4 @@
-"""What made a checkpoint, as each checkpoint holds it (training.json): recipe, world, data, code and packages.
+"""What made a checkpoint, as each holds it (training.json): recipe, world, data, frozen weights, code and packages.
 
 Both sides compare it with today's: the control side before a rank starts, ranks once the data are read.
 """
@@ -66,7 +66,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Cha
     found = changes(_filled(before["recipe"]), after["recipe"], RULES)
     if "data" in after:  # what an earlier version did not write down is what it is now, but for the order
         before = {**before, "data": {**after["data"], "order": _FIRST_ORDER, **before.get("data", {})}}
-    parts = [part for part in ("world", "data", "code") if part in before and part in after]
+    parts = [part for part in ("world", "data", "weights", "code") if part in before and part in after]
     found += changes({part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES)
     return found + _packages(before.get("packages", {}), after.get("packages", {}))
 

@@ -137,7 +137,8 @@ class BadStep:
     checkpoint: int | None = None
     """The step of the checkpoint that was taken up again (rollback)."""
     places: list[int] | None = None
-    """Where these samples are in the order of all epochs: first, and the one after the last (rollback)."""
+    """Where these samples are in the order of all epochs: first, and the one after the last (rollback); null:
+    they are not left out any more, for the order has changed since."""
 
 
 @dataclass
@@ -232,8 +233,8 @@ class SaveLine:
 
     step: int
     """Optimizer steps taken."""
-    seconds: float
-    """What training waited for it."""
+    seconds: float | None
+    """What training waited for it; null: it was whole when its start ended, which could not write this line."""
     error: str | None = None
     """Why it could not be written."""
 

@@ -19,7 +19,7 @@ import torch
 from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
 from ortlaunch.recipe.bad_step_rules import actions
 from ortlaunch.recipe.models import Spike
-from ortlaunch.run.folder import json_text
+from ortlaunch.run.folder import json_text, write_text
 from ortlaunch.run.records import BadStep
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data.left_out import recorded
@@ -43,9 +43,23 @@ class BadSteps:
         self.spikes = Spikes(self.train.on_spike) if self.train.on_spike else None
         self.rollbacks = 0
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for line in recorded(session.run):
+        self._take_over(list(recorded(session.run)))
+
+    def _take_over(self, lines: list[BadStep]) -> None:
+        """Leave out what earlier starts left out, but where another order (--allow data) has put other samples."""
+        session = self.session
+        seen = session.checkpoint.samples(session.plan.batch) if session.checkpoint else 0
+        changed = False
+        for line in lines:
+            if line.places and line.places[1] > seen and not session.batches.order.holds(line.places, line.samples):
+                line.places, changed = ([line.places[0], seen] if line.places[0] < seen else None), True
+                if session.group.rank == 0:
+                    print(f"the samples that step {line.step} was taken back for are left out no more: in today's "
+                          f"order others are in their place", flush=True)  # fmt: skip
             if line.action == "rollback":
                 self._leave_out(line)
+        if changed and session.group.rank == 0:
+            write_text(session.run.bad_steps, "".join(json_text(asdict(line)) + "\n" for line in lines))
 
     def begin(self, saving: checkpoint.Saving, state: Any) -> None:
         """Steps follow on `state`; where a rollback may come, there has to be a checkpoint (collective)."""
@@ -135,9 +149,9 @@ class BadSteps:
         raise RollBack
 
     def _leave_out(self, found: BadStep) -> None:
-        assert found.places is not None
         self.rollbacks += 1
-        self.session.batches.left_out.add(*found.places)
+        if found.places:
+            self.session.batches.left_out.add(*found.places)
 
     def _record(self, found: BadStep, said: str = "") -> None:
         if self.session.group.rank == 0:

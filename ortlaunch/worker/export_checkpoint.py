@@ -14,6 +14,7 @@ from pathlib import Path
 from ortlaunch.errors import CheckpointError, OrtlaunchError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
+from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir, json_text
 from ortlaunch.run.records import ExportLine, as_json
 from ortlaunch.worker.child import die_with_parent
@@ -44,6 +45,7 @@ def write(run: RunDir, step: int, folder: Path, form: str) -> None:
     from ortlaunch.worker.data import load_data
     from ortlaunch.worker.distributed import DistributedContext
     from ortlaunch.worker.export import FORMATS
+    from ortlaunch.worker.identity import of_frozen
     from ortlaunch.worker.model import build_model
     from ortlaunch.worker.onnx_export import refuse_own
 
@@ -56,6 +58,7 @@ def write(run: RunDir, step: int, folder: Path, form: str) -> None:
         raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")
     data = load_data(recipe, alone)
     model = build_model(recipe, data)
+    require_same_frozen(run.checkpoint(step), of_frozen(model))
     load_weights(run.checkpoint(step), model)
     if plan.deepspeed:  # as DeepSpeed keeps the model, and the run's own export has it
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
@@ -65,6 +68,20 @@ def write(run: RunDir, step: int, folder: Path, form: str) -> None:
     found = FORMATS[form](recipe, partial, model, data)
     partial.replace(folder)
     _tell(run, ExportLine(step, form, str(folder.absolute()), found))
+
+
+def require_same_frozen(folder: Path, now: str | None) -> None:
+    """What is not in a checkpoint has been made, or loaded, as it was when that was trained.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    then = (origin.read(folder) or {}).get("weights", {}).get("frozen", now)
+    if then != now:
+        raise CheckpointError(
+            f"{folder} holds what was trained, and the weights that were not (under LoRA all others) are not those of "
+            "its training any more: model.pretrained, the seed, or the packages that make them have changed since"
+        )
 
 
 def _tell(run: RunDir, line: ExportLine) -> None:

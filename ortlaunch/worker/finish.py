@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NoReturn
 
+from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, write_json
@@ -25,9 +26,7 @@ def finish(session: Session) -> None:
     lines = []
     if engine.memory is not None:
         used = engine.memory.record(session.plan, group)
-        session.progress.doing("writing the export")
-        session.model.chunk(None)
-        export(recipe, run, group, engine.stepper, session.model, session.data)
+        _export(session)
         trained = engine.memory.looks > 0
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
@@ -37,6 +36,24 @@ def finish(session: Session) -> None:
             loaded_by = _loaded_by(recipe, run, session.model.model)
             lines += [*summary_lines(summary), f"export: {run.export}", f"  {loaded_by}"]
     say_outcome(session, lines)
+
+
+def export_unsaved(session: Session, error: LastSaveError) -> NoReturn:
+    """Write the trained model although its checkpoint could not be (collective).
+
+    Raises:
+        CheckpointError: always, for there is nothing to go on from.
+    """
+    if session.group.rank == 0:
+        print(f"NOT SAVED: {error}; the export is written (checkpoint.on_failure: continue)", flush=True)
+    _export(session)
+    raise CheckpointError(f"{error}\nThe export of the last step is whole: {session.run.export}") from None
+
+
+def _export(session: Session) -> None:
+    session.progress.doing("writing the export")
+    session.model.chunk(None)
+    export(session.recipe, session.run, session.group, session.engine.stepper, session.model, session.data)
 
 
 def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) -> Summary:

@@ -6,7 +6,9 @@ A task takes a Session and nothing else. Knows no task and no launcher.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
@@ -14,9 +16,9 @@ from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory
 from ortlaunch.worker.checkpoint import Found, choose, explain
 from ortlaunch.worker.data import Batches, Data, load_data
-from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
+from ortlaunch.worker.identity import identity
 from ortlaunch.worker.length import with_steps
 from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.model import LossModule, build_model
@@ -44,6 +46,8 @@ class Session:
     """By time.perf_counter(); the engine was built after it."""
     progress: Progress = field(default_factory=lambda: Progress(rank=1))
     """What goes on now, and since when; the default shows nothing."""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """Of samples and frozen weights, for checkpoints to hold."""
 
 
 def build_session(
@@ -63,10 +67,11 @@ def build_session(
     found = choose(run, group)
     progress.doing("reading data")
     data = load_data(recipe, group)
-    if found is not None:
-        explain(run, recipe, found, identity(data.train), group)
     progress.doing("building the model")
     model = build_model(recipe, data)
+    trained_on = identity(data.train, model)
+    if found is not None:
+        explain(run, recipe, found, trained_on, group)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
     batches = Batches(data.train, plan.batch, recipe.seed)
     recipe = with_steps(recipe, plan.batch, run, group, len(data.train), found)
@@ -77,4 +82,4 @@ def build_session(
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
     give_back_freed_memory()  # an export's copies of the model
-    return Session(recipe, plan, run, group, data, batches, model, engine, found, built, progress)
+    return Session(recipe, plan, run, group, data, batches, model, engine, found, built, progress, trained_on)

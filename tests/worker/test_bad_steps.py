@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,6 +135,20 @@ def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:
     assert [(line.checkpoint, line.places) for line in recorded(done.run)] == [(0, [0, 4]), (0, [4, 8])]
     longer = trained(tmp_path, "loss", None, *bad, on_nonfinite="rollback", max_steps=STEPS + 1)
     assert longer.state.samples == (STEPS + 3) * SIZE
+
+
+def test_what_was_left_out_is_not_another_orders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With another seed other samples are in its places: a start that comes there takes them, and says so, once."""
+    done = trained(tmp_path, "loss", None, on_nonfinite="rollback")
+    for step in (4, 6):
+        shutil.rmtree(done.run.checkpoint(step))
+    for said in (1, 0):
+        capsys.readouterr()
+        other = train_here(tmp_path, Line("loss"), rows(-1), seed=7, **SETTINGS, train={"max_steps": STEPS})
+        assert other.state.samples == STEPS * SIZE
+        assert capsys.readouterr().out.count("the samples that step 4 was taken back for are left out no more") == said
+    (line,) = recorded(done.run)
+    assert (line.action, line.places) == ("rollback", None)
 
 
 @pytest.mark.parametrize("zero", [None, {"stage": 1}], ids=str)

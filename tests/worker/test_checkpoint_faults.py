@@ -139,7 +139,7 @@ def test_changed_data_are_found_by_those_who_read_them(
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
     explained = contextlib.nullcontext() if allow else pytest.raises(CheckpointError, match="refused without --allow")
     with explained:
-        checkpoint.explain(run, made, found, {"samples": 65, "fingerprint": None}, GROUP)
+        checkpoint.explain(run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP)
     said = "takes effect, by --allow data" if allow else "refused without --allow data"
     assert capsys.readouterr().out == f"  changed: data.samples: 64 -> 65: {said} (as many were read then)\n"
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker import checkpoint
@@ -177,6 +177,8 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
     if policy == "stop":
         with pytest.raises(CheckpointError, match=r"No space left on device; .*00010 is whole"):
             save_all(saver, range(11, 21))
+        with pytest.raises(CheckpointError, match=r"No space left(.|\n)*the run ends without its export"):
+            save_all(saver, range(100, 101))
     else:
         assert save_all(saver, range(11, 31)) == [20, 30]
         writer.fails = False
@@ -186,7 +188,7 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
         assert [line[:10] for line in said] == ["NOT SAVED:", "NOT SAVED:"]
         assert said[0].endswith("step_00000010 is whole; training goes on (checkpoint.on_failure: continue)")
         writer.fails = True
-        with pytest.raises(CheckpointError, match="No space left"):
+        with pytest.raises(LastSaveError, match="No space left"):
             save_all(saver, range(100, 101))
         assert checkpoint.failures(run) == (3, 0)
     assert not list(run.checkpoints.glob("*.partial"))
@@ -268,6 +270,19 @@ def ended(pid: int) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def test_a_save_that_nobody_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that was whole when its rank died: the next start tells it, and its command is run, once."""
+    run = RunDir(tmp_path)
+    save_all(saving(run, every_steps=50), range(1, 51))
+    run.saves.unlink()
+    checkpoint.save(run, {}, GROUP, Writer(), 100, {"step": 100, "samples": 800})  # type: ignore[arg-type]
+    for _ in range(2):
+        saving(run, on_complete="echo $ORTLAUNCH_STEP").finish()
+    assert run.on_complete.read_text() == "step 50\n50\nstep 100\n100\n"
+    told = [line["step"] for line in records(run) if "status" not in line]
+    assert (told, capsys.readouterr().out.count("an earlier start could not say so")) == ([50, 100], 2)
 
 
 def test_a_command_ends_with_its_rank(tmp_path: Path) -> None:

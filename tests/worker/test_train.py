@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from ortlaunch.errors import NonFiniteError
+from ortlaunch.errors import CheckpointError, NonFiniteError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
-from tests.training import records, train_here
+from ortlaunch.worker.tasks.train import run as run_task
+from tests.training import records, session_here, train_here
 
 STEPS = {"max_steps": 6}
 SHARDINGS = [None, *({"stage": stage} for stage in range(4))]
@@ -228,3 +230,22 @@ def test_a_stop_at_the_end(tmp_path: Path) -> None:
     assert json.loads(stopped.run.stopped.read_text())["step"] == STEPS["max_steps"]
     again = train_here(tmp_path, Line(), ROWS, train=STEPS, checkpoint={"on_complete": "echo again"})
     assert again.run.on_complete.read_text().endswith("again\n")
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_the_export_after_a_last_save_that_failed(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run has failed, and with `continue` the trained model is there; with `stop` the error says that it is not."""
+
+    def full(*_: Any) -> None:
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(savings, "save", full)
+    model = Line()
+    session = session_here(tmp_path, model, ROWS, train=STEPS, checkpoint={"on_failure": policy})
+    said = "without its export" if policy == "stop" else f"The export of the last step is whole: {session.run.export}"
+    with pytest.raises(CheckpointError, match=f"No space left on device\n.*{said}"):
+        run_task(session)
+    if policy == "continue":
+        assert torch.equal(load_file(session.run.export / "model.safetensors")["weight"], model.weight)
+    else:
+        assert not session.run.export.exists()

@@ -68,8 +68,11 @@ def _older(folder: Path) -> list[tuple[int, Path]]:
     return found[: [path for _, path in found].index(folder)] if folder in [path for _, path in found] else []
 
 
-def explain(run: RunDir, recipe: Recipe, found: Found, data: Mapping[str, Any], group: DistributedContext) -> None:
-    """Say what the control side could not know: changed data, and all of another checkpoint than it had looked at.
+def explain(run: RunDir, recipe: Recipe, found: Found, identity: Mapping[str, Any], group: DistributedContext) -> None:
+    """Say what the control side could not know: its data, and all of another checkpoint than it had looked at.
+
+    Args:
+        identity: what ranks alone know of this training (worker/identity.py).
 
     Raises:
         CheckpointError: it would be another training, and nobody has allowed that.
@@ -77,10 +80,11 @@ def explain(run: RunDir, recipe: Recipe, found: Found, data: Mapping[str, Any], 
     asked, made = read_json(run.resume) if run.resume.exists() else {}, origin.read(found.folder)
     if made is None or not run.plan.exists():
         return
-    now = {**origin.of_run(run, recipe), "data": data}
+    now = {**origin.of_run(run, recipe), **identity}
     changes = origin.differences(made, now)
     if asked.get("checkpoint") == os.path.abspath(found.folder):
-        changes = [change for change in changes if change.field.startswith("data.") and change.field[5:] in data]
+        unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}
+        changes = [change for change in changes if change.field in unknown]
     allow = tuple(asked.get("allow", ()))
     if group.rank == 0:
         print(*(f"  changed: {change.line(allow)}" for change in changes), sep="\n", end="\n" if changes else "")

@@ -22,6 +22,12 @@ def records(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def untold(run: RunDir) -> list[int]:
+    """Complete checkpoints without a line: whoever wrote them died before it could say so."""
+    told = {line["step"] for line in records(run) if "error" not in line}
+    return [step for step, _ in run.complete_checkpoints() if step not in told]
+
+
 def failures(run: RunDir) -> tuple[int, int]:
     """(saves, commands) that failed, over all starts."""
     found = records(run)

@@ -9,10 +9,10 @@ import contextlib
 import functools
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ortlaunch.errors import CheckpointError
+from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir
@@ -27,17 +27,26 @@ from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.stepping import Stepper
 
+_NO_EXPORT = (
+    "This was the save at the end: the run ends without its export. Start it again once this is mended; "
+    "checkpoint.on_failure=continue writes the export whatever becomes of the last save"
+)
 _TURN_SECONDS = 1.0  # other ranks wait in a collective, which has its limit
 
 
 class Saving:
-    """The checkpoints of one training, from its first step to its last; `data` is the identity of what it reads."""
+    """The checkpoints of one training, from its first step to its last; `identity`: what ranks alone know of it."""
 
     def __init__(
-        self, run: RunDir, recipe: Recipe, group: DistributedContext, stepper: Stepper, data: dict[str, Any]
+        self,
+        run: RunDir,
+        recipe: Recipe,
+        group: DistributedContext,
+        stepper: Stepper,
+        identity: Mapping[str, Any],
     ) -> None:
         self.run, self.recipe, self.group, self.stepper = run, recipe, group, stepper
-        self.made_by = {**origin.of_run(run, recipe), "data": data} if run.plan.exists() else {}
+        self.made_by = {**origin.of_run(run, recipe), **identity} if run.plan.exists() else {}
         self.policy = recipe.checkpoint
         self.tried = time.monotonic()
         chosen = getattr(self.policy, "async")
@@ -45,7 +54,15 @@ class Saving:
         """The ranks on a channel of their own, where saves are written beside training."""
         self.background: tuple[int, float, Background] | None = None  # step, seconds that training waited, the thread
         self.by_clock = False
+        if group.rank == 0:
+            self._tell_untold()
         self.commands = Commands(self.policy, run) if group.rank == 0 and self.policy.on_complete else None
+
+    def _tell_untold(self) -> None:
+        """An earlier start died between a checkpoint's last byte and its line; the command after it is not lost."""
+        for step in saves.untold(self.run):
+            saves.record(self.run, SaveLine(step, None))
+            print(f"the checkpoint of step {step} is whole, and an earlier start could not say so any more", flush=True)
 
     def is_due(self, step: int) -> bool:
         """Whether one is to be written after this step, by their number; the last step's always is."""
@@ -117,8 +134,11 @@ class Saving:
 
     def _failed(self, step: int, waited: float, error: CheckpointError) -> None:
         self._record(step, waited, str(error))
-        if self.policy.on_failure == "stop" or step == self.recipe.train.steps:
-            raise error
+        last = step == self.recipe.train.steps
+        if self.policy.on_failure == "stop":
+            raise CheckpointError(f"{error}\n{_NO_EXPORT}") if last else error
+        if last:
+            raise LastSaveError(str(error))
         if self.group.rank == 0:
             print(f"NOT SAVED: {error}; training goes on (checkpoint.on_failure: continue)", flush=True)
 

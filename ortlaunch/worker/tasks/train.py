@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from ortlaunch.errors import BadStepError, InputError
+from ortlaunch.errors import BadStepError, InputError, LastSaveError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import write_json
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.agreement import Agreement, agreement
 from ortlaunch.worker.bad_steps import BadSteps, RollBack
-from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.evaluation import evaluate, named
-from ortlaunch.worker.finish import finish
+from ortlaunch.worker.finish import export_unsaved, finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
 from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait_for
 from ortlaunch.worker.parity_steps import parity_steps
@@ -49,7 +48,10 @@ def run(session: Session) -> int:
     """Train, and leave the trained model; or what a stop leaves, with its exit status."""
     announce(session)
     with agreement(session.group) as agreed:
-        train(session, agreed)
+        try:
+            train(session, agreed)
+        except LastSaveError as error:
+            export_unsaved(session, error)
     if agreed.stopped.stops:
         return agreed.stopped.exit_status
     finish(session)
@@ -70,7 +72,7 @@ def train(session: Session, agreed: Agreement) -> TrainState:
 def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: contextlib.ExitStack) -> TrainState:
     recipe, run, group, engine, batches = session.recipe, session.run, session.group, session.engine, session.batches
     state = _resume(session)
-    saving = checkpoint.Saving(run, recipe, group, engine.stepper, identity(session.data.train))
+    saving = checkpoint.Saving(run, recipe, group, engine.stepper, session.identity)
     if state.step >= recipe.train.steps:
         nothing_to_train(session, state)
         saving.finish(session.progress.pulse.tick)  # what an earlier start left unfinished

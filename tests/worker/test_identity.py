@@ -1,0 +1,65 @@
+"""Weights that are not trained are in no checkpoint: others than it was trained upon are found, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import CheckpointError
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker import checkpoint
+from ortlaunch.worker.data import OwnSamples
+from ortlaunch.worker.export_checkpoint import require_same_frozen
+from ortlaunch.worker.identity import identity, of_frozen
+from tests.makers import plan, recipe
+from tests.training import train_here
+from tests.worker.test_checkpoint import GROUP
+
+ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(8, 4, generator=torch.Generator().manual_seed(0))]
+
+
+class Adapted(nn.Module):
+    """A frozen base, drawn from the seed, below a weight that is trained."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base, self.weight = nn.Linear(4, 300).requires_grad_(False), nn.Parameter(torch.ones(300))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((self.base(x) @ self.weight - y) ** 2).mean()
+
+
+def test_a_fingerprint() -> None:
+    """The seed's; what is trained has no part in it."""
+    one, other, trained = Adapted(1), Adapted(1), Adapted(2)
+    with torch.no_grad():
+        other.weight.mul_(2)
+    assert of_frozen(one) == of_frozen(other) != of_frozen(trained)
+    assert of_frozen(trained.requires_grad_(True)) is None
+
+
+@pytest.mark.parametrize("allow", [[], ["model"]])
+def test_another_base_needs_a_word(allow: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As after another seed, or other packages: a resume with --allow model, and no export, takes it up."""
+    run, sections = RunDir(tmp_path), {"train": {"max_steps": 1}}
+    write_text(run.plan, plan(recipe(**sections)).to_json())
+    train_here(run.path, Adapted(1), ROWS, **sections)
+    write_json(run.resume, {"allow": allow, "step": 1, "checkpoint": str(run.checkpoint(1))})
+    found = checkpoint.choose(run, GROUP)
+    assert found is not None
+    checkpoint.explain(run, recipe(**sections), found, identity(OwnSamples(ROWS), Adapted(1)), GROUP)
+    require_same_frozen(found.folder, of_frozen(Adapted(1)))
+    capsys.readouterr()
+    now = identity(OwnSamples(ROWS), Adapted(2))
+    if allow:
+        checkpoint.explain(run, recipe(**sections), found, now, GROUP)
+        assert "takes effect, by --allow model" in capsys.readouterr().out
+    else:
+        with pytest.raises(CheckpointError, match=r"weights.frozen: '\w+' -> '\w+': refused without --allow model"):
+            checkpoint.explain(run, recipe(**sections), found, now, GROUP)
+    with pytest.raises(CheckpointError, match="are not those of its training any more"):
+        require_same_frozen(found.folder, of_frozen(Adapted(2)))
