@@ -51,7 +51,7 @@ class BadSteps:
         seen = session.checkpoint.samples(session.plan.batch) if session.checkpoint else 0
         changed = False
         for line in lines:
-            if line.places and line.places[1] > seen and not session.batches.order.holds(line.places, line.samples):
+            if line.places and line.places[1] > seen and not session.batches.holds(line.places, line.samples):
                 line.places, changed = ([line.places[0], seen] if line.places[0] < seen else None), True
                 if session.group.rank == 0:
                     print(f"the samples that step {line.step} was taken back for are left out no more: in today's "

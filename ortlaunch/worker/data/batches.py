@@ -35,6 +35,10 @@ class Batches:
         """Where the samples of step `step` (from 0) are in the order of all epochs: first, and after the last."""
         return self.left_out.place(self._seen, (step - self._step) * self.batch.global_samples), self.seen(step + 1)
 
+    def holds(self, places: list[int], samples: list[int]) -> bool:
+        """Whether the places from the first to before the second have all of these samples."""
+        return {index for index, _ in self.order.at(list(range(*places)))} >= set(samples)
+
     def micro_batch(self, step: int, accumulation: int, rank: int) -> dict[str, torch.Tensor]:
         """What `rank` takes in pass `accumulation` of step `step` (both from 0); tensors are (micro_samples, ...)."""
         places = self._places(step, accumulation, rank)

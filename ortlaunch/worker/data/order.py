@@ -47,10 +47,6 @@ class Order:
             found[chosen] = self._epoch(int(epoch))(within[chosen])
         return list(zip(found.tolist(), epochs.tolist()))
 
-    def holds(self, places: list[int], samples: list[int]) -> bool:
-        """Whether the places from the first to before the second have all of these samples."""
-        return {sample for sample, _ in self.at(list(range(*places)))} >= set(samples)
-
     def _epoch(self, epoch: int) -> Permutation:
         if epoch not in self._epochs:
             self._epochs = {number: known for number, known in self._epochs.items() if number == epoch - 1}
