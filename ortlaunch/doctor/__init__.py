@@ -28,8 +28,9 @@ def _missing(recipe: Recipe, plan: Plan) -> Iterator[str]:
         yield 'zero: DeepSpeed is not installed: pip install "ortlaunch[deepspeed]", or set zero=null'
     if recipe.model.lora is not None and not _installed("peft"):
         yield 'model.lora: peft is not installed: pip install "ortlaunch[lora]"'
-    if "tensorboard" in recipe.log.trackers and not _installed("tensorboard"):
-        yield 'log.trackers: tensorboard is not installed: pip install "ortlaunch[tensorboard]"'
+    for tracker in recipe.log.trackers:
+        if not _installed(tracker):
+            yield f'log.trackers: {tracker} is not installed: pip install "ortlaunch[{tracker}]"'
     if plan.launcher == "mpi" and len(plan.nodes) > 1 and not _installed("mpi4py"):
         yield 'launcher mpi on more than one host: mpi4py is not installed: pip install "ortlaunch[mpi]"'
     if recipe.engine.name == "ort":

@@ -53,7 +53,7 @@ EXAMPLES: dict[KeyPath, str] = {
     ("submit", "azureml"): "{compute: azureml:gpus, environment: azureml:ortlaunch@latest}",
     ("submit", "setup"): "[module load cuda/12.4]",
     ("log",): "{every_steps: 10}",
-    ("log", "trackers"): "[tensorboard]",
+    ("log", "trackers"): "[tensorboard, wandb]",
 }
 
 

@@ -251,8 +251,11 @@ class Log(Section):
 
     every_steps: Positive = 10
     """Print and record metrics this often."""
-    trackers: Annotated[tuple[Literal["tensorboard"], ...], BeforeValidator(tuple_of)] = ()
-    """`tensorboard` (needs the extra `tensorboard`). metrics.jsonl is always written."""
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(tuple_of)] = ()
+    """Where metrics go beside metrics.jsonl; each needs the extra of its name. W&B and MLflow take account and server
+    from their own variables (`WANDB_*`, `MLFLOW_*`; `WANDB_MODE=offline` works). One that fails never ends a run."""
+    project: Optional[str] = None
+    """W&B's project, MLflow's experiment; the recipe's name if not given."""
 
 
 class Recipe(Section):

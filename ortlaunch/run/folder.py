@@ -110,6 +110,11 @@ class RunDir:
         return self.errors / f"rank_{rank:05d}.json"
 
     @property
+    def trackers(self) -> Path:
+        """What W&B and MLflow keep here, and the names of their runs."""
+        return self.path / "trackers"
+
+    @property
     def lost(self) -> Path:
         """A host that ssh lost, written by what started its ranks."""
         return self.errors / "lost.json"

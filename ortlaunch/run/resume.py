@@ -87,7 +87,7 @@ def _of_training(run: RunDir) -> Iterator[Path]:
     """What a training that begins anew must not take for its own: checkpoints, batches left out, records."""
     if run.checkpoints.exists() and any(run.checkpoints.iterdir()):
         yield run.checkpoints
-    records = (run.bad_steps, run.saves, run.metrics, run.tensorboard, run.summary)
+    records = (run.bad_steps, run.saves, run.metrics, run.tensorboard, run.trackers, run.summary)
     yield from (path for path in records if path.exists())
 
 

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard, and a line for a person. Rank 0 only."""
+"""What a run writes while it trains: metrics.jsonl, trackers, and a line for a person. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_text
 from ortlaunch.units import duration
+from ortlaunch.worker.trackers import Beside
 
 # Of an evaluation, beside its loss.
 EVALUATED = {
@@ -28,7 +28,7 @@ class Metrics:
         self.max_steps, self.first_step = recipe.train.steps, first_step
         self.before = _cut_after(run, first_step)
         self.file = run.metrics.open("a", encoding="utf-8", buffering=1)
-        self.board = _tensorboard(run, first_step) if "tensorboard" in recipe.log.trackers else None
+        self.trackers = [Beside(name, recipe, run, first_step) for name in recipe.log.trackers]
         self.started = time.perf_counter()
 
     def write(self, step: int, values: dict[str, Any]) -> None:
@@ -36,10 +36,8 @@ class Metrics:
         elapsed = time.perf_counter() - self.started
         record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
         self.file.write(json_text(record) + "\n")
-        if self.board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.board.add_scalar(name, value, step)
+        for tracker in self.trackers:
+            tracker.log(step, values)
         self._show(step, values, elapsed)
 
     def _show(self, step: int, values: dict[str, Any], elapsed: float) -> None:
@@ -47,11 +45,11 @@ class Metrics:
         line = f"step {step}/{self.max_steps}  " + "  ".join(_shown(values)) + f"  ETA {duration(left)}"
         print(line, flush=True)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Flush and close."""
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for tracker in self.trackers:
+            tracker.close(failed)
 
 
 def _shown(values: dict[str, Any]) -> list[str]:
@@ -76,17 +74,6 @@ def records(run: RunDir) -> list[dict[str, Any]]:
     """What metrics.jsonl holds; a last line that was half written is none."""
     lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if run.metrics.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _tensorboard(run: RunDir, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise MissingDependency(
-            'log.trackers: tensorboard is not installed: pip install "ortlaunch[tensorboard]"'
-        ) from None
-    # What an earlier life wrote after its checkpoint is taken back.
-    return SummaryWriter(str(run.tensorboard), purge_step=first_step + 1 if first_step else None)
 
 
 def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:

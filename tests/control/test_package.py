@@ -16,9 +16,15 @@ from ortlaunch.recipe.schema import json_schema
 
 ROOT = Path(__file__).parents[2]
 # Modules whose distribution has another name.
-DISTRIBUTIONS = {"yaml": "pyyaml", "onnxruntime": "onnxruntime-training-cpu", "pydantic_core": "pydantic-core"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml", "onnxruntime": "onnxruntime-training-cpu", "pydantic_core": "pydantic-core",
+    "mlflow": "mlflow-skinny",
+}  # fmt: skip
 # Imported only where a recipe, a launcher or a verb asks for them; everything else must come with a bare install.
-OPTIONAL = {"deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "peft", "tensorboard"}
+OPTIONAL = {
+    "deepspeed", "matplotlib", "mpi4py", "onnx", "onnxruntime-training-cpu", "peft", "tensorboard", "wandb",
+    "mlflow-skinny",
+}  # fmt: skip
 
 
 def requirements(*extras: str) -> dict[str, str]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,11 @@ import torch
 import transformers
 from torch import nn
 
-from ortlaunch.errors import MissingDependency
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
 from ortlaunch.units import duration
 from ortlaunch.worker import metrics as metrics_module
+from ortlaunch.worker import trackers
 from ortlaunch.worker.metrics import Metrics, flops_per_token, measured_peak_flops
 
 VALUES = {
@@ -140,13 +144,99 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert scalars(run, "loss") == [(2, 2.0), (4, 4.0), (5, 0.5)]
 
 
-def test_tensorboard_is_asked_for_and_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the package the message says what to install; without the tracker nothing is written."""
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingDependency, match=r'pip install "ortlaunch\[tensorboard\]"'):
-        Metrics(recipe(trackers=("tensorboard",)), RunDir(tmp_path), 0)
-    Metrics(recipe(), RunDir(tmp_path), 0).close()
-    assert not RunDir(tmp_path).tensorboard.exists()
+def run_in(folder: Path) -> RunDir:
+    (folder / "run").mkdir()
+    return RunDir(folder / "run")
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Of a short file: behind seven bytes, records of LevelDB's log, each with check sum, length and kind before it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at = file.read_bytes(), 7
+    while at + 7 <= len(data):
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        assert kind == 1, "a record in parts: the file is longer than a block"
+        yield Record.FromString(data[at + 7 : at + 7 + size])
+        at += 7 + size
+
+
+def wandb_losses(run: RunDir) -> list[tuple[str, str]]:
+    """(step, loss) as W&B has them."""
+    files = sorted(run.trackers.glob("wandb/offline-run-*/*.wandb"))
+    items = [
+        {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        for file in files for record in wandb_records(file)
+    ]  # fmt: skip
+    return [(one["step"], one["loss"]) for one in items if "loss" in one]
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B's files have every step, also of a start that went back with its checkpoint; both are one run of theirs."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = run_in(tmp_path)
+    for first, steps in ((0, (2, 4)), (2, (3,))):
+        metrics = Metrics(recipe(trackers=("wandb",)), run, first)
+        for step in steps:
+            metrics.write(step, {"loss": step / 2, "gradient_norm": None})
+        metrics.close()
+    deadline = time.monotonic() + 20  # its own process writes, a moment later
+    while len(found := wandb_losses(run)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert found == [("2", "1"), ("4", "2"), ("3", "1.5")]
+    assert len({file.name for file in run.trackers.glob("wandb/offline-run-*/*.wandb")}) == 1
+
+
+def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's own client finds one run for both starts, the recipe as parameters, and that the second one failed."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    run = run_in(tmp_path)
+    for first, failed in ((0, False), (2, True)):
+        metrics = Metrics(recipe(trackers=("mlflow",)), run, first)
+        metrics.write(first + 2, {"loss": 1.0 + first})
+        metrics.close(failed)
+    client = MlflowClient((run.trackers / "mlruns").as_uri())
+    (theirs,) = client.search_runs([client.get_experiment_by_name("t").experiment_id])
+    assert (theirs.info.status, theirs.data.params["train.max_steps"], theirs.info.run_name) == ("FAILED", "20", "run")
+    assert [(m.step, m.value) for m in client.get_metric_history(theirs.info.run_id, "loss")] == [(2, 1.0), (4, 3.0)]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_tracker_that_fails_ends_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is said once, and metrics.jsonl has all."""
+    for module in ("torch.utils.tensorboard", "wandb", "mlflow.tracking"):
+        monkeypatch.setitem(sys.modules, module, None)
+    run = RunDir(tmp_path)
+    metrics = Metrics(recipe(trackers=(name,)), run, 0)
+    for step in (1, 2):
+        metrics.write(step, {"loss": 1.0})
+    metrics.close()
+    assert capsys.readouterr().out.count(f"log.trackers: {name} FAILED, ModuleNotFoundError: ") == 1
+    assert [one["step"] for one in records(run)] == [1, 2]
+
+
+def test_a_tracker_that_hangs_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the end it has its time, and no more."""
+    ever = threading.Event()
+
+    class Hanging:
+        def __init__(self, *_: object) -> None:
+            ever.wait(20)
+
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Hanging)
+    monkeypatch.setattr(trackers, "_LEAVE_SECONDS", 0.1)
+    metrics = Metrics(recipe(trackers=("wandb",)), RunDir(tmp_path), 0)
+    metrics.write(1, {"loss": 1.0})
+    metrics.close()
+    ever.set()
+    assert "log.trackers: wandb did not take all within" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def _metrics(session: Session, step: int, ending: contextlib.ExitStack) -> Metri
     if session.group.rank > 0:
         return None
     metrics = Metrics(session.recipe, session.run, step)
-    ending.callback(metrics.close)
+    ending.push(lambda kind, *_: metrics.close(failed=kind not in (None, RollBack)))
     return metrics
 
 

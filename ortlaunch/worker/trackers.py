@@ -1,0 +1,168 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. Rank 0 only.
+
+Each lives in a thread of its own, for no server may keep a training waiting; and where one fails, the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Protocol
+
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.folder import RunDir, write_text
+
+_LEAVE_SECONDS = 60.0  # to hand over what is left, at the end
+
+
+class Tracker(Protocol):
+    """What takes numbers by name."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Of one step."""
+
+    def close(self, failed: bool) -> None:
+        """Hand over all that is left; `failed`: the training did not come to its end."""
+
+
+class Beside:
+    """A tracker in its thread."""
+
+    def __init__(self, name: str, recipe: Recipe, run: RunDir, first_step: int) -> None:
+        self.name, self._said = name, queue.SimpleQueue[Any]()
+        self._thread = threading.Thread(target=self._live, args=(recipe, run, first_step), daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Does not wait."""
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        self._said.put((step, numbers))
+
+    def close(self, failed: bool) -> None:
+        """Wait for it, but not for ever."""
+        self._said.put(failed)
+        self._thread.join(_LEAVE_SECONDS)
+        if self._thread.is_alive():
+            print(f"log.trackers: {self.name} did not take all within {_LEAVE_SECONDS:.0f} s; metrics.jsonl has all")
+
+    def _live(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
+        try:
+            tracker = TRACKERS[self.name](recipe, run, first_step)
+            while not isinstance(said := self._said.get(), bool):
+                tracker.log(*said)
+            tracker.close(said)
+        except (Exception, SystemExit) as error:  # whatever it throws
+            why = str(error).strip().splitlines() or [""]
+            print(
+                f"log.trackers: {self.name} FAILED, {type(error).__name__}: {why[0]}; training goes on without it, and "
+                "metrics.jsonl has all",
+                flush=True,
+            )
+
+
+class TensorBoard:
+    """Event files in the run folder; what an earlier start wrote after its checkpoint is taken back."""
+
+    def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(run.tensorboard), purge_step=first_step + 1 if first_step else None)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self, failed: bool) -> None:
+        self._board.close()
+
+
+class WeightsAndBiases:
+    """One run of theirs for all starts in a run folder; account, server and mode come from WANDB_* or `wandb login`."""
+
+    def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
+        import wandb
+
+        run.trackers.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=recipe.log.project or recipe.name,
+            name=run.path.name,
+            id=_kept(run.trackers / "wandb_id", lambda: os.urandom(6).hex()),
+            resume="allow",
+            dir=str(run.trackers),
+            config=_settings(recipe),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")  # theirs only counts up, ours goes back with a checkpoint
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class Mlflow:
+    """One run of theirs for all starts in a run folder; at MLFLOW_TRACKING_URI, else in files of the run folder."""
+
+    def __init__(self, recipe: Recipe, run: RunDir, first_step: int) -> None:
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        if place is None:
+            os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # it would rather have a database
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(place or (run.trackers / "mlruns").absolute().as_uri())
+        self._run = _kept(run.trackers / "mlflow_id", lambda: self._begun(recipe, run))
+        self._client.update_run(self._run, "RUNNING")
+        if first_step == 0:
+            settings = {f"{name}": str(value)[:500] for name, value in _leaves(_settings(recipe))}
+            with contextlib.suppress(Exception):  # another start gave one of them another value
+                self._client.log_batch(self._run, params=[Param(*item) for item in settings.items()])
+
+    def _begun(self, recipe: Recipe, run: RunDir) -> str:
+        name = recipe.log.project or recipe.name
+        there = self._client.get_experiment_by_name(name)
+        experiment = there.experiment_id if there else self._client.create_experiment(name)
+        return str(self._client.create_run(experiment, run_name=run.path.name).info.run_id)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
+
+
+TRACKERS: dict[str, Callable[[Recipe, RunDir, int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": Mlflow,
+}
+
+
+def _kept(path: Path, make: Callable[[], str]) -> str:
+    """What the first start in this run folder has made."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, make())
+    return path.read_text(encoding="utf-8")
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """The recipe without values of environment variables."""
+    whole = recipe.model_dump(mode="json")
+    whole["launch"]["env"] = sorted(whole["launch"]["env"])
+    return whole
+
+
+def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        return [(path, value)]
+    return [leaf for key, one in value.items() for leaf in _leaves(one, f"{path}.{key}" if path else key)]
