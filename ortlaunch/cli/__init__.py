@@ -45,6 +45,7 @@ VERBS = (
     status.status,
     status.stop,
     status.checkpoint,
+    status.restart,
     status.cancel,
     runs.logs,
     runs.list_runs,

@@ -10,9 +10,12 @@ def schema(
     run_folder: Annotated[
         bool, typer.Option("--run-folder", help="What a run writes, field by field: docs/run-folder.md.")
     ] = False,
+    doctor: Annotated[bool, typer.Option("--doctor", help="Of what `ortlaunch doctor --json` prints.")] = False,
 ) -> None:
     """Print the recipe's JSON schema, for editors: every field with its manual."""
-    if run_folder:
+    if doctor:
+        from ortlaunch.doctor.schema import json_schema as text
+    elif run_folder:
         from ortlaunch.run.reference import markdown as text
     elif markdown:
         from ortlaunch.recipe.reference import markdown as text

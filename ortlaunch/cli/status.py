@@ -1,4 +1,4 @@
-"""`ortlaunch status`, `stop`, `checkpoint` and `cancel`: a run that another command has, or had."""
+"""`ortlaunch status`, `stop`, `checkpoint`, `restart` and `cancel`: a run that another command has, or had."""
 
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +52,17 @@ def checkpoint(run: RunFolder) -> None:
     """
     from ortlaunch.run.folder import RunDir
     from ortlaunch.run.requests import checkpoint as ask
+
+    typer.echo(ask(RunDir(run)))
+
+
+def restart(run: RunFolder) -> None:
+    """Have an elastic run (launch.nodes: {min, max}) save and start again, on all of its hosts that are there now.
+
+    Exit status 0 once it has; 1 where it ended; 2 where there is no run that trains, or one of fixed hosts.
+    """
+    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run.requests import restart as ask
 
     typer.echo(ask(RunDir(run)))
 

@@ -13,15 +13,18 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from ortlaunch.doctor import probe
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.plan import LOCAL_NAMES, Node
 from ortlaunch.units import human
 
-OK, WARNING, FAILED = "ok", "warning", "failed"
+OK: Final = "ok"
+WARNING: Final = "warning"
+FAILED: Final = "failed"
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 _SECONDS = 12
 _SKEW_SECONDS = 5.0
@@ -30,14 +33,23 @@ _LITTLE_SHM = 64 << 20
 _AT_ONCE = 128
 
 
-class Finding(NamedTuple):
-    """One check of one host; the mend is empty where nothing is wrong."""
+@dataclass(frozen=True)
+class Finding:
+    """One check of one host."""
+
+    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # of its schema
 
     host: str
+    """As the host file has it."""
     check: str
-    verdict: str  # ok | warning | failed
+    """`reached`, `interpreter`, `packages`, `address`, `interface`, `gpus`, `run folder`, `disk`, `clock`, `/dev/shm`,
+    `open files` or `stale`."""
+    verdict: Literal["ok", "warning", "failed"]
+    """`failed`: a run on it would fail."""
     what: str
+    """What was found."""
     mend: str = ""
+    """What to do; empty where nothing is wrong."""
 
     def __str__(self) -> str:
         """For a person."""
@@ -54,6 +66,7 @@ class Asked(NamedTuple):
     bytes_needed: int = 0  # of its disk
     alone: bool = False  # routes between the hosts are not judged
     quick: bool = False  # what would let a run fail; not what may only slow it
+    interface: str | None = None  # that ranks are to meet on
 
 
 def look(asked: Asked) -> list[Finding]:
@@ -81,8 +94,13 @@ def require(asked: Asked) -> None:
     """
     wrong = [finding for finding in look(asked._replace(quick=True)) if finding.verdict == FAILED]
     if wrong:
-        table = "\n".join(map(str, wrong))
-        raise LaunchError(f"the hosts are not ready, and nothing was started (launch.preflight):\n{table}")
+        raise refused(wrong)
+
+
+def refused(wrong: Sequence[Finding]) -> LaunchError:
+    """The table of what is wrong, as an error."""
+    table = "\n".join(map(str, wrong))
+    return LaunchError(f"the hosts are not ready, and nothing was started (launch.preflight):\n{table}")
 
 
 def _judged(
@@ -96,6 +114,9 @@ def _judged(
         yield Finding(host, "address", FAILED, "no route to any of the other hosts but loopback", mend)
     elif routed:
         yield Finding(host, "address", OK, told["address"])
+    if asked.interface is not None and asked.interface not in told["interfaces"]:
+        what = f"no {asked.interface} there; it has {', '.join(told['interfaces'])}"
+        yield Finding(host, "interface", FAILED, what, "name one that every host has: launch.interface")
     if asked.device == "cuda" and told["gpus"] < node.slots:
         yield Finding(host, "gpus", FAILED, f"{told['gpus']} for {node.slots} slots", "lower its slots")
     if token is not None:

@@ -1,7 +1,7 @@
 """What one host tells of itself, as JSON on standard output; sent to its interpreter, so that nothing of ours need be
 there. Standard library only, and no import of torch: versions come from metadata.
 
-Its arguments as one JSON object: `peers` (names), `folder` (the run's, or null), `token` (what a file there holds).
+Its arguments as one JSON object: `peers` (names), `folder` (the run's, or null).
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def main() -> None:
         "python": sys.version.split()[0],
         "packages": versions(),
         "address": address(asked["peers"]),
+        "interfaces": [name for _, name in socket.if_nameindex()],
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "token": token(folder),
         "free": free(folder),

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.errors import MissingDependency, PlanError
@@ -20,12 +21,16 @@ from ortlaunch.run.folder import RunDir
 
 __all__ = ["argv_mpich", "argv_open_mpi", "cancel", "family", "request", "state", "submit", "wait"]
 
+# mpi4py's wheel has a module for each family, and would take that of the first library that it finds.
+_ABI = "MPI4PY_MPIABI"
+
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
     """The mpirun command of the family that is installed here."""
     mpirun = find_mpirun()
     build = argv_open_mpi if family(mpirun) == "Open MPI" else argv_mpich
     files = ((str(run_dir.hostfile), hostfile(plan, family(mpirun))), *store_file(plan, run_dir))
+    plan = _with_abi(plan, family(mpirun))
     env = {**dict(plan.env), **(_root(plan) if build is argv_open_mpi else {})}
     argv = (*build(plan, run_dir, mpirun), str(run_dir))
     return Request(argv, tuple(sorted(env.items())), files, stop=stop_of(plan, run_dir))
@@ -95,6 +100,13 @@ def family(mpirun: str) -> str:
     if any(word in words for word in ("HYDRA", "Hydra", "Intel(R) MPI", "MPICH", "mvapich", "MVAPICH")):
         return "MPICH"
     raise MissingDependency(f"{mpirun} is of an MPI that ortlaunch does not know: {words.strip()[:200]!r}")
+
+
+def _with_abi(plan: Plan, mpi: str) -> Plan:
+    """With the family that mpi4py is to load, where ranks meet through it and the user named none."""
+    if len(plan.nodes) == 1 or _ABI in (*plan.forward, *dict(plan.env)):
+        return plan
+    return replace(plan, env=tuple(sorted((*plan.env, (_ABI, "openmpi" if mpi == "Open MPI" else "mpich")))))
 
 
 def _spans_hosts(plan: Plan) -> bool:

@@ -35,15 +35,21 @@ _LOST = 255  # what ssh itself ends with
 _MORE_SECONDS = 6.0  # than an agent and its launcher have to end
 
 
+def is_far(host: str) -> bool:
+    """Whether it takes ssh to start something there."""
+    return host not in (*LOCAL_NAMES, os.uname().nodename, os.uname().nodename.split(".")[0])
+
+
 class Agent:
     """One host's, as this process sees it."""
 
     def __init__(self, host: str, argv: list[str]) -> None:
         self.host, self.argv = host, argv
         command = [*start.command("ortlaunch.launch.host_agent", argv[0])]
-        far = host not in (*LOCAL_NAMES, os.uname().nodename, os.uname().nodename.split(".")[0])
         self._process = subprocess.Popen(
-            [*SSH, host, shlex.join(command)] if far else command, stdin=subprocess.PIPE, start_new_session=True
+            [*SSH, host, shlex.join(command)] if is_far(host) else command,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
         )
 
     def tell(self, line: str) -> None:

@@ -13,6 +13,7 @@ import json
 from ortlaunch import start
 from ortlaunch.errors import PlanError
 from ortlaunch.launch import Request, stop_of, store_file
+from ortlaunch.launch.over_ssh import is_far
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
 from ortlaunch.rank import GRACE_SECONDS
@@ -28,14 +29,14 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     """torchrun with a rendezvous in the run folder; it never restarts ranks by itself."""
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
     env = {"OMP_NUM_THREADS": str(plan.threads or 1), **_grace(plan), **_NO_STORE, **dict(plan.env)}
-    if len(plan.nodes) > 1:
-        return _of_several_hosts(plan, run_dir, env)
+    if len(plan.nodes) > 1 or is_far(plan.nodes[0].host):
+        return _on_hosts(plan, run_dir, env)
     argv = _torchrun(plan, run_dir, "localhost")
     files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
     return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False, stop=stop_of(plan, run_dir))
 
 
-def _of_several_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
+def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
     """One torchrun on each host; they count themselves in the order of the names that they are given."""
     slots = sorted({node.slots for node in plan.nodes})
     if len(slots) > 1:
@@ -50,7 +51,12 @@ def _of_several_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Reque
         for number, node in enumerate(plan.nodes)
     ]
     work = {"agents": agents, "env": dict(sorted(env.items())), "forward": plan.forward}
-    files = ((str(run_dir.rendezvous), ""), (str(run_dir.meeting), ""), (str(run_dir.agents), json.dumps(work) + "\n"))
+    files = (
+        (str(run_dir.rendezvous), ""),
+        (str(run_dir.meeting), ""),
+        (str(run_dir.agents), json.dumps(work) + "\n"),
+        *store_file(plan, run_dir),
+    )
     argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
     return Request(argv, files=files, stop=stop_of(plan, run_dir))
 

@@ -51,8 +51,12 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     if plan.launcher == INSIDE:
         return ["  launch.max_restarts does nothing here: this launcher is not ortlaunch's; start the same command "
                 "again from the batch script (it goes on from the last checkpoint)"]  # fmt: skip
-    times = counted(most, "time")
-    return [f"  after a fault: started again from the last complete checkpoint, at most {times} without progress"]
+    times, nodes = counted(most, "time"), recipe.launch.elastic
+    lost = [f"  a lost host is left out, and taken back at a restart; hosts: {nodes} (launch.nodes)"] if nodes else []
+    return [
+        *lost,
+        f"  after a fault: started again from the last complete checkpoint, at most {times} without progress",
+    ]
 
 
 def _short(devices: tuple[int, ...]) -> str:

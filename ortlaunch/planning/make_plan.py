@@ -12,6 +12,7 @@ from ortlaunch.planning.deepspeed_config import deepspeed_config
 from ortlaunch.planning.memory import estimate
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
+from ortlaunch.units import counted
 
 # Variables of the user's shell that every rank gets, by name; their values are never written or shown.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "HTTPS_PROXY", "NO_PROXY")
@@ -48,6 +49,7 @@ def make_plan(
     for host in world.hosts:
         nodes.append(Node(host.name, host.slots, first, host.devices))
         first += host.slots
+    _check_fewer_hosts(recipe, world)
     batch = _batch(recipe, first)
     return Plan(
         name=recipe.name,
@@ -96,6 +98,18 @@ def _forwarded(recipe: Recipe, world: World, environ: Mapping[str, str]) -> tupl
     if absent and not from_secret:
         raise PlanError(f"launch.forward: {', '.join(absent)} is not set in this shell; export it, or take it out")
     return tuple(sorted((named | set(recipe.launch.forward)) - set(recipe.launch.env)))
+
+
+def _check_fewer_hosts(recipe: Recipe, world: World) -> None:
+    """An elastic run keeps its global batch on every number of hosts that it may come to."""
+    counts = recipe.launch.node_counts if recipe.launch.elastic else ()
+    for count in (each for each in counts if each <= len(world.hosts)):
+        try:
+            _batch(recipe, count * world.hosts[0].slots)
+        except PlanError as error:
+            raise PlanError(
+                f"launch.nodes is {recipe.launch.nodes}, and on {counted(count, 'host')}: {error}"
+            ) from None
 
 
 def _batch(recipe: Recipe, ranks: int) -> BatchPlan:

@@ -94,6 +94,11 @@ def _hosts(
     recipe: Recipe, options: LaunchOptions, gpus: int, found: tuple[Rank, str] | None, environ: Mapping[str, str]
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     per_node = options.processes_per_node or recipe.launch.processes_per_node
+    if recipe.launch.elastic and (options.declared or (found and not options.hostfile)):
+        raise PlanError(
+            f"launch.nodes is {recipe.launch.nodes}, which is for the hosts of --hostfile: a scheduler's job has one "
+            "number of hosts, and starts its ranks itself; override it, as launch.nodes=2"
+        )
     if options.hostfile:
         return _from_file(options, per_node)
     if options.include or options.exclude:
@@ -102,9 +107,10 @@ def _hosts(
         return _declared(recipe, per_node or (None if gpus or recipe.launch.device == "cuda" else 1))
     if found is not None and not options.processes_per_node:
         return _of_slurm(found, environ) or _of_launcher(found[0]), ()
-    if (recipe.launch.nodes or 1) > 1 and options.planned_only:
+    nodes = max(recipe.launch.node_counts, default=1)
+    if nodes > 1 and options.planned_only:
         return _declared(recipe, per_node)
-    if (recipe.launch.nodes or 1) > 1:
+    if nodes > 1:
         raise PlanError(
             f"launch.nodes is {recipe.launch.nodes}, and there is no --hostfile; give one, or start under a scheduler "
             "(ortlaunch submit), or override launch.nodes=1 to train on this host alone"
@@ -136,7 +142,7 @@ def _first_slots(host: Host, slots: int) -> Host:
 
 def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Hosts that do not exist yet, as the recipe counts them."""
-    nodes = recipe.launch.nodes or 1
+    nodes = max(recipe.launch.node_counts, default=1)
     if per_node is None:
         raise PlanError(
             f"launch.nodes is {nodes}, and their ranks are not known here; give launch.processes_per_node, or "
@@ -179,6 +185,13 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
     here = len(hosts) == 1 and is_this_host(hosts[0].name)
     if options.declared or (chosen == "auto" and _are_declared(options, hosts)):
         return "inside"  # of what starts them there
+    if recipe.launch.elastic and chosen in ("local", "mpi"):
+        raise PlanError(
+            f"launcher {chosen} with launch.nodes {recipe.launch.nodes}: a lost host is seen by torchrun's ssh alone; "
+            "use torchrun or auto"
+        )
+    if chosen == "auto" and recipe.launch.elastic:
+        return "torchrun"
     if chosen == "auto":
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
     if chosen == "local" and (ranks > 1 or not here):
@@ -196,8 +209,9 @@ def _are_declared(options: LaunchOptions, hosts: tuple[Host, ...]) -> bool:
 def _check_nodes(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions) -> None:
     """hosts x slots must be what the recipe asks for: a world never shrinks by itself."""
     nodes, per_node = recipe.launch.nodes, options.processes_per_node or recipe.launch.processes_per_node
-    if nodes is not None and nodes != len(hosts):
-        raise PlanError(f"launch.nodes is {nodes}, and there are {len(hosts)} hosts; they must be equal")
+    if nodes is not None and len(hosts) not in recipe.launch.node_counts:
+        must = "it must be one of these" if recipe.launch.elastic else "they must be equal"
+        raise PlanError(f"launch.nodes is {nodes}, and there are {len(hosts)} hosts; {must}")
     uneven = [f"{host.name} {host.slots}" for host in hosts if per_node is not None and host.slots != per_node]
     if uneven:
         raise PlanError(

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from ortlaunch.recipe.data import Data
 from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.launch import Launch
 from ortlaunch.recipe.schedule import Schedule
 from ortlaunch.recipe.section import (
     Decay,
@@ -214,36 +215,6 @@ class Checkpoint(Section):
             "GPUs.",
         ),
     ]
-
-
-class Launch(Section):
-    """Where ranks run."""
-
-    launcher: Literal["auto", "local", "torchrun", "mpi"] = "auto"
-    """`auto`: the launcher or scheduler that this command already runs under; else one process per GPU; else
-    one process."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto`: cuda where there is a GPU."""
-    nodes: Optional[Positive] = None
-    """Hosts that the run must have; it never trains on fewer."""
-    processes_per_node: Optional[Annotated[int, Field(ge=1, le=9999)]] = None
-    """Ranks on each host; null: one per GPU, or one."""
-    interface: Optional[Text] = None
-    """Network interface of every host that ranks meet on, as `ib0`; null: that of the route to the other hosts. Same as
-    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in `env`, which come first."""
-    preflight: bool = True
-    """Look at every host before ranks of several are started through ssh, all at once: reached, same versions, GPUs,
-    address, shared run folder, disk for checkpoints (`ortlaunch doctor` looks at more). Not within a job of Slurm's."""
-    grace_seconds: Annotated[int, Field(ge=1, le=86400)] = 60
-    """How long a run that is asked to stop (SIGTERM, SIGINT, SIGUSR1, `ortlaunch stop`) may take to finish its step and
-    write a checkpoint; then it is killed. Make it shorter than the time that your cluster leaves."""
-    env: dict[str, str] = {}
-    """Environment variables for every rank, as `{NCCL_DEBUG: WARN}`. No secrets: export those in your shell."""
-    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Start a run that failed again from its last complete checkpoint, so often without progress in between. Not
-    after a stop that was asked for, an error of input, or the same failure at the same step as before."""
-    forward: Words = ()
-    """Names of further environment variables of your shell to hand to every rank (values are never shown)."""
 
 
 class Log(Section):

@@ -75,7 +75,7 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure on_complete async", "checkpoint"),
     **_all(_EFFECT, "on_complete_minutes", "checkpoint"),
     **_all(_EFFECT, "launcher device nodes processes_per_node interface preflight max_restarts env forward", "launch"),
-    **_all(_EFFECT, "grace_seconds", "launch"),
+    **_all(_EFFECT, "grace_seconds nodes.min nodes.max", "launch"),
     **_all(_EFFECT, "every_steps trackers project", "log"),
     **_all(_EFFECT, "scheduler partition account qos reservation time gpus gpu_type cpus_per_task memory", "submit"),
     **_all(_EFFECT, "constraint nodelist exclude exclusive dependency begin mail_user mail_type requeue", "submit"),

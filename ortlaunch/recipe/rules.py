@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Iterator
 
 from ortlaunch.recipe.bad_step_rules import bad_step_rules
@@ -10,10 +10,11 @@ from ortlaunch.recipe.checkpoint_rules import checkpoint_rules
 from ortlaunch.recipe.data_rules import data_rules
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
+from ortlaunch.recipe.launch_rules import launch_rules
 from ortlaunch.recipe.model_rules import model_rules
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.parity import compared_steps
-from ortlaunch.recipe.place import SECRET, Problem
+from ortlaunch.recipe.place import Problem
 from ortlaunch.recipe.schedule import schedule_rules
 from ortlaunch.recipe.section import DOES_NOTHING, chosen
 from ortlaunch.recipe.submit_rules import submit_rules
@@ -26,9 +27,6 @@ _OPTIMIZER_FIELDS = {
 }
 _PARITY = ("parity_steps", "parity_tolerance")
 _EVERY_ENGINES = ("name", "matmul_precision", "chunked_loss")
-# What the launcher itself tells every rank.
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def broken(recipe: Recipe) -> Iterator[Problem]:
@@ -46,7 +44,7 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         _train,
         checkpoint_rules,
         bad_step_rules,
-        _launch,
+        launch_rules,
         submit_rules,
     )
     for rule in rules:
@@ -107,10 +105,10 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
             ("batch.global_size", "batch.micro_size", "batch.accumulation_steps"),
             f"got {total}, which is not a multiple of {shown}; {_near_multiples(total, per_rank)}",
         )
-    elif launch.nodes and launch.processes_per_node:
-        yield from _batch_on(
-            total, per_rank, shown, launch.nodes * launch.processes_per_node, exact=bool(micro and steps)
-        )
+    elif launch.processes_per_node:
+        ranks = (nodes * launch.processes_per_node for nodes in launch.node_counts)
+        broken = (_batch_on(total, per_rank, shown, each, exact=bool(micro and steps)) for each in ranks)
+        yield from itertools.islice(itertools.chain.from_iterable(broken), 1)
 
 
 def _auto(recipe: Recipe) -> Iterator[Problem]:
@@ -222,29 +220,3 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
             ("train.evaluate_every_steps", "data.evaluation"),
             "does nothing without data.evaluation; give that corpus",
         )
-
-
-def _launch(recipe: Recipe) -> Iterator[Problem]:
-    launch = recipe.launch
-    per_node, nodes = launch.processes_per_node or 1, launch.nodes or 1
-    if launch.launcher == "local" and per_node * nodes > 1:
-        yield (
-            ("launch.launcher", "launch.processes_per_node", "launch.nodes"),
-            f"got local, which is one process, for {nodes * per_node} processes; use torchrun, mpi or auto",
-        )
-    for name in launch.env:
-        if not _VARIABLE.fullmatch(name):
-            yield (f"launch.env.{name}",), "is no name of a variable: letters, digits and `_`"
-        elif name in _RANK_VARIABLES:
-            yield (f"launch.env.{name}",), "is set by the launcher for each rank; leave it out"
-        elif SECRET.search(name):
-            yield (
-                (f"launch.env.{name}",),
-                "looks like a secret, and the run folder keeps the recipe; export it in your shell and name it in "
-                "launch.forward",
-            )
-        elif name in launch.forward:
-            yield ("launch.forward", f"launch.env.{name}"), f"got {name}, which launch.env sets; keep one"
-    for name in launch.forward:
-        if not _VARIABLE.fullmatch(name):
-            yield ("launch.forward",), f"got {name}; give the name of a variable only, without its value"

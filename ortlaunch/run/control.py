@@ -21,7 +21,7 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.output import terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.recipe import Recipe
-from ortlaunch.run import micro_size, provenance, registry, resume
+from ortlaunch.run import elastic, micro_size, provenance, registry, resume
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run.folder import PROGRESS_VARIABLE, RunDir, write_text
 from ortlaunch.run.job_file import JobFile
@@ -60,14 +60,16 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
             found = micro_size.find(resolved.file.recipe, resolved.plan, run)
             resolved = resolved.with_choice(micro_size.override(found))
         resume.apply(run, beginning, options)
-        _look_at_hosts(resolved, run)
+        whole = resolved
+        resolved = _on_hosts(whole, run)
         request = _prepare(resolved, run)
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")
         launcher = backend(resolved.plan.launcher)
 
         def start(attempt: int) -> Ended:
             file.starts()
-            job = launcher.submit(request if attempt == 1 else _written(resolved, run, again=True))
+            job = launcher.submit(request if attempt == 1 else _written(_on_hosts(whole, run, True), run, again=True))
+            run.restart_request.unlink(missing_ok=True)
             end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
             print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
             return Ended(end, job.signal is not None)
@@ -82,17 +84,24 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
     return end.status
 
 
-def _look_at_hosts(resolved: ResolvedRun, run: RunDir) -> None:
-    """What would let ranks of several hosts fail or wait for ever, before they are started."""
+def _on_hosts(resolved: ResolvedRun, run: RunDir, again: bool = False) -> ResolvedRun:
+    """The run on hosts that were looked at: what would let ranks of several fail or wait for ever is found before."""
     plan, recipe = resolved.plan, resolved.file.recipe
-    if len(plan.nodes) == 1 or not recipe.launch.preflight:
-        return
+    if recipe.launch.elastic is None and (again or len(plan.nodes) == 1 or not recipe.launch.preflight):
+        return resolved
     if "SLURM_JOB_ID" in os.environ:
         _say(["launch.preflight: not inside a job of Slurm's, where hosts are not reached by ssh: ortlaunch doctor"])
-        return
+        return resolved
     kept = (recipe.checkpoint.keep or 1) + 1
     needed = plan.memory.checkpoint * kept if plan.memory else 0
-    hosts.require(hosts.Asked(plan.nodes, plan.device, Path(os.path.abspath(run.path)), needed))
+    folder = Path(os.path.abspath(run.path))
+    asked = hosts.Asked(plan.nodes, plan.device, folder, needed, interface=recipe.launch.interface)
+    if recipe.launch.elastic is None:
+        hosts.require(asked)
+        return resolved
+    resolved, lines = elastic.on_present(resolved, asked, again)
+    _say(lines)
+    return resolved
 
 
 def _says_that_nothing_is_left(

@@ -115,6 +115,11 @@ class RunDir:
         return self.path / "trackers"
 
     @property
+    def restart_request(self) -> Path:
+        """Another start is asked for, beside a stop."""
+        return self.requests / "restart.json"
+
+    @property
     def lost(self) -> Path:
         """A host that ssh lost, written by what started its ranks."""
         return self.errors / "lost.json"

@@ -7,7 +7,9 @@ import signal
 import socket
 import time
 from datetime import datetime
+from pathlib import Path
 
+from ortlaunch import recipe
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End, first_failure
@@ -17,6 +19,7 @@ from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.queued import is_queued
 from ortlaunch.run.status import Status, look
+from ortlaunch.units import counted
 
 _POLL_SECONDS = 0.2
 _GOOD = (0, EXIT_SAVED, 128 + signal.SIGINT)
@@ -74,14 +77,47 @@ def checkpoint(run: RunDir) -> str:
     return f"saved after step {after}: {run.checkpoint(after)}"
 
 
+def restart(run: RunDir) -> str:
+    """Have an elastic run save and start again on all hosts that are there now; says which they are.
+
+    Raises:
+        InputError: it is no run that trains now, none with hosts to take back, or another user's.
+        LaunchError: it ended.
+    """
+    status = look(run)
+    if status.state is not JobState.RUNNING:
+        raise InputError(f"{run}: {status.state.value}; only a run whose ranks train can be started again")
+    _require_training(run, "restart")
+    if recipe.load(run.recipe).recipe.launch.elastic is None:
+        raise InputError(
+            f"{run}: launch.nodes is no {{min, max}}, so that its hosts are always the same; `ortlaunch stop`, then "
+            "`ortlaunch train` with this --run-dir, starts it again"
+        )
+    by = f"`ortlaunch restart` of {getpass.getuser()} on host {socket.gethostname()}"
+    _write(run, run.restart_request, by)
+    _write(run, run.stop_request, by)  # rank 0 looks twice a second; a signal would end the command, too
+    while run.restart_request.exists():
+        if look(run).state.is_end:
+            raise LaunchError(f"{run}: ended and was not started again\n{look(run)}")
+        time.sleep(_POLL_SECONDS)
+    nodes = Plan.read(run.plan).nodes
+    return (
+        f"started again after step {_newest(run)} on {counted(len(nodes), 'host')}: {', '.join(n.host for n in nodes)}"
+    )
+
+
 def _ask(run: RunDir, status: Status, verb: str) -> None:
     """Leave the request, and wake the command where it is on this host; rank 0 looks twice a second by itself."""
     path = run.stop_request if verb == "stop" else run.save_request
+    _write(run, path, f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}")
+    _wake(status, run, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
+
+
+def _write(run: RunDir, path: Path, by: str) -> None:
     try:
-        write_request(path, f"`ortlaunch {verb}` of {getpass.getuser()} on host {socket.gethostname()}")
+        write_request(path, by)
     except PermissionError:
         raise InputError(f"{run}: is another user's; only that user or root may ask it for something") from None
-    _wake(status, run, signal.SIGUSR1 if verb == "stop" else signal.SIGUSR2)
 
 
 def _wake(status: Status, run: RunDir, number: int) -> None:

@@ -6,7 +6,7 @@ What a choice finds later (`engine: auto`, `micro_size: auto`) goes into the loa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,12 @@ class ResolvedRun(NamedTuple):
     def with_choice(self, *overrides: str) -> ResolvedRun:
         """The same with what `auto` was found to be; hosts, ranks and device stay."""
         return _resolved(self.file.with_overrides(*overrides), self.command, self.world)
+
+    def on_hosts(self, names: Collection[str]) -> ResolvedRun:
+        """The same run on some of its hosts, in their order."""
+        hosts = tuple(host for host in self.world.hosts if host.name in names)
+        again = _resolved(self.file, self.command, self.world._replace(hosts=hosts))
+        return again._replace(choice=self.choice)
 
 
 def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]) -> ResolvedRun:

@@ -6,6 +6,7 @@ launcher of the user's own there is nobody to restart: planning/describe.py says
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from ortlaunch.launch.failure import LOST, End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.units import counted, duration
@@ -22,7 +24,7 @@ from ortlaunch.units import counted, duration
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds
 _FURTHER_STEPS = 100  # that count as progress, where no checkpoint was written
 # Input errors; saved and asked to be queued again; stopped by SIGHUP, SIGINT or SIGTERM from whoever it was.
-_NO_FAULT = (2, 85, 129, 130, 143)
+_NO_FAULT = (2, EXIT_SAVED, 129, 130, 143)
 _KILLED = 137
 
 
@@ -42,9 +44,12 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
     """
     failed: list[Attempt] = []
     checkpoint = _newest(run)
-    while True:
+    for number in itertools.count(1):
         began = time.monotonic()
-        ended = start(len(failed) + 1)
+        ended = start(number)
+        if _is_to_go_on(run, ended):
+            checkpoint = _newest(run)
+            continue
         if ended.end.status == 0 or ended.stopped or ended.end.status in _NO_FAULT or not limit:
             return _with_count(ended, failed)
         failed.append(_attempt(run, ended.end, len(failed) + 1, time.monotonic() - began, checkpoint))
@@ -59,6 +64,16 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
         failed[-1] = replace(failed[-1], folder=f"{run.attempts.name}/{kept}" if kept else None)
         file.failed(failed)
         checkpoint = _newest(run)
+    raise AssertionError
+
+
+def _is_to_go_on(run: RunDir, ended: Ended) -> bool:
+    """Whether it has saved because `ortlaunch restart` asked for another start."""
+    if ended.stopped or ended.end.status != EXIT_SAVED or not run.restart_request.exists():
+        return False
+    run.stop_request.unlink(missing_ok=True)  # else it would be for the next ranks, too
+    print(f"{ended.end.text}\nortlaunch: the ranks are started again, as was asked for", file=sys.stderr, flush=True)
+    return True
 
 
 def in_vain(failed: Sequence[Attempt], limit: int) -> str | None:

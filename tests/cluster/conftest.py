@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests import labs
+from tests.cluster.home import Home
 from tests.cluster.lab import Lab, lacking
 
 
@@ -18,3 +20,9 @@ def lab() -> Iterator[Lab]:
         labs.skip(lack)
     with Lab(hosts=3) as running:
         yield running
+
+
+@pytest.fixture
+def home(lab: Lab, tmp_path: Path) -> Home:
+    """A folder with a recipe that takes its time."""
+    return Home(lab, tmp_path)

@@ -54,13 +54,14 @@ Host *
   GlobalKnownHostsFile /dev/null
   LogLevel ERROR
 """
-# JobAcctGather and accounting are off, as on many small clusters: there is no sacct.
+# JobAcctGather and accounting are off, as on many small clusters: there is no sacct. A job that is requeued waits for
+# cred_expire, 120 s by default.
 _SLURM = """\
 ClusterName=lab
 SlurmctldHost=login({network}.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres

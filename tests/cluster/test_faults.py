@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
+import jsonschema
 import pytest
 import yaml
 
+from ortlaunch.doctor.schema import json_schema
 from tests.cluster.lab import LOGIN, Lab
 from tests.e2e.runs import COMMAND
-from tests.launch.tiny import MODULE
-from tests.makers import CUSTOM
+from tests.makers import BERT, CUSTOM, WORDS
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(120)]
+RECIPE = {**CUSTOM, "model": {"task": "masked-lm", "config": BERT}, "data": WORDS}
 HOSTS = "host1 slots=1\nhost2 slots=1\n"
 
 
@@ -48,32 +51,62 @@ def _link_down(lab: Lab, folder: Path) -> Iterator[None]:
         lab.link("host2", up=True)
 
 
-@pytest.mark.parametrize(
-    ("fault", "hosts", "run_dir", "said"),
-    [
-        (_another_torch, HOSTS, "run", "host2                packages     failed   torch 2.6.0 (here "),
-        (_link_down, HOSTS, "run", "host2                reached      failed   "),
-        (_nothing, "host1 slots=1\nhost9 slots=1\n", "run", "host9                reached      failed   ssh: "),
-        (_nothing, HOSTS, "/mnt/run", "run folder   failed   /mnt/run there is another folder than here"),
-    ],
-    ids=["another torch", "link down", "no such host", "folder not shared"],
-)  # fmt: skip
-def test_a_host_that_is_not_fit(fault: object, hosts: str, run_dir: str, said: str, lab: Lab, tmp_path: Path) -> None:
-    """`train` says which and why within 15 s, and leaves no rank; `doctor --json` says the same."""
-    (tmp_path / "hosts").write_text(hosts)
-    (tmp_path / "mine.py").write_text(MODULE)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
-    with fault(lab, tmp_path):  # type: ignore[operator]
+@contextmanager
+def _ssh_refused(lab: Lab, folder: Path) -> Iterator[None]:
+    """Nobody listens at the port where ssh asks."""
+    config = lab.folder / "ssh_config"
+    text = config.read_text()
+    config.write_text(f"{text}Host host2\n  Port 23\n")  # in place: hosts have this very file
+    try:
+        yield
+    finally:
+        config.write_text(text)
+
+
+class Case(NamedTuple):
+    """A fault, and what is said of it."""
+
+    said: str
+    fault: Callable[[Lab, Path], AbstractContextManager[None]] = _nothing
+    hosts: str = HOSTS
+    run_dir: str = "run"
+    words: tuple[str, ...] = ()
+    doctor: tuple[str, ...] | None = ()  # None: it knows no run's checkpoints
+
+
+CASES = {
+    "ssh refused": Case("host2                reached      failed   ssh: connect to host host2 port 23: ",
+                        _ssh_refused),
+    "another torch": Case("host2                packages     failed   torch 2.6.0 (here ", _another_torch),
+    "link down": Case("host2                reached      failed   ", _link_down),
+    "a host missing": Case("host9                reached      failed   ssh: ", hosts="host1 slots=1\nhost9 slots=1\n"),
+    "wrong interface": Case("host2                interface    failed   no eth9 there; it has lo, eth0",
+                            words=("launch.interface=eth9",), doctor=("--interface", "eth9")),
+    "folder not shared": Case("host2                run folder   failed   /mnt/run there is another folder than here",
+                              run_dir="/mnt/run", doctor=("--run-dir", "/mnt/run")),
+    "disk nearly full": Case("free, and checkpoints take ", words=("checkpoint.keep=100000000",), doctor=None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
+    """`train` says which and why within 15 s, and leaves no rank; `doctor --json` says the same, in its schema."""
+    (tmp_path / "hosts").write_text(case.hosts)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    with case.fault(lab, tmp_path):
         began = time.monotonic()
-        ended = lab.run(
-            LOGIN, str(COMMAND), "train", "recipe.yaml", "--hostfile", "hosts", "--run-dir", run_dir, cwd=tmp_path
-        )
+        words = ("recipe.yaml", "--hostfile", "hosts", "--run-dir", case.run_dir, *case.words)
+        ended = lab.run(LOGIN, str(COMMAND), "train", *words, cwd=tmp_path)
         took = time.monotonic() - began
-        doctor = lab.run(LOGIN, str(COMMAND), "doctor", "--hostfile", "hosts", "--json", cwd=tmp_path)
+        doctor = ("doctor", "--hostfile", "hosts", "--json", *(case.doctor or ()))
+        seen = lab.run(LOGIN, str(COMMAND), *doctor, cwd=tmp_path)
     assert ended.returncode == 1
-    assert said in ended.stderr, ended.stderr
+    said = next((line for line in ended.stderr.splitlines() if case.said in line), None)
+    assert said is not None, ended.stderr
     assert took < 15
-    if run_dir == "run":
-        wrong = [finding for finding in json.loads(doctor.stdout) if finding["verdict"] == "failed"]
-        assert [finding["host"] for finding in wrong] == [said.split(maxsplit=1)[0]]
-        assert doctor.returncode == 1
+    print(f"{said.strip()} -> {took:.1f} s")
+    findings = json.loads(seen.stdout)
+    jsonschema.validate(findings, json.loads(json_schema()))
+    if case.doctor is not None:
+        assert {one["check"] for one in findings if one["verdict"] == "failed"} == {said[23:36].strip()}
+        assert seen.returncode == 1

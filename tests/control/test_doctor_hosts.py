@@ -19,6 +19,7 @@ from ortlaunch.plan import Node
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (0,)))
 GOOD: dict[str, Any] = {
     "hostname": "a", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "address": "10.0.0.1", "gpus": 2,
+    "interfaces": ["lo", "eth0"],
     "free": 1 << 40, "shm": 1 << 34, "open_files": 65536, "memlock": -1, "stale": [], "time": 100.0, "asked_at": 100.2,
 }  # fmt: skip
 
@@ -44,6 +45,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ({"packages": {"torch": "2.6.0"}}, "packages", FAILED, "torch 2.6.0 (here 2.13.0)"),
         ({"packages": {}}, "packages", FAILED, "torch absent (here 2.13.0)"),
         ({"address": None}, "address", FAILED, "no route to any of the other hosts but loopback"),
+        ({"interfaces": ["lo", "eth1"]}, "interface", FAILED, "no eth0 there; it has lo, eth1"),
         ({"gpus": 0}, "gpus", FAILED, "0 for 1 slots"),
         ({"token": None}, "run folder", FAILED, "there is another folder than here"),
         ({"free": 10}, "disk", FAILED, "10 B free, and checkpoints take 1.0 KiB"),
@@ -56,7 +58,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_what_is_wrong(told: dict[str, Any], check: str, verdict: str, what: str, tells: Any, tmp_path: Path) -> None:
     """One finding, of that host, with what mends it; before a run only what would fail it ends it."""
     tells(**told)
-    asked = Asked(NODES, "cuda", tmp_path, 1024)
+    asked = Asked(NODES, "cuda", tmp_path, 1024, interface="eth0")
     wrong = [finding for finding in look(asked) if finding.verdict != "ok"]
     assert [(one.host, one.check, one.verdict) for one in wrong] == [("b", check, verdict)]
     assert what in wrong[0].what

@@ -44,6 +44,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning.activations": ({"recipe"}, set()),
     "doctor": ({"errors", "recipe", "plan", "units", "ortmodule.extensions", "start", "doctor"}, set()),
     "doctor.probe": (set(), set()),
+    "doctor.schema": ({"doctor"}, {"pydantic"}),
     "run": (
         {
             "__init__",
@@ -69,6 +70,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.prepare": ({"errors", "rank", "recipe", "plan", "launch", "run"}, set()),
     "run.preview": ({"bench", "run"}, set()),
     "run.evaluate": ({"errors", "plan", "planning", "run"}, set()),
+    "run.elastic": ({"errors", "units", "doctor", "run"}, set()),
     "run.export": ({"errors", "start", "run"}, set()),
     "run.provenance": ({"__init__", "machine", "run.folder"}, set()),
     "run.control": (

@@ -37,6 +37,7 @@ MPIRUN = "/opt/mpi/bin/mpirun"
 OWN_MPIRUN = str(Path(sys.prefix) / "bin" / "mpirun")
 NAMES = ("NCCL_DEBUG", "NOTE", "API_KEY", "HF_TOKEN", "PATH")
 ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
+ABI = "MPI4PY_MPIABI"  # of the family that mpi4py is to load, where ranks meet through it
 STOP = Stop("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
 ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 
@@ -167,17 +168,17 @@ def test_open_mpi(installed: Any) -> None:
     """Open MPI: slots from a host file of its dialect, no binding, variables by name."""
     installed("Open MPI")
     argv = (MPIRUN, "-n", "3", "--hostfile", "runs/x/hostfile", "--map-by", "slot", "--bind-to", "none")
-    names = tuple(word for name in NAMES for word in ("-x", name))
+    names = tuple(word for name in (ABI, *NAMES) for word in ("-x", name))
     hostfile = ("runs/x/hostfile", "a slots=2\nme@b slots=1\n")
     request = backend("mpi").request(made("mpi"), RUN)
-    assert request == Request((*argv, *names, *WORKER, "runs/x"), ENV, (hostfile,), stop=STOP)
+    assert request == Request((*argv, *names, *WORKER, "runs/x"), ((ABI, "openmpi"), *ENV), (hostfile,), stop=STOP)
 
 
 def test_open_mpi_as_root(installed: Any) -> None:
     """Root, whom Open MPI refuses without them, gets its two variables in mpirun's environment."""
     installed("Open MPI", root=True)
     request = backend("mpi").request(made("mpi"), RUN)
-    assert request.env == (*ENV, *ROOT)
+    assert request.env == ((ABI, "openmpi"), *ENV, *ROOT)
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in request.argv
 
 
@@ -211,10 +212,10 @@ def test_open_mpi_takes_no_comma(installed: Any) -> None:
 def test_mpich(installed: Any) -> None:
     """MPICH, Intel MPI and MVAPICH: Hydra's options and host file, all names in one list."""
     installed("MPICH", root=True)
-    argv = (MPIRUN, "-n", "3", "-f", "runs/x/hostfile", "-bind-to", "none", "-genvlist", ",".join(NAMES))
+    argv = (MPIRUN, "-n", "3", "-f", "runs/x/hostfile", "-bind-to", "none", "-genvlist", ",".join((ABI, *NAMES)))
     hostfile = ("runs/x/hostfile", "a:2\nb:1 user=me\n")
     request = backend("mpi").request(made("mpi"), RUN)
-    assert request == Request((*argv, *WORKER, "runs/x"), ENV, (hostfile,), stop=STOP)
+    assert request == Request((*argv, *WORKER, "runs/x"), ((ABI, "mpich"), *ENV), (hostfile,), stop=STOP)
 
 
 def test_mpich_without_variables(installed: Any) -> None:

@@ -1,0 +1,85 @@
+"""What does not fit in the recipe's section `launch`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ortlaunch.recipe.place import SECRET, Problem
+
+if TYPE_CHECKING:
+    from ortlaunch.recipe.models import Recipe
+
+# What the launcher itself tells every rank.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def launch_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Processes that do not go together, variables that are none, and what an elastic run takes."""
+    yield from _processes(recipe)
+    yield from _variables(recipe)
+    if recipe.launch.elastic is not None:
+        yield from _elastic(recipe)
+
+
+def _processes(recipe: Recipe) -> Iterator[Problem]:
+    launch = recipe.launch
+    per_node, nodes = launch.processes_per_node or 1, max(launch.node_counts, default=1)
+    if launch.launcher == "local" and per_node * nodes > 1:
+        yield (
+            ("launch.launcher", "launch.processes_per_node", "launch.nodes"),
+            f"got local, which is one process, for {nodes * per_node} processes; use torchrun, mpi or auto",
+        )
+
+
+def _variables(recipe: Recipe) -> Iterator[Problem]:
+    launch = recipe.launch
+    for name in launch.env:
+        if not _VARIABLE.fullmatch(name):
+            yield (f"launch.env.{name}",), "is no name of a variable: letters, digits and `_`"
+        elif name in _RANK_VARIABLES:
+            yield (f"launch.env.{name}",), "is set by the launcher for each rank; leave it out"
+        elif SECRET.search(name):
+            yield (
+                (f"launch.env.{name}",),
+                "looks like a secret, and the run folder keeps the recipe; export it in your shell and name it in "
+                "launch.forward",
+            )
+        elif name in launch.forward:
+            yield ("launch.forward", f"launch.env.{name}"), f"got {name}, which launch.env sets; keep one"
+    for name in launch.forward:
+        if not _VARIABLE.fullmatch(name):
+            yield ("launch.forward",), f"got {name}; give the name of a variable only, without its value"
+
+
+def _elastic(recipe: Recipe) -> Iterator[Problem]:
+    """The global batch is kept whatever hosts there are, and there is somebody who starts the run again."""
+    launch, batch = recipe.launch, recipe.batch
+    nodes = launch.elastic
+    assert nodes is not None
+    if nodes.min > nodes.max:
+        yield ("launch.nodes.min", "launch.nodes.max"), f"got {nodes.min}, which is over max ({nodes.max})"
+    if launch.launcher in ("local", "mpi"):
+        yield (
+            ("launch.launcher", "launch.nodes"),
+            f"got {launch.launcher} with launch.nodes {{min, max}}: a lost host is seen by torchrun's ssh alone; use "
+            "torchrun or auto",
+        )
+    if not launch.max_restarts:
+        yield (
+            ("launch.max_restarts", "launch.nodes"),
+            "got 0 with launch.nodes {min, max}, which goes on by restarts; give max_restarts: 3",
+        )
+    if not launch.preflight:
+        yield (
+            ("launch.preflight", "launch.nodes"),
+            "got false with launch.nodes {min, max}, which finds by it the hosts that are there; leave it out",
+        )
+    if batch.global_size is None or not isinstance(batch.micro_size, int) or batch.accumulation_steps is not None:
+        yield (
+            ("batch", "batch.global_size", "batch.micro_size", "batch.accumulation_steps", "launch.nodes"),
+            "with launch.nodes {min, max} the global batch is kept by accumulation: give global_size and micro_size as "
+            "numbers, and leave accumulation_steps out",
+        )

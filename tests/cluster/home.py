@@ -1,0 +1,68 @@
+"""A user's folder on the lab's shared disk, and a toy run that takes its time."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.lab import LOGIN, Lab
+from tests.e2e.runs import COMMAND, EAGER, TOY, TOYS, environment, merged
+
+SLOW = """
+import time
+from toys import Net, data
+
+class Slow(Net):
+    def forward(self, x, y):
+        time.sleep(0.3)
+        return super().forward(x, y)
+
+def net():
+    return Slow(0.0, 0, "", 1.0)
+"""
+RECIPE = merged(
+    TOY,
+    {
+        **EAGER,
+        "model": {"factory": "slow_toys:net"},
+        "batch": {"micro_size": 8},
+        "train": {"max_steps": 100_000},
+    },
+)
+
+
+class Home:
+    """A user's folder, and a command that is typed in it on the login node."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab, self.folder, self.run = lab, folder, folder / "my run"
+        self.env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"]}
+        for name, text in (("toys.py", TOYS), ("slow_toys.py", SLOW), ("recipe.yaml", yaml.safe_dump(RECIPE))):
+            (folder / name).write_text(text)
+        (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
+        (folder / "cache").mkdir()
+
+    def losses(self) -> dict[int, float]:
+        """By step; of a step that was done again, as it was the last time."""
+        records = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.well("status", self.run.name, "--json"))
+        return found
+
+    def well(self, *words: str, timeout: float = 60) -> str:
+        ended = self.lab.run(LOGIN, str(COMMAND), *words, cwd=self.folder, env=self.env, timeout=timeout)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    def reach(self, step: int) -> None:
+        """Wait until it was done."""
+        deadline, metrics = time.monotonic() + 90, self.run / "metrics.jsonl"
+        while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)

@@ -1,0 +1,80 @@
+"""launch.nodes: {min, max}: a host is lost in training, the run goes on without it, and takes it back when asked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+import yaml
+
+from tests.cluster.home import RECIPE, Home
+from tests.cluster.lab import LOGIN
+from tests.e2e.runs import COMMAND, merged
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(200)]
+STEPS, SAMPLES = 40, 16
+# Each process of a rank notes, pass by pass, the numbers of the samples that it trains on.
+SEEN = """
+import os, time, torch
+from toys import Net
+
+FILE = f"{time.time():.6f}.{os.environ['WORLD_SIZE']}.seen"
+
+class Seen(Net):
+    def forward(self, x, y):
+        if self.mark:
+            time.sleep(0.15)
+            with open(FILE, "a") as file:
+                file.write(" ".join(str(int(i)) for i in y.flatten()) + "\\n")
+        return super().forward(x, y / 1000)
+
+def net(mark="notes"):
+    return Seen(0.0, 0, mark, 1.0)
+
+def data():
+    return [{"x": torch.full((8,), i / 1000), "y": torch.tensor([float(i)])} for i in range(640)]
+"""
+ELASTIC = merged(
+    RECIPE,
+    {
+        "model": {"factory": "seen_toys:net"},
+        "data": {"train": {"factory": "seen_toys:data"}},
+        "train": {"max_steps": STEPS},
+        "checkpoint": {"every_steps": 5},
+        "launch": {"nodes": {"min": 1, "max": 2}, "max_restarts": 2},
+    },
+)
+
+
+def test_a_host_is_lost_and_taken_back(home: Home) -> None:
+    """Each sample is trained on once, and the losses are those of one process that nobody disturbed."""
+    (home.folder / "seen_toys.py").write_text(SEEN)
+    (home.folder / "recipe.yaml").write_text(yaml.safe_dump(ELASTIC))
+    alone = ("launch.nodes=1", "model.arguments={mark: ''}")
+    home.well("train", "recipe.yaml", "--run-dir", home.run.name, *alone)
+    undisturbed = home.losses()
+    home.run = home.folder / "elastic"
+
+    words = ["train", "recipe.yaml", "--hostfile", "hosts", "--run-dir", home.run.name]
+    command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
+    with (home.folder / "said").open("w") as said:
+        train = subprocess.Popen(command, env=home.env, stdout=said, stderr=said)
+    home.reach(8)
+    home.lab.link("host2", up=False)
+    try:
+        home.reach(16)
+    finally:
+        home.lab.link("host2", up=True)
+    back = home.well("restart", home.run.name)
+    assert train.wait(timeout=60) == 0, (home.folder / "said").read_text()
+
+    assert "left out:   host2                reached      failed" in (home.folder / "said").read_text()
+    assert back.endswith(" on 2 hosts: host1, host2\n")
+    first = json.loads((home.run / "job.json").read_text())["attempts"][0]["checkpoint"]
+    second = int(back.split()[4])
+    files = [path.read_text().splitlines() for path in sorted(home.folder.glob("*.seen"))]
+    both, one, again = files[:2], files[2], files[3:]
+    trained = [*both[0][:first], *both[1][:first], *one[: 2 * (second - first)], *again[0], *again[1]]
+    assert sorted(int(number) for line in trained for number in line.split()) == list(range(STEPS * SAMPLES))
+    assert home.losses() == pytest.approx(undisturbed, abs=1e-5)

@@ -1,0 +1,62 @@
+"""A queued run that is asked to make room saves, goes back into the queue and ends as one that nobody disturbed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.home import Home
+from tests.cluster.lab import LOGIN, Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(280)]
+CONSTANT = "schedule.name=constant"  # the first steps are then the same in a run of any length
+LONG = 200
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of one process that trains to the end at once."""
+    home = Home(lab, tmp_path_factory.mktemp("undisturbed"))
+    words = ("model.factory=toys:net", "batch.micro_size=16", f"train.max_steps={LONG}", CONSTANT)
+    home.well("train", "recipe.yaml", "--run-dir", home.run.name, *words)
+    return home.losses()
+
+
+def submitted(home: Home, steps: int, *more: str) -> str:
+    """The id of its job: two ranks on two nodes."""
+    words = ("launch.nodes=2", "launch.processes_per_node=1", f"train.max_steps={steps}", CONSTANT, *more)
+    return home.well("submit", "recipe.yaml", "--run-dir", home.run.name, *words).strip()
+
+
+def check(home: Home, job: str, losses: dict[int, float], steps: int) -> None:
+    """It ends well, after another turn, with the same losses."""
+    home.well("status", home.run.name, "--wait", timeout=220)
+    assert home.losses() == pytest.approx({step: losses[step] for step in range(1, steps + 1)}, abs=1e-5)
+    assert home.status()["state"] == "succeeded"
+    record = home.lab.run(LOGIN, "scontrol", "show", "job", job).stdout
+    assert "Restarts=0" not in record, record
+    said = (home.run / "logs" / f"slurm-{job}.out").read_text()
+    assert "saved after step" in said
+    assert "going on after step" in said
+
+
+def test_a_signal(home: Home, undisturbed: dict[int, float]) -> None:
+    """`scancel --signal`, as a person or a site's script sends it."""
+    job = submitted(home, 12)
+    home.reach(3)
+    home.lab.run(LOGIN, "scancel", "--signal=USR1", job)
+    check(home, job, undisturbed, 12)
+
+
+def test_preemption(home: Home, undisturbed: dict[int, float]) -> None:
+    """A job of a partition of higher priority takes the nodes."""
+    job = submitted(home, 12, "submit.partition=main")
+    home.reach(3)
+    urgent = ("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    assert home.lab.run(LOGIN, "sbatch", *urgent).returncode == 0
+    check(home, job, undisturbed, 12)
+
+
+def test_a_time_limit(home: Home, undisturbed: dict[int, float]) -> None:
+    """The signal before it, which Slurm sends half a minute early: turns of half a minute to one make a longer run."""
+    job = submitted(home, LONG, "submit.time='1:00'", "submit.signal_seconds=1")
+    check(home, job, undisturbed, LONG)

@@ -1,0 +1,186 @@
+"""launch.nodes: {min, max}: what is refused before a start, and on which hosts a run starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from ortlaunch.doctor import hosts
+from ortlaunch.doctor.hosts import Asked, Finding
+from ortlaunch.doctor.schema import json_schema
+from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
+from ortlaunch.launch import backend
+from ortlaunch.launch.failure import End
+from ortlaunch.plan import Plan
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe import load
+from ortlaunch.run.elastic import on_present
+from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.job_file import JobFile
+from ortlaunch.run.resolve import ResolvedRun, resolve
+from ortlaunch.run.restarts import Ended, supervise
+from tests.makers import CUSTOM, OWN_MODULE, plan, recipe
+
+BATCH = {"global_size": 12, "micro_size": 2}
+LAUNCH = {"nodes": {"min": 1, "max": 3}, "max_restarts": 2}
+HOSTS = "".join(f"host{number} slots=1\n" for number in (1, 2, 3))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe, its module and three hosts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN_MODULE)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, "batch": BATCH, "launch": LAUNCH}))
+    (tmp_path / "hosts").write_text(HOSTS)
+    return tmp_path
+
+
+def resolved(*overrides: str, **options: Any) -> ResolvedRun:
+    return resolve(Path("recipe.yaml"), overrides, LaunchOptions(**{"hostfile": "hosts", **options}), {})
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("launch.nodes.min=4", "launch.nodes.min: got 4, which is over max (3)"),
+        ("launch.nodes.max=0", "launch.nodes.max: got 0; it must be >= 1"),
+        (
+            "launch.launcher=mpi",
+            "launch.launcher: got mpi with launch.nodes {min, max}: a lost host is seen by torchrun's",
+        ),
+        ("launch.max_restarts=0", "launch.max_restarts: got 0 with launch.nodes {min, max}, which goes on by restarts"),
+        ("launch.preflight=false", "launch.preflight: got false with launch.nodes {min, max}, which finds by it"),
+        ("batch.micro_size=auto", "batch: with launch.nodes {min, max} the global batch is kept by accumulation"),
+        ("batch.accumulation_steps=2", "batch: with launch.nodes {min, max} the global batch is kept by accumulation"),
+    ],
+)
+def test_what_the_recipe_must_give(override: str, said: str, folder: Path) -> None:
+    """Each with the place where it was written."""
+    with pytest.raises(RecipeError) as caught:
+        load(folder / "recipe.yaml", (override,))
+    assert said in str(caught.value)
+    assert str(caught.value).startswith((f"override '{override}': ", f"{folder}/recipe.yaml:"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "said"),
+    [
+        (
+            ("batch.micro_size=4",),
+            {},
+            "launch.nodes is 1 to 3, and on 2 hosts: batch: global_size (12) is not a multiple",
+        ),
+        (("launch.nodes.max=2",), {}, "launch.nodes is 1 to 2, and there are 3 hosts; it must be one of these"),
+        ((), {"launcher": "mpi"}, "launcher mpi with launch.nodes 1 to 3: a lost host is seen by torchrun's ssh alone"),
+        ((), {"hostfile": None, "declared": True}, "launch.nodes is 1 to 3, which is for the hosts of --hostfile"),
+        ((), {"hostfile": None}, "launch.nodes is 1 to 3, and there is no --hostfile"),
+    ],
+)
+def test_what_is_refused_before_a_start(
+    overrides: tuple[str, ...], options: dict[str, Any], said: str, folder: Path
+) -> None:
+    """A global batch that could not be kept on fewer hosts, other hosts, launchers that see no loss, schedulers."""
+    with pytest.raises(PlanError) as caught:
+        resolved(*overrides, **options)
+    assert str(caught.value).startswith(said)
+
+
+def found(monkeypatch: pytest.MonkeyPatch, *wrong: tuple[str, str]) -> None:
+    """What is wrong: (host, check)."""
+    monkeypatch.setattr("ortlaunch.run.elastic.look", lambda asked: [Finding(*one, "failed", "so") for one in wrong])
+
+
+def on(monkeypatch: pytest.MonkeyPatch, whole: ResolvedRun, *wrong: tuple[str, str], again: bool = True) -> Any:
+    found(monkeypatch, *wrong)
+    return on_present(whole, Asked(whole.plan.nodes, "cpu", None), again)
+
+
+def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The global batch stays; ranks are counted anew; the one that is left out is named, and back the next time."""
+    whole = resolved()
+    assert whole.plan.launcher == "torchrun"
+    now, lines = on(monkeypatch, whole, ("host2", "reached"))
+    assert [(node.host, node.first_rank) for node in now.plan.nodes] == [("host1", 0), ("host3", 1)]
+    assert now.plan.batch[:4] == (12, 2, 3, 2)
+    assert lines[0] == "launch.nodes 1 to 3: on 2 hosts of 3, accumulation 3"
+    assert lines[1].split() == ["left", "out:", "host2", "reached", "failed", "so"]
+    assert on(monkeypatch, whole)[0].plan == whole.plan
+
+
+def test_one_far_host_that_is_left_is_started_through_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the host where the command was typed."""
+    now, _ = on(monkeypatch, resolved(), ("host1", "reached"), ("host2", "reached"))
+    request = backend("torchrun").request(now.plan, RunDir("run"))
+    assert [agent["host"] for agent in json.loads(dict(request.files)["run/agents.json"])["agents"]] == ["host3"]
+
+
+def test_too_few_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer than min nothing is started."""
+    with pytest.raises(LaunchError, match=r"^launch.nodes.min is 3, and 2 hosts can be used:\n  host2 +reached"):
+        on(monkeypatch, resolved("launch.nodes.min=3"), ("host2", "reached"))
+
+
+def test_a_host_that_is_not_fit_is_no_lost_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first start it is a mistake to be mended; later the run goes on without it."""
+    whole = resolved()
+    with pytest.raises(LaunchError, match="the hosts are not ready, and nothing was started"):
+        on(monkeypatch, whole, ("host2", "packages"), again=False)
+    assert len(on(monkeypatch, whole, ("host2", "packages"))[0].plan.nodes) == 2
+
+
+def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has saved, and the ranks are started again; that is no failure, and the next stop is one."""
+    run, made = RunDir(tmp_path), plan(recipe())
+    write_text(run.plan, made.to_json())
+    write_text(run.restart_request, "{}")
+    write_text(run.stop_request, "{}")
+    starts: list[int] = []
+
+    def start(number: int) -> Ended:
+        starts.append(number)
+        if number == 2:
+            assert not run.stop_request.exists()
+            run.restart_request.unlink()
+        return Ended(End(85, "saved"), False)
+
+    with JobFile(run, "torchrun") as file:
+        assert supervise(run, 2, file, start).end == End(85, "saved")
+        assert file.record.attempts == ()
+        file.end(85, "")
+    assert starts == [1, 2]
+    assert "the ranks are started again, as was asked for" in capsys.readouterr().err
+    assert Plan.read(run.plan) == made
+
+
+def test_findings_have_a_schema() -> None:
+    """Which a finding with another verdict, or with a word that nobody knows, does not fit."""
+    schema, good = json.loads(json_schema()), {"host": "a", "check": "disk", "verdict": "ok", "what": "", "mend": ""}
+    jsonschema.validate([good], schema)
+    for wrong in ({**good, "verdict": "good"}, {**good, "more": 1}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate([wrong], schema)
+    assert hosts.Finding(**good).host == "a"
+
+
+def test_only_an_elastic_run_takes_hosts_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another is stopped and started by its own command."""
+    from ortlaunch.recipe import to_yaml
+    from ortlaunch.run.requests import restart
+
+    run = RunDir(tmp_path)
+    write_text(run.plan, plan(recipe()).to_json())
+    write_text(run.recipe, to_yaml(recipe()))
+    write_text(run.request, "")
+    with JobFile(run, "torchrun") as file:
+        file.starts()
+        with pytest.raises(InputError, match=r"launch.nodes is no \{min, max\}, so that its hosts are always the same"):
+            restart(run)
+        file.end(0, "")
+    with pytest.raises(InputError, match="succeeded; only a run whose ranks train can be started again"):
+        restart(run)
