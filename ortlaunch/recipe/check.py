@@ -33,6 +33,7 @@ _PLACEHOLDERS: dict[KeyPath, str] = {
     ("optimizer", "learning_rate"): "1.0",
     ("train",): "{max_steps: 1}",
     ("train", "max_steps"): "1",
+    ("train", "stop_after", "evaluations"): "1",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ortlaunch.recipe import data, engine, launch, models, schedule, submit
+from ortlaunch.recipe import best, data, engine, launch, models, schedule, submit
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.place import KeyPath, dotted
 
@@ -99,7 +99,8 @@ def choices(path: KeyPath) -> tuple[str, ...]:
 def manual() -> dict[tuple[str, str], str]:
     """(section's class, field) -> the docstring under the field, on one line."""
     found = {}
-    sources = [ast.parse(inspect.getsource(module)) for module in (models, data, engine, launch, schedule, submit)]
+    modules = (best, models, data, engine, launch, schedule, submit)
+    sources = [ast.parse(inspect.getsource(module)) for module in modules]
     for section in (node for source in sources for node in source.body if isinstance(node, ast.ClassDef)):
         for above, text in zip(section.body, section.body[1:]):
             if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(text, ast.Expr):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Optional
 
 from pydantic import BeforeValidator, Field
 
+from ortlaunch.recipe.best import KeepBest, StopAfter
 from ortlaunch.recipe.data import Data
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.launch import Launch
@@ -155,6 +156,9 @@ class Train(Section):
     for task custom."""
     evaluate_every_steps: Optional[Positive] = None
     """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
+    stop_after: Optional[StopAfter] = None
+    """End the training early, with its export, as `{metric: loss, evaluations: 3}`: when so many evaluations one after
+    another were not better than the best before them; null: never."""
     on_nonfinite: BadStepAction = "stop"
     """What follows a loss or gradient that is inf or nan and that no fp16 loss scale brought about. `stop`: the run
     ends. `skip`: this step changes no weight, no optimizer state and no buffer. `rollback`: the newest checkpoint is
@@ -193,6 +197,9 @@ class Checkpoint(Section):
     """Newest checkpoints to keep; null keeps all."""
     keep_every: Optional[Positive] = None
     """Of those that `keep` takes away, keep one for good every so many steps: the first at or after each multiple."""
+    keep_best: Optional[KeepBest] = None
+    """Save after each evaluation that is the best so far, and keep the best checkpoint beside those of `keep`, as
+    `{metric: f1_macro}`; null: none."""
     on_failure: Literal["stop", "continue"] = "stop"
     """A save that fails (a full disk, a folder that became read-only) leaves older checkpoints as they are. `stop`: the
     run ends. `continue`: it says so, counts it in summary.json, trains on and tries again at the next save; where

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from ortlaunch.recipe.bad_step_rules import bad_step_rules
+from ortlaunch.recipe.best import best_rules
 from ortlaunch.recipe.checkpoint_rules import checkpoint_rules
 from ortlaunch.recipe.data_rules import data_rules
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
@@ -43,6 +44,7 @@ def broken(recipe: Recipe) -> Iterator[Problem]:
         deepspeed_rules,
         _train,
         checkpoint_rules,
+        best_rules,
         bad_step_rules,
         launch_rules,
         submit_rules,

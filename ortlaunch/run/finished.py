@@ -6,8 +6,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.best import direction
 from ortlaunch.run.folder import RunDir, read_json
 
+_EARLY = "train.stop_after"
 _LENGTHS = ("train.max_steps=", "train.epochs=")
 
 
@@ -23,15 +25,23 @@ def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     done = saved[-1][0]  # not the summary's: who takes the last checkpoint away wants to go on from the one before
     if read_json(run.summary)["steps"] != done:  # of a shorter training: this one ended before its export
         return None
-    return f"nothing to train: {done} of {wanted} steps are done" if done >= wanted else None
+    if done >= wanted:
+        return f"nothing to train: {done} of {wanted} steps are done"
+    early, asked = read_json(run.summary).get("stopped_early"), recipe.train.stop_after
+    if early is None or asked is None:
+        return None
+    same = (asked.metric, direction(asked), asked.evaluations) == (early["metric"], early["mode"], early["evaluations"])
+    return f"nothing to train: stopped early after step {done} of {wanted} (train.stop_after)" if same else None
 
 
 def with_next(said: str, typed: Sequence[str], recipe: Recipe, run: RunDir) -> str:
     """The text, and the command that trains for twice as long: the typed one with its folder, where it was train."""
     if typed[:1] != ["train"] or not run.summary.exists():
         return said
-    epochs = recipe.train.epochs
-    length = f"train.epochs={2 * epochs:g}" if epochs else f"train.max_steps={2 * read_json(run.summary)['steps']}"
+    epochs, summary = recipe.train.epochs, read_json(run.summary)
+    length = f"train.epochs={2 * epochs:g}" if epochs else f"train.max_steps={2 * summary['steps']}"
+    if summary.get("stopped_early"):
+        typed, length = [word for word in typed if not word.startswith(_EARLY)], f"{_EARLY}=null"
     return f"{said}\nto train on: {shlex.join(['ortlaunch', *_kept(typed), f'--run-dir={run}', length])}"
 
 

@@ -77,6 +77,36 @@ class MemoryReport:
 
 
 @dataclass
+class BestEvaluation:
+    """The best evaluation of a training, over all its starts; its checkpoint is kept."""
+
+    metric: str
+    """Of `checkpoint.keep_best`."""
+    value: float
+    """What it was."""
+    step: int
+    """Of the checkpoint."""
+    exported: bool
+    """Whether export/ was made of it, not of the last step."""
+
+
+@dataclass
+class StoppedEarly:
+    """By what `train.stop_after` a training was over, and what it found."""
+
+    metric: str
+    """Its metric."""
+    mode: str
+    """`min` or `max`: what is better."""
+    evaluations: int
+    """So many in a row were not better."""
+    value: float
+    """The best."""
+    step: int
+    """Where that was."""
+
+
+@dataclass
 class Summary:
     """What the whole training came to, over all its starts; written at its end."""
 
@@ -102,6 +132,10 @@ class Summary:
     """Commands after a checkpoint (checkpoint.on_complete) that failed, over all starts."""
     evaluation: dict[str, float] | None = None
     """The last evaluation's other metrics, by the names of evaluation.json, for tasks that have some."""
+    best: BestEvaluation | None = None
+    """The best checkpoint (checkpoint.keep_best)."""
+    stopped_early: StoppedEarly | None = None
+    """Why the training ended before its last step (train.stop_after)."""
 
 
 @dataclass

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.best import direction
 from ortlaunch.run.folder import RunDir, write_json
-from ortlaunch.run.records import Summary, as_json
+from ortlaunch.run.records import BestEvaluation, StoppedEarly, Summary, as_json
 from ortlaunch.units import duration
-from ortlaunch.worker.checkpoint import failures, samples_seen
+from ortlaunch.worker import best
+from ortlaunch.worker.checkpoint import failures, load, samples_seen
+from ortlaunch.worker.checkpoint.damage import damage
+from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
@@ -20,10 +25,15 @@ from ortlaunch.worker.session import Session
 from ortlaunch.worker.summary import say_outcome
 
 
-def finish(session: Session) -> None:
-    """Write the trained model and what it took (collective); rank 0 says so."""
+def finish(session: Session, step: int, memory: best.Memory) -> None:
+    """Write the trained model and what it took (collective); rank 0 says so.
+
+    Args:
+        step: the last one.
+        memory: of the best evaluations.
+    """
     recipe, run, group, engine = session.recipe, session.run, session.group, session.engine
-    lines = []
+    lines, kept = [], _take_best(session, memory)
     if engine.memory is not None:
         used = engine.memory.record(session.plan, group)
         _export(session)
@@ -32,9 +42,11 @@ def finish(session: Session) -> None:
         if group.rank == 0:
             write_json(run.memory, as_json(used)) if trained or not run.memory.exists() else None
             summary = summarize(run, session.plan, len(session.data.train), session.progress.seconds())
+            summary = replace(summary, best=kept, stopped_early=_early(recipe, step, memory))
             write_json(run.summary, as_json(summary))
             loaded_by = _loaded_by(recipe, run, session.model.model)
-            lines += [*summary_lines(summary), f"export: {run.export}", f"  {loaded_by}"]
+            lines += filter(None, [best.stops_early(recipe, step, memory)])
+            lines += [*summary_lines(summary), *_best_lines(run, kept), f"export: {run.export}", f"  {loaded_by}"]
     say_outcome(session, lines)
 
 
@@ -54,6 +66,33 @@ def _export(session: Session) -> None:
     session.progress.doing("writing the export")
     session.model.chunk(None)
     export(session.recipe, session.run, session.group, session.engine.stepper, session.model, session.data)
+
+
+def _take_best(session: Session, memory: best.Memory) -> BestEvaluation | None:
+    """The best evaluation that was asked for; with its weights in the model where the export is to have them."""
+    asked, found = session.recipe.checkpoint.keep_best, memory.get(KEEP)
+    if asked is None or found is None:
+        return None
+    if asked.export:
+        folder = session.run.checkpoint(found["step"])
+        if wrong := damage(folder, session.group):
+            raise CheckpointError(f"{folder}, the best, of which the export is to be made, is damaged: {wrong}")
+        load(folder, session.engine.stepper.named_state(), session.group)
+    return BestEvaluation(found["metric"], found["value"], found["step"], asked.export)
+
+
+def _early(recipe: Recipe, step: int, memory: best.Memory) -> StoppedEarly | None:
+    asked, found = recipe.train.stop_after, memory.get(best.STOP)
+    if asked is None or found is None or not best.stops_early(recipe, step, memory):
+        return None
+    return StoppedEarly(asked.metric, direction(asked), asked.evaluations, found["value"], found["step"])
+
+
+def _best_lines(run: RunDir, kept: BestEvaluation | None) -> list[str]:
+    if kept is None:
+        return []
+    exported = ", which the export is made of" if kept.exported else ""
+    return [f"best {kept.metric} {kept.value:.6g} after step {kept.step}: {run.checkpoint(kept.step)}{exported}"]
 
 
 def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) -> Summary:

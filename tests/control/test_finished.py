@@ -81,3 +81,16 @@ def test_the_command_that_trains_further(typed: list[str], train: dict[str, Any]
 def test_another_verb_has_no_next_command(ended: RunDir) -> None:
     """A comparison or a bench is not trained further."""
     assert with_next("done", ["parity", "r"], recipe(), ended) == "done"
+
+
+def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
+    """Until train.stop_after changes; and what trains it on is another one of these."""
+    early = {"metric": "loss", "mode": "min", "evaluations": 2, "value": 1.0, "step": 8}
+    write_json(ended.summary, {"steps": 10, "stopped_early": early})
+    said = nothing_left(recipe(train={"max_steps": 20, "stop_after": {"evaluations": 2}}), ended)
+    assert said == "nothing to train: stopped early after step 10 of 20 (train.stop_after)"
+    assert nothing_left(recipe(train={"max_steps": 20, "stop_after": {"evaluations": 3}}), ended) is None
+    assert nothing_left(recipe(train={"max_steps": 20}), ended) is None
+    typed = ["train", "r.yaml", "train.stop_after.evaluations=2"]
+    command = f"ortlaunch train r.yaml --run-dir={ended} train.stop_after=null"
+    assert with_next("done", typed, recipe(), ended) == f"done\nto train on: {command}"

@@ -31,6 +31,7 @@ _NO_EXPORT = (
     "This was the save at the end: the run ends without its export. Start it again once this is mended; "
     "checkpoint.on_failure=continue writes the export whatever becomes of the last save"
 )
+KEEP = "checkpoint.keep_best"  # in the memory of the best evaluations (worker/best.py)
 _TURN_SECONDS = 1.0  # other ranks wait in a collective, which has its limit
 
 
@@ -48,6 +49,9 @@ class Saving:
         self.run, self.recipe, self.group, self.stepper = run, recipe, group, stepper
         self.made_by = {**origin.of_run(run, recipe), **identity} if run.plan.exists() else {}
         self.policy = recipe.checkpoint
+        self.last_step = recipe.train.steps  # earlier where train.stop_after says so
+        self.best: int | None = None
+        """The step of the best checkpoint, which stays (checkpoint.keep_best)."""
         self.tried = time.monotonic()
         chosen = getattr(self.policy, "async")
         self.beside = group.apart() if (group.device.type == "cuda" if chosen is None else chosen) else None
@@ -67,7 +71,7 @@ class Saving:
     def is_due(self, step: int) -> bool:
         """Whether one is to be written after this step, by their number; the last step's always is."""
         every = self.policy.every_steps
-        return step == self.recipe.train.steps or (every is not None and step % every == 0)
+        return step == self.last_step or (every is not None and step % every == 0)
 
     def ask_in_time(self, agreed: Agreement) -> None:
         """Rank 0 asks all ranks for one when its clock says so."""
@@ -85,7 +89,7 @@ class Saving:
             CheckpointError: it could not be written, and the run must not go on without, or is at its end.
         """
         self.wait()
-        began = time.perf_counter()
+        began, self.next_best = time.perf_counter(), state.get("best", {}).get(KEEP, {}).get("step")
         try:
             if self._may_wait(step, asked):
                 self._begin(step, state, began)
@@ -99,7 +103,7 @@ class Saving:
 
     def _may_wait(self, step: int, asked: Ask) -> bool:
         """Whether training may go on before this one is complete (collective)."""
-        if self.beside is None or asked.stops or step == self.recipe.train.steps:
+        if self.beside is None or asked.stops or step == self.last_step:
             return False
         by_clock = self.by_clock and not self.run.save_request.exists()
         return asked is Ask.NOTHING or bool(self.group.gather_numbers([by_clock])[0][0])
@@ -134,7 +138,7 @@ class Saving:
 
     def _failed(self, step: int, waited: float, error: CheckpointError) -> None:
         self._record(step, waited, str(error))
-        last = step == self.recipe.train.steps
+        last = step == self.last_step
         if self.policy.on_failure == "stop":
             raise CheckpointError(f"{error}\n{_NO_EXPORT}") if last else error
         if last:
@@ -159,8 +163,7 @@ class Saving:
         ):
             tick()
         if self.group.rank == 0:
-            busy = self.commands.busy() if self.commands else ()
-            prune(self.run, self.policy.keep, self.policy.keep_every, busy)
+            busy = self._prune()
             if busy:
                 steps = ", ".join(map(str, busy))
                 print(
@@ -175,16 +178,25 @@ class Saving:
     def _completed(self, step: int) -> None:
         if self.commands is not None:
             self.commands.begin(step)
+        if step == self.next_best:  # the one before it goes now, not while this one was being written
+            self.best = step
+        self._prune()
+
+    def _prune(self) -> tuple[int, ...]:
+        """Take away what need not stay; the steps that a command is at work on."""
+        busy = self.commands.busy() if self.commands else ()
         if self.group.rank == 0:
-            prune(self.run, self.policy.keep, self.policy.keep_every, self.commands.busy() if self.commands else ())
+            best = () if self.best is None else (self.best,)
+            prune(self.run, self.policy.keep, self.policy.keep_every, (*busy, *best))
+        return busy
 
 
-def prune(run: RunDir, keep: int | None, keep_every: int | None, busy: Iterator[int] | tuple[int, ...] = ()) -> None:
-    """Take away what `checkpoint.keep` and `keep_every` do not keep, and no command is at work on."""
+def prune(run: RunDir, keep: int | None, keep_every: int | None, needed: tuple[int, ...] = ()) -> None:
+    """Take away what `checkpoint.keep` and `keep_every` do not keep, and nobody needs."""
     if keep is None:
         return
     found = run.complete_checkpoints()
-    spared = {*busy, *(_for_good([step for step, _ in found], keep_every) if keep_every else ())}
+    spared = {*needed, *(_for_good([step for step, _ in found], keep_every) if keep_every else ())}
     for step, folder in found[:-keep]:
         if step not in spared:
             with contextlib.suppress(FileNotFoundError):

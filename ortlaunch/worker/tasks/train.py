@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +15,14 @@ from ortlaunch.errors import BadStepError, InputError, LastSaveError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import write_json
-from ortlaunch.worker import checkpoint
+from ortlaunch.worker import best, checkpoint
 from ortlaunch.worker.agreement import Agreement, agreement
 from ortlaunch.worker.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.evaluation import evaluate, named
 from ortlaunch.worker.finish import export_unsaved, finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
-from ortlaunch.worker.metrics import Metrics, measured_peak_flops, records, wait_for
+from ortlaunch.worker.meter import Meter, sum_of
+from ortlaunch.worker.metrics import Metrics, records
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.pulse import STEPPING
 from ortlaunch.worker.requests import Ask
@@ -42,6 +42,7 @@ class TrainState:
     skipped: int = 0
     learning_rate: float | None = None  # the last step's; checkpoints of earlier versions lack it
     left_out: int = 0  # bad steps whose update was skipped
+    best: best.Memory = field(default_factory=dict)  # evaluations, for checkpoint.keep_best and train.stop_after
 
 
 def run(session: Session) -> int:
@@ -49,12 +50,12 @@ def run(session: Session) -> int:
     announce(session)
     with agreement(session.group) as agreed:
         try:
-            train(session, agreed)
+            state = train(session, agreed)
         except LastSaveError as error:
             export_unsaved(session, error)
     if agreed.stopped.stops:
         return agreed.stopped.exit_status
-    finish(session)
+    finish(session, state.step, state.best)
     return 0
 
 
@@ -73,8 +74,12 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
     recipe, run, group, engine, batches = session.recipe, session.run, session.group, session.engine, session.batches
     state = _resume(session)
     saving = checkpoint.Saving(run, recipe, group, engine.stepper, session.identity)
-    if state.step >= recipe.train.steps:
+    saving.best = best.kept_step(state.best)
+    if best.stops_early(recipe, state.step, state.best):
+        saving.last_step = state.step
+    if state.step >= saving.last_step:
         nothing_to_train(session, state)
+        saving.best = best.kept_step(state.best)
         saving.finish(session.progress.pulse.tick)  # what an earlier start left unfinished
         return state
     metrics = _metrics(session, state.step, ending)
@@ -86,7 +91,7 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")
-    while state.step < recipe.train.steps and not agreed.stopped.stops:
+    while state.step < saving.last_step and not agreed.stopped.stops:
         if parity is not None:
             with meter.paused():
                 parity.check(state.step)
@@ -100,30 +105,13 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
         asked = agreed.end()
 
         if state.step % recipe.log.every_steps == 0 or last or asked.stops:
-            losses, read = meter.losses, meter.read()
-            require_finite_loss(read["loss"], group, batches, state.step - len(losses), losses)
-            values = {
-                **read,
-                "learning_rate": rate,
-                "gradient_norm": stepped.gradient_norm,
-                "samples": state.samples,
-                "epoch": round(state.samples / len(batches.samples), 4),
-                "skipped_steps": state.skipped,
-                "left_out_steps": state.left_out,
-            }
-            progress.show_loss(values["loss"])
-            if metrics:
-                metrics.write(state.step, values)
-                write_json(run.engine, engine.report().to_json())
+            _log(session, state, meter, stepped, rate, metrics)
 
         if session.data.evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
             with meter.paused(), progress.during("evaluating"):
-                evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
-            asked = max(asked, agreed.now())
-            if metrics and evaluated is not None:
-                metrics.write(state.step, named(evaluated))
+                asked = _evaluate(session, state, saving, agreed, asked, metrics)
 
-        if asked or saving.is_due(state.step):
+        if asked or saving.is_due(state.step) or best.kept_step(state.best) == state.step:
             with meter.paused(), progress.during("saving a checkpoint"):
                 asked = _save(session, state, saving, agreed, asked)
         agreed.stopped = stop(session, asked, state.step)
@@ -131,6 +119,41 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
     if metrics:
         write_json(run.engine, engine.report().to_json())
     return state
+
+
+def _log(session: Session, state: TrainState, meter: Meter, stepped: Any, rate: float, metrics: Metrics | None) -> None:
+    """A line of metrics.jsonl (collective)."""
+    losses, read = meter.losses, meter.read()
+    require_finite_loss(read["loss"], session.group, session.batches, state.step - len(losses), losses)
+    values = {
+        **read,
+        "learning_rate": rate,
+        "gradient_norm": stepped.gradient_norm,
+        "samples": state.samples,
+        "epoch": round(state.samples / len(session.batches.samples), 4),
+        "skipped_steps": state.skipped,
+        "left_out_steps": state.left_out,
+    }
+    session.progress.show_loss(values["loss"])
+    if metrics:
+        metrics.write(state.step, values)
+        write_json(session.run.engine, session.engine.report().to_json())
+
+
+def _evaluate(
+    session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask,
+    metrics: Metrics | None,
+) -> Ask:  # fmt: skip
+    """Evaluate, remember the best, and see whether training is over; what all ranks are asked for after it."""
+    assert session.data.evaluation is not None
+    evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
+    if evaluated is not None:
+        best.take(session.recipe, state.best, state.step, evaluated)
+        if best.stops_early(session.recipe, state.step, state.best):
+            saving.last_step = state.step
+        if metrics:
+            metrics.write(state.step, named(evaluated))
+    return max(asked, agreed.now())
 
 
 def _save(session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask) -> Ask:
@@ -219,11 +242,7 @@ def train_step(
             _passes(session, state.step)
             raise bad_step(group, session.batches, state.step, bad, engine.stepper.gradients())
     state.skipped += int(stepped.skipped)
-    return _sum(losses) / len(losses), stepped, rate
-
-
-def _sum(losses: list[torch.Tensor]) -> torch.Tensor:
-    return sum(losses, start=torch.zeros((), device=losses[0].device))
+    return sum_of(losses) / len(losses), stepped, rate
 
 
 def _passes(session: Session, step: int) -> list[torch.Tensor]:
@@ -242,13 +261,17 @@ def _passes(session: Session, step: int) -> list[torch.Tensor]:
 def nothing_to_train(session: Session, state: TrainState) -> None:
     """All steps are done; the last evaluation may not be, where the run was stopped in it."""
     if session.group.rank == 0:
-        print(f"nothing to train: {state.step} of {session.recipe.train.steps} steps are done", flush=True)
+        early = best.stops_early(session.recipe, state.step, state.best)
+        done = f"{state.step} of {session.recipe.train.steps} steps are done"
+        print(f"nothing to train: {early or done}", flush=True)
     if session.data.evaluation is None:
         return
     mine = [r for r in records(session.run) if r["step"] == state.step and "evaluation_loss" in r]
     if not session.group.gather_numbers([len(mine)])[0][0]:
         with session.progress.during("evaluating"):
             evaluated = evaluate(session, session.data.evaluation)
+        if evaluated is not None:
+            best.take(session.recipe, state.best, state.step, evaluated)
         if session.group.rank == 0 and evaluated is not None:
             metrics = Metrics(session.recipe, session.run, state.step)
             metrics.write(state.step, named(evaluated))
@@ -274,6 +297,7 @@ def _resume(session: Session) -> TrainState:
     seen = found.samples(batches.batch)
     loaded = checkpoint.load(folder, session.engine.stepper.named_state(), session.group)
     state = TrainState(**{"samples": seen, **loaded})
+    state.best = best.remembered(session, state.best)
     batches.go_on(state.step, state.samples)
     if session.group.rank == 0:
         notes = *_batch_notes(state, batches.batch, usual), *_schedule_notes(session.recipe, state)
@@ -299,48 +323,3 @@ def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
         f"the learning rate goes from {before:.4g} at step {step} to {learning_rate(recipe, step):.4g} at step "
         f"{step + 1}: the schedule runs over {recipe.train.steps} steps, or is another, than when step {step} was taken"
     )
-
-
-class Meter:
-    """Loss and speed between two log lines; what is not training (evaluation, saving) does not count as time."""
-
-    def __init__(self, session: Session) -> None:
-        self.group, self.batch = session.group, session.plan.batch
-        self.flops_per_token = session.engine.flops_per_token
-        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[session.recipe.precision]
-        self.peak = measured_peak_flops(self.group.device, dtype) if self.flops_per_token else 0.0
-        self.restart()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """While open, time is not training's; the losses since the last reading stay."""
-        wait_for(self.group.device)  # what the steps before gave the device to do is
-        began = time.perf_counter()
-        yield
-        self.started += time.perf_counter() - began
-
-    def restart(self) -> None:
-        """Count losses, steps and time from now on."""
-        self.losses: list[torch.Tensor] = []  # this rank's mean of each step that was taken
-        self.steps = 0
-        self.started = time.perf_counter()
-
-    def took(self, loss: torch.Tensor | None) -> None:
-        """Count a step; None: it was left out."""
-        self.steps += 1
-        if loss is not None:
-            self.losses.append(loss)
-
-    def read(self) -> dict[str, Any]:
-        """Values since the last reading (collective)."""
-        taken = len(self.losses)
-        loss = self.group.mean(float(_sum(self.losses)) / taken) if taken else None
-        seconds = (time.perf_counter() - self.started) / self.steps
-        tokens = self.batch.tokens_per_step
-        values: dict[str, Any] = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
-        if tokens:
-            values["tokens_per_second"] = tokens / seconds
-            if self.flops_per_token:
-                values["mfu"] = self.flops_per_token * tokens / seconds / (self.peak * self.group.size)
-        self.restart()
-        return values

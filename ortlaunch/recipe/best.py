@@ -1,0 +1,65 @@
+"""What the best evaluation is for: `checkpoint.keep_best` and `train.stop_after`, and their rules."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, Optional, Union
+
+from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.section import Positive, Section, Text
+
+if TYPE_CHECKING:
+    from ortlaunch.recipe.models import Recipe
+
+# What an evaluation measures, by task.
+METRICS = {
+    "causal-lm": ("loss", "perplexity"),
+    "masked-lm": ("loss", "perplexity", "masked_word_accuracy"),
+    "pretraining": ("loss", "perplexity", "masked_word_accuracy", "next_sentence_accuracy"),
+    "sequence-classification": ("loss", "classification_accuracy", "f1_macro"),
+    "custom": ("loss",),
+}
+Mode = Optional[Literal["min", "max"]]
+_LESS_IS_BETTER = ("loss", "perplexity")
+
+
+class KeepBest(Section):
+    """Which checkpoint stays beside the newest."""
+
+    metric: Text = "loss"
+    """Of an evaluation: `loss`; `perplexity` of language models; `masked_word_accuracy`; `next_sentence_accuracy` of
+    pretraining; `classification_accuracy` or `f1_macro` of sequence-classification."""
+    mode: Mode = None
+    """`min`: less is better, `max`: more is. null: min for loss and perplexity, max for the others."""
+    export: bool = False
+    """Make the run's export/ from it, not from the last step."""
+
+
+class StopAfter(Section):
+    """When a training ends before its last step."""
+
+    metric: Text = "loss"
+    """As in `checkpoint.keep_best`."""
+    mode: Mode = None
+    """As in `checkpoint.keep_best`."""
+    evaluations: Positive
+    """So many evaluations one after another that are not better than the best before them."""
+
+
+def direction(asked: Union[KeepBest, StopAfter]) -> str:
+    """`mode`, decided."""
+    return asked.mode or ("min" if asked.metric in _LESS_IS_BETTER else "max")
+
+
+def best_rules(recipe: "Recipe") -> Iterator[Problem]:
+    """A metric that the task has not, and evaluations that there are none of."""
+    for path, asked in (
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best),
+        ("train.stop_after", recipe.train.stop_after),
+    ):
+        if asked is None:
+            continue
+        known = METRICS[recipe.model.task]
+        if asked.metric not in known:
+            message = f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"
+            yield (f"{path}.metric", "model.task"), message
+        if recipe.train.evaluate_every_steps is None:
+            yield (path, "train.evaluate_every_steps"), "does nothing without train.evaluate_every_steps; give that too"

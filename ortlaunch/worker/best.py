@@ -1,0 +1,80 @@
+"""The best evaluation so far, as every checkpoint remembers it: which one is kept, and when a training is over early.
+
+`TrainState.best` is the memory, the same on all ranks: for each of the recipe's wishes, KEEP and STOP, what was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ortlaunch.errors import InputError
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.best import KeepBest, StopAfter, direction
+from ortlaunch.worker.checkpoint.manifest import COMPLETE
+from ortlaunch.worker.checkpoint.saving import KEEP
+from ortlaunch.worker.session import Session
+
+STOP = "train.stop_after"
+Memory = dict[str, dict[str, Any]]
+
+
+def take(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
+    """Take up an evaluation. One whose number is not finite is never the best.
+
+    Raises:
+        InputError: it has no such metric.
+    """
+    for wish, asked in _wishes(recipe):
+        if asked.metric not in evaluated:
+            raise InputError(f"{wish}.metric: got {asked.metric}; an evaluation of this run has {', '.join(evaluated)}")
+        value, before = evaluated[asked.metric], memory.get(wish)
+        if math.isfinite(value) and (before is None or _is_better(value, before["value"], direction(asked))):
+            memory[wish] = {
+                "metric": asked.metric, "mode": direction(asked), "value": value, "step": step, "since": 0
+            }  # fmt: skip
+        elif before is not None:
+            memory[wish] = {**before, "since": before["since"] + 1}
+
+
+def kept_step(memory: Memory) -> int | None:
+    """Of the checkpoint that is kept; None: none is, or there was no evaluation."""
+    return memory[KEEP]["step"] if KEEP in memory else None
+
+
+def stops_early(recipe: Recipe, step: int, memory: Memory) -> str | None:
+    """Why a training is over at this step before its last; None: it goes on."""
+    asked, found = recipe.train.stop_after, memory.get(STOP)
+    if asked is None or found is None or step >= recipe.train.steps or found["since"] < asked.evaluations:
+        return None
+    return (
+        f"stopped early after step {step} of {recipe.train.steps} (train.stop_after): {asked.metric} was best, "
+        f"{found['value']:.6g}, after step {found['step']}, {found['since']} evaluations ago"
+    )
+
+
+def remembered(session: Session, memory: Memory) -> Memory:
+    """What of a checkpoint's memory holds here (collective): of the same metric, and of a checkpoint of this run."""
+    kept = {
+        wish: memory[wish]
+        for wish, asked in _wishes(session.recipe)
+        if wish in memory and (memory[wish]["metric"], memory[wish]["mode"]) == (asked.metric, direction(asked))
+    }
+    step = kept_step(kept)
+    here = step is not None and (session.run.checkpoint(step) / COMPLETE).exists()
+    if step is not None and not session.group.gather_numbers([here])[0][0]:
+        del kept[KEEP]
+        if session.group.rank == 0:
+            print(f"checkpoint.keep_best: that of step {step} is not in this run folder; the best is found anew")
+    return kept
+
+
+def _wishes(recipe: Recipe) -> Iterator[tuple[str, KeepBest | StopAfter]]:
+    for wish, asked in ((KEEP, recipe.checkpoint.keep_best), (STOP, recipe.train.stop_after)):
+        if asked is not None:
+            yield wish, asked
+
+
+def _is_better(value: float, other: float, direction: str) -> bool:
+    return value < other if direction == "min" else value > other

@@ -1,0 +1,63 @@
+"""Loss and speed between two log lines of a training."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ortlaunch.worker.metrics import measured_peak_flops, wait_for
+from ortlaunch.worker.session import Session
+
+
+def sum_of(losses: list[torch.Tensor]) -> torch.Tensor:
+    """One number, on the losses' device."""
+    return sum(losses, start=torch.zeros((), device=losses[0].device))
+
+
+class Meter:
+    """Loss and speed between two log lines; what is not training (evaluation, saving) does not count as time."""
+
+    def __init__(self, session: Session) -> None:
+        self.group, self.batch = session.group, session.plan.batch
+        self.flops_per_token = session.engine.flops_per_token
+        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[session.recipe.precision]
+        self.peak = measured_peak_flops(self.group.device, dtype) if self.flops_per_token else 0.0
+        self.restart()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, time is not training's; the losses since the last reading stay."""
+        wait_for(self.group.device)  # what the steps before gave the device to do is
+        began = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - began
+
+    def restart(self) -> None:
+        """Count losses, steps and time from now on."""
+        self.losses: list[torch.Tensor] = []  # this rank's mean of each step that was taken
+        self.steps = 0
+        self.started = time.perf_counter()
+
+    def took(self, loss: torch.Tensor | None) -> None:
+        """Count a step; None: it was left out."""
+        self.steps += 1
+        if loss is not None:
+            self.losses.append(loss)
+
+    def read(self) -> dict[str, Any]:
+        """Values since the last reading (collective)."""
+        taken = len(self.losses)
+        loss = self.group.mean(float(sum_of(self.losses)) / taken) if taken else None
+        seconds = (time.perf_counter() - self.started) / self.steps
+        tokens = self.batch.tokens_per_step
+        values: dict[str, Any] = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
+        if tokens:
+            values["tokens_per_second"] = tokens / seconds
+            if self.flops_per_token:
+                values["mfu"] = self.flops_per_token * tokens / seconds / (self.peak * self.group.size)
+        self.restart()
+        return values

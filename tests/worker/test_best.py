@@ -1,0 +1,103 @@
+"""The best checkpoint, early stops, and what a resumed run remembers of both."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.errors import InputError
+from ortlaunch.worker import best
+from ortlaunch.worker.checkpoint.restore import load_weights
+from ortlaunch.worker.finish import finish
+from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.tasks import train as training
+from tests.makers import recipe
+from tests.training import Trained, train_here
+from tests.worker.test_train import ROWS, Line
+
+BEST = {"keep_best": {"metric": "loss"}, "keep": 1, "every_minutes": None}
+STEPS = {"max_steps": 8, "evaluate_every_steps": 1}
+
+
+def trained(folder: Path, losses: Sequence[float], monkeypatch: pytest.MonkeyPatch, **sections: Any) -> Trained:
+    """A training whose evaluations come to these losses, by step."""
+    take = best.take
+
+    def note(made: Any, memory: Any, step: int, evaluated: dict[str, float]) -> None:
+        evaluated["loss"] = losses[step - 1]
+        take(made, memory, step, evaluated)
+
+    monkeypatch.setattr(best, "take", note)
+    sections = {"train": STEPS, "checkpoint": BEST, **sections}
+    found = train_here(folder, Line(), ROWS, evaluation=ROWS[:4], **sections)
+    monkeypatch.setattr(best, "take", take)
+    return found
+
+
+def kept(found: Trained) -> list[int]:
+    return [step for step, _ in found.run.complete_checkpoints()]
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 3 was best; each best before it went when a better one was complete, and the last step's is there, too."""
+    found = trained(tmp_path, [5, 4, 1, 2, 3, 4, 5, 1], monkeypatch)
+    assert kept(found) == [3, 8]
+    assert found.state.best[best.KEEP] == {"metric": "loss", "mode": "min", "value": 1, "step": 3, "since": 5}
+
+
+def test_training_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two evaluations that are not better end it, with a checkpoint; a second start has nothing to train."""
+    early = {"train": {**STEPS, "stop_after": {"evaluations": 2}}, "checkpoint": {"every_minutes": None}}
+    found = trained(tmp_path, [5, 4, 4, 3, 3, 6, 0, 0], monkeypatch, **early)
+    assert (found.state.step, kept(found)) == (6, [6])
+    assert "stopped early after step 6 of 8 (train.stop_after): loss was best, 3, after step 4" in str(
+        best.stops_early(recipe(**early), 6, found.state.best)
+    )
+    again = train_here(tmp_path, Line(), ROWS, evaluation=ROWS[:4], **early)
+    assert (again.state.step, kept(again)) == (6, [6])
+    longer = {**early, "train": {**STEPS, "stop_after": {"evaluations": 3}}}
+    assert trained(tmp_path, [5, 4, 4, 3, 3, 6, 7, 0], monkeypatch, **longer).state.step == 7
+
+
+def test_a_resumed_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before the checkpoint counts; in another run folder, or by another direction, it does not."""
+    half = {"train": {**STEPS, "max_steps": 4}}
+    trained(tmp_path / "one", [5, 1, 4, 3], monkeypatch, **half)
+    (tmp_path / "other").mkdir()
+    shutil.copytree(tmp_path / "one/checkpoints/step_00000004", tmp_path / "other/checkpoints/step_00000004")
+    assert kept(trained(tmp_path / "one", [0] * 4 + [2, 3, 4, 5], monkeypatch)) == [2, 8]
+    assert kept(trained(tmp_path / "other", [0] * 4 + [2, 3, 4, 5], monkeypatch)) == [5, 8]
+    most = {"checkpoint": {**BEST, "keep_best": {"metric": "loss", "mode": "max"}}, "train": {**STEPS, "max_steps": 10}}
+    assert kept(trained(tmp_path / "one", [0] * 8 + [0.5, 0.4], monkeypatch, **most)) == [9, 10]
+
+
+def test_the_export_is_of_the_best_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has the best checkpoint's weights when it is exported."""
+    best_of = {"checkpoint": {**BEST, "keep_best": {"metric": "loss", "export": True}}}
+    sessions: list[Any] = []
+    monkeypatch.setattr(training, "_resume", lambda s, old=training._resume: sessions.append(s) or old(s))
+    found = trained(tmp_path / "run", [5, 1, 4, 3, 3, 3, 3, 3], monkeypatch, **best_of)
+    last, there = found.model.weight.detach().clone(), LossModule(Line())
+    finish(sessions[-1], found.state.step, found.state.best)
+    load_weights(found.run.checkpoint(2), there)
+    assert torch.equal(found.model.weight, there.model.weight)
+    assert not torch.equal(found.model.weight, last)
+
+
+def test_a_metric_that_an_evaluation_has_not() -> None:
+    """It is named with those that there are; a number that is not finite is never the best."""
+    asked = SimpleNamespace(
+        checkpoint=recipe(checkpoint={"keep_best": {"metric": "perplexity"}}).checkpoint, train=recipe().train
+    )
+    with pytest.raises(InputError, match=r"keep_best\.metric: got perplexity; an evaluation .* has loss"):
+        best.take(asked, {}, 1, {"loss": 1.0})
+    memory: best.Memory = {}
+    for step, value in enumerate((float("nan"), float("inf"), 7.0, float("nan")), 1):
+        best.take(asked, memory, step, {"loss": 1.0, "perplexity": value})
+    assert memory[best.KEEP]["step"] == 3
