@@ -14,6 +14,10 @@ from ortlaunch import doctor
 from ortlaunch.rank import VARIABLES
 from tests.makers import OWN_MODULE
 
+# Each process of ours that a test starts would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # What launchers, schedulers and shells leave: a test that starts under one of them must not become its rank.
 _LEFT_BY_LAUNCHERS = (
     "OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_", "HYDI_", "MV2_", "PALS_", "SLURM_", "TORCHELASTIC_", "MASTER_", "GROUP_",

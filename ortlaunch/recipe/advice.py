@@ -10,6 +10,8 @@ from ortlaunch.recipe.families import CONFIG_FIELDS
 from ortlaunch.recipe.fields import below, everywhere, names_in, section_at
 from ortlaunch.recipe.place import KeyPath, dotted, keys
 
+_LIKE = 0.65  # less is another word
+
 
 class Advice(NamedTuple):
     """What to say of an unknown key, and the key that was meant.
@@ -78,8 +80,9 @@ def _nearest(key: str, section: KeyPath) -> Advice | None:
         (likeness(key, name), Advice(f"did you mean {path}?", keys(path))) for name, path in everywhere().items()
     ]
     for name in FOREIGN:
-        advice = None if "." in name else _foreign(name, section)
+        like = 0.0 if "." in name else likeness(key, name) - 0.05
+        advice = _foreign(name, section) if like >= _LIKE else None
         if advice:
-            options.append((likeness(key, name) - 0.05, advice._replace(text=f"did you mean {name}? {advice.text}")))
+            options.append((like, advice._replace(text=f"did you mean {name}? {advice.text}")))
     best, advice = max(options, key=lambda option: option[0])
-    return advice if best >= 0.65 else None
+    return advice if best >= _LIKE else None

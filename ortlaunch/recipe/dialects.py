@@ -6,6 +6,7 @@ Knows nothing of the recipe's models.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -329,8 +330,10 @@ def normal(word: str) -> str:
 
 
 def likeness(word: str, candidate: str) -> float:
-    """From 0, nothing in common, to 1."""
-    return difflib.SequenceMatcher(None, normal(word), normal(candidate)).ratio()
+    """From 0, nothing in common, to 1; what cannot reach a half by its letters alone is 0."""
+    one, other = normal(word), normal(candidate)
+    shared = sum((Counter(one) & Counter(other)).values())
+    return difflib.SequenceMatcher(None, one, other).ratio() if 4 * shared >= len(one) + len(other) else 0.0
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:

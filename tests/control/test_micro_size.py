@@ -129,12 +129,11 @@ def test_plan_says_that_it_will_be_found() -> None:
 def test_which_failures_are_memory(text: str, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only an end for lack of memory means that a size does not fit; others end the search with their text."""
     made, run = auto(4), RunDir(tmp_path)
-    failing = "import json, sys; open(sys.argv[1], 'w').write(sys.argv[2])"
     record = {"summary": "ended", "traceback": text, "secondary": False, "time": 0, "exit_status": 1, "rank": 0}
     request = micro_size.backend("local").request(plan(made), run.trial_of(1))
     error = run.trial_of(1).error(0)
     error.parent.mkdir(parents=True)
-    argv = ("/bin/sh", "-c", f'python3 -c "{failing}" "$0" "$1"; exit 1', str(error), json.dumps(record))
+    argv = ("/bin/sh", "-c", 'printf %s "$1" > "$0"; exit 1', str(error), json.dumps(record))
     monkeypatch.setattr("ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv))
     if memory:
         assert micro_size._try(made, plan(made), run, 1)[:3] == (1, False, None)

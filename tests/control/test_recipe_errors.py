@@ -38,7 +38,7 @@ def says(line: str, expected: str, name: str) -> bool:
 
 
 @functools.cache
-def reported(name: str, loader: str = "libyaml") -> tuple[str, ...]:
+def reported(name: str, loader: str) -> tuple[str, ...]:
     """What is wrong with a broken recipe, by one of the parsers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(yaml_text, "_FAST_LOADER", LOADERS[loader])
@@ -46,7 +46,7 @@ def reported(name: str, loader: str = "libyaml") -> tuple[str, ...]:
 
 
 def suggests(name: str, expected: str) -> bool:
-    found = reported(name)
+    found = reported(name, "libyaml")
     return len(found) == 1 and says(found[0], expected, name)
 
 
@@ -63,7 +63,7 @@ def test_every_broken_recipe_reports_what_is_expected_and_nothing_else(name: str
 def test_every_line_begins_with_file_line_and_column() -> None:
     """Editors and people can jump to each problem."""
     place = re.compile(re.escape(str(FOLDER)) + r"/[\w-]+\.yaml:[1-9]\d*:[1-9]\d*: \S")
-    lines = [line for name in CASES for line in reported(name)]
+    lines = [line for name in CASES for line in reported(name, "libyaml")]
     assert [line for line in lines if not place.match(line) or "\n" in line] == []
 
 
@@ -84,7 +84,7 @@ def test_typos_get_the_right_suggestion() -> None:
 
 def test_five_errors_are_reported_as_five() -> None:
     """All errors at once, each once."""
-    assert len(reported("five-errors")) == 5
+    assert len(reported("five-errors", "libyaml")) == 5
 
 
 @pytest.mark.parametrize("assignment", EXPECTED["overrides"])
@@ -142,8 +142,8 @@ def test_a_long_chain_of_recipes_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 100_000,
-        "- " * 40_000 + "a",
+        "[" * 20_000,
+        "- " * 10_000 + "a",
         "a: " + "{a: " * 5_000 + "1" + "}" * 5_000,
         "a0: &a0 [1, 1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(30)),
         "a: 1\n" * 60_000,
@@ -177,12 +177,12 @@ def test_strange_text_is_refused_without_a_traceback(text: str, tmp_path: Path) 
 
 
 def test_a_file_that_is_no_recipe_is_told_so_shortly(tmp_path: Path) -> None:
-    """A vocabulary or a log with thousands of keys gives a page, not a book."""
+    """A vocabulary or a log with a thousand keys gives a page, not a book."""
     path = tmp_path / "vocabulary.yaml"
-    path.write_text("".join(f"word{i}: {i}\n" for i in range(3_000)), encoding="utf-8")
+    path.write_text("".join(f"word{i}: {i}\n" for i in range(1_000)), encoding="utf-8")
     found = problems(path)
     assert len(found) == 101
-    assert found[-1] == f"{path}:101:1: word100: unknown key, like 2899 more; is this a recipe?"
+    assert found[-1] == f"{path}:101:1: word100: unknown key, like 899 more; is this a recipe?"
 
 
 FRAGMENTS = [
