@@ -190,7 +190,16 @@ def _join(plan: Plan, rank: Rank, run: RunDir, backend: str) -> None:
     else:
         hosts = [node.host for node in plan.nodes]
         store = _through_mpi(rank) if _uses_mpi(launcher) else _through_folder(rank, _meeting(run, launcher), hosts)
-    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT)
+    except dist.DistNetworkError as error:
+        if store is not None:
+            raise
+        where, said = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")), str(error).splitlines()[0]
+        raise LaunchError(
+            f"ranks cannot meet at {':'.join(where)} (MASTER_ADDR:MASTER_PORT of your launcher): {said}; if the port "
+            "is in use, give another one, as torchrun --master-port"
+        ) from None
 
 
 def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +19,7 @@ import yaml
 from ortlaunch.doctor.schema import json_schema
 from tests.cluster.lab import LOGIN, Lab
 from tests.e2e.runs import COMMAND
+from tests.launch.tiny import MODULE
 from tests.makers import BERT, CUSTOM, WORDS
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -110,3 +113,28 @@ def test_a_host_that_is_not_fit(case: Case, lab: Lab, tmp_path: Path) -> None:
     if case.doctor is not None:
         assert {one["check"] for one in findings if one["verdict"] == "failed"} == {said[23:36].strip()}
         assert seen.returncode == 1
+
+
+SQUATTER = "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(1000)"
+
+
+def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:
+    """Only a launcher of another's names one (here that of pods): rank 0 says which, and nobody waits."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(CUSTOM))
+    squatter = subprocess.Popen(lab.command("host1", [sys.executable, "-c", SQUATTER]), stdout=subprocess.PIPE)
+    assert squatter.stdout is not None
+    squatter.stdout.readline()
+    node = [sys.executable, "-m", "ortlaunch.launch.node", "--nodes=2", "--ranks=1", "--master=host1", "--"]
+    words = [*node, str(COMMAND), "train", "recipe.yaml", "--run-dir", "run"]
+    began = time.monotonic()
+    ended = lab.run("host1", *words, cwd=tmp_path, env={**lab.environ, "JOB_COMPLETION_INDEX": "0"}, timeout=60)
+    took = time.monotonic() - began
+    squatter.kill()
+    squatter.wait()
+    said = next((line for line in ended.stderr.splitlines() if "cannot meet at" in line), ended.stderr)
+    print(f"{said} -> {took:.1f} s")
+    assert ended.returncode == 1
+    assert "ranks cannot meet at host1:29500 (MASTER_ADDR:MASTER_PORT of your launcher): " in said
+    assert "address already in use" in said
+    assert took < 30

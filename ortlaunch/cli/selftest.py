@@ -1,0 +1,28 @@
+"""`ortlaunch selftest`."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from ortlaunch.cli.options import Overrides
+
+
+def selftest(
+    overrides: Overrides = None,
+    hostfile: Annotated[Optional[str], typer.Option("--hostfile", "-H", help="Hosts to start ranks on, too.")] = None,
+    folder: Annotated[
+        Optional[Path],
+        typer.Option("--dir", help="A new folder for the runs, which all hosts share; selftest-TIME by default."),
+    ] = None,
+) -> None:
+    """Train a tiny model under each backend that this place has: one process, torchrun, mpirun, hosts, Slurm.
+
+    Ranks must be where the plan has them, and losses equal; exit status 1 where one is not. Engine eager on the CPU;
+    override it as in engine.name=ort.
+    """
+    from ortlaunch.run.selftest import selftest as run
+
+    equal = run((folder or Path(time.strftime("selftest-%Y%m%d-%H%M%S"))).absolute(), hostfile, overrides or ())
+    raise typer.Exit(not equal)
