@@ -51,6 +51,8 @@ def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Key and `module:function` of every factory."""
     if recipe.model.factory:
         yield "model.factory", recipe.model.factory
+    if recipe.train.hook:
+        yield "train.hook", recipe.train.hook
     for key, source in recipe.data.sources():
         if not isinstance(source, str) and source.factory:
             yield f"{key}.factory", source.factory

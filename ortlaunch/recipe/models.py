@@ -159,6 +159,11 @@ class Train(Section):
     stop_after: Optional[StopAfter] = None
     """End the training early, with its export, as `{metric: loss, evaluations: 3}`: when so many evaluations one after
     another were not better than the best before them; null: never."""
+    hook: Optional[Text] = None
+    """`package.module:Class`, beside the recipe or installed: a class of yours without arguments, made on rank 0, with
+    any of `on_step(step, values)` (each logged step, with that line of metrics.jsonl), `on_evaluation(step, values)`
+    (`loss` and the other metrics) and `on_checkpoint(step, folder)` (a complete one). A method that returns `"stop"`
+    ends the run as `ortlaunch stop` does, saved; one that raises ends it with an error. null: none."""
     on_nonfinite: BadStepAction = "stop"
     """What follows a loss or gradient that is inf or nan and that no fp16 loss scale brought about. `stop`: the run
     ends. `skip`: this step changes no weight, no optimizer state and no buffer. `rollback`: the newest checkpoint is

@@ -71,7 +71,7 @@ RULES: dict[str, RuleOf] = {
     **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
     **_all(_EFFECT, "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds", "train"),
     **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
-    **_all(_EFFECT, "stop_after stop_after.evaluations", "train"),
+    **_all(_EFFECT, "hook stop_after stop_after.evaluations", "train"),
     **_all(Rule(EFFECT, why="the best is found anew"), "stop_after.metric stop_after.mode", "train"),
     "train.loss_weight": Rule(REFUSED, "loss", "what is minimized is another mean"),
     **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure on_complete async", "checkpoint"),

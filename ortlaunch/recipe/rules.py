@@ -12,7 +12,7 @@ from ortlaunch.recipe.data_rules import data_rules
 from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
 from ortlaunch.recipe.launch_rules import launch_rules
-from ortlaunch.recipe.model_rules import model_rules
+from ortlaunch.recipe.model_rules import function, model_rules
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.place import Problem
@@ -212,6 +212,7 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
     if steps is not None and epochs is not None:
         paths = ("train.epochs", "train.max_steps")
         yield paths, f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the other"
+    yield from function("train.hook", recipe.train.hook)
     if recipe.train.loss_weight is not None and not recipe.data.is_custom:
         yield (
             ("train.loss_weight", "data.train", "data.train.format"),

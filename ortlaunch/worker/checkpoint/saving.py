@@ -50,6 +50,7 @@ class Saving:
         self.made_by = {**origin.of_run(run, recipe), **identity} if run.plan.exists() else {}
         self.policy = recipe.checkpoint
         self.last_step = recipe.train.steps  # earlier where train.stop_after says so
+        self.completed: Callable[[int], object] = lambda step: None  # told of each complete checkpoint
         self.best: int | None = None
         """The step of the best checkpoint, which stays (checkpoint.keep_best)."""
         self.tried = time.monotonic()
@@ -178,6 +179,7 @@ class Saving:
     def _completed(self, step: int) -> None:
         if self.commands is not None:
             self.commands.begin(step)
+        self.completed(step)
         if step == self.next_best:  # the one before it goes now, not while this one was being written
             self.best = step
         self._prune()

@@ -21,6 +21,7 @@ from ortlaunch.worker.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.evaluation import evaluate, named
 from ortlaunch.worker.finish import export_unsaved, finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
+from ortlaunch.worker.hooks import Hook
 from ortlaunch.worker.meter import Meter, sum_of
 from ortlaunch.worker.metrics import Metrics, records
 from ortlaunch.worker.parity_steps import parity_steps
@@ -64,17 +65,19 @@ def train(session: Session, agreed: Agreement) -> TrainState:
 
     A stop leaves all saved, and in `agreed.stopped` what was asked for.
     """
-    bad_steps = BadSteps(session)
+    bad_steps, hook = BadSteps(session), Hook(session, agreed)
     while True:
         with contextlib.suppress(RollBack), contextlib.ExitStack() as ending:
-            return _train(session, agreed, bad_steps, ending)
+            return _train(session, agreed, bad_steps, hook, ending)
 
 
-def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: contextlib.ExitStack) -> TrainState:
+def _train(
+    session: Session, agreed: Agreement, bad_steps: BadSteps, hook: Hook, ending: contextlib.ExitStack
+) -> TrainState:
     recipe, run, group, engine, batches = session.recipe, session.run, session.group, session.engine, session.batches
     state = _resume(session)
     saving = checkpoint.Saving(run, recipe, group, engine.stepper, session.identity)
-    saving.best = best.kept_step(state.best)
+    saving.best, saving.completed = best.kept_step(state.best), hook.on_checkpoint
     if best.stops_early(recipe, state.step, state.best):
         saving.last_step = state.step
     if state.step >= saving.last_step:
@@ -105,11 +108,17 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
         asked = agreed.end()
 
         if state.step % recipe.log.every_steps == 0 or last or asked.stops:
-            _log(session, state, meter, stepped, rate, metrics)
+            _log(session, state, meter, (stepped, rate), hook, metrics)
 
         if session.data.evaluation is not None and (last or _due(state.step, recipe.train.evaluate_every_steps)):
             with meter.paused(), progress.during("evaluating"):
-                asked = _evaluate(session, state, saving, agreed, asked, metrics)
+                evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
+                if evaluated is not None:
+                    _take_up(session, state, saving, evaluated)
+                    if metrics:
+                        metrics.write(state.step, named(evaluated))
+                        hook.on_evaluation(state.step, evaluated)
+                asked = max(asked, agreed.now())
 
         if asked or saving.is_due(state.step) or best.kept_step(state.best) == state.step:
             with meter.paused(), progress.during("saving a checkpoint"):
@@ -121,9 +130,11 @@ def _train(session: Session, agreed: Agreement, bad_steps: BadSteps, ending: con
     return state
 
 
-def _log(session: Session, state: TrainState, meter: Meter, stepped: Any, rate: float, metrics: Metrics | None) -> None:
+def _log(
+    session: Session, state: TrainState, meter: Meter, took: tuple[Any, float], hook: Hook, metrics: Metrics | None
+) -> None:
     """A line of metrics.jsonl (collective)."""
-    losses, read = meter.losses, meter.read()
+    losses, read, (stepped, rate) = meter.losses, meter.read(), took
     require_finite_loss(read["loss"], session.group, session.batches, state.step - len(losses), losses)
     values = {
         **read,
@@ -137,23 +148,15 @@ def _log(session: Session, state: TrainState, meter: Meter, stepped: Any, rate: 
     session.progress.show_loss(values["loss"])
     if metrics:
         metrics.write(state.step, values)
+        hook.on_step(state.step, values)
         write_json(session.run.engine, session.engine.report().to_json())
 
 
-def _evaluate(
-    session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask,
-    metrics: Metrics | None,
-) -> Ask:  # fmt: skip
-    """Evaluate, remember the best, and see whether training is over; what all ranks are asked for after it."""
-    assert session.data.evaluation is not None
-    evaluated = None if asked.stops else evaluate(session, session.data.evaluation, agreed)
-    if evaluated is not None:
-        best.take(session.recipe, state.best, state.step, evaluated)
-        if best.stops_early(session.recipe, state.step, state.best):
-            saving.last_step = state.step
-        if metrics:
-            metrics.write(state.step, named(evaluated))
-    return max(asked, agreed.now())
+def _take_up(session: Session, state: TrainState, saving: checkpoint.Saving, evaluated: dict[str, float]) -> None:
+    """Remember the best evaluation, and see whether training is over."""
+    best.take(session.recipe, state.best, state.step, evaluated)
+    if best.stops_early(session.recipe, state.step, state.best):
+        saving.last_step = state.step
 
 
 def _save(session: Session, state: TrainState, saving: checkpoint.Saving, agreed: Agreement, asked: Ask) -> Ask:

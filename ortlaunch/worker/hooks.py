@@ -1,0 +1,68 @@
+"""`train.hook`: the user's own class, told of logged steps, evaluations and checkpoints; it may stop the run.
+
+It lives on rank 0 alone: what it is told is the same on all ranks, and what it does (a message, a file, an upload) is
+to be done once. What it returns reaches the other ranks as any request to stop does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from typing import Any
+
+from ortlaunch.errors import HookError, InputError
+from ortlaunch.run.folder import write_json
+from ortlaunch.worker.agreement import Agreement
+from ortlaunch.worker.data.own import call
+from ortlaunch.worker.requests import Ask
+from ortlaunch.worker.session import Session
+
+_METHODS = ("on_step", "on_evaluation", "on_checkpoint")
+
+
+class Hook:
+    """The hook of one training; without `train.hook`, and on other ranks, it does nothing."""
+
+    def __init__(self, session: Session, agreed: Agreement) -> None:
+        self.name, self.run, self.agreed = session.recipe.train.hook, session.run, agreed
+        self.last_step, self.own = session.recipe.train.steps, None
+        if self.name is not None and session.group.rank == 0:
+            self.own = call("train.hook", self.name, {})
+            if not any(hasattr(self.own, method) for method in _METHODS):
+                raise InputError(f"train.hook: {self.name} has none of {', '.join(_METHODS)}")
+
+    def on_step(self, step: int, values: dict[str, Any]) -> None:
+        """A logged step, with its line of metrics.jsonl."""
+        self._tell("on_step", step, dict(values))
+
+    def on_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """An evaluation: the loss and the task's metrics."""
+        self._tell("on_evaluation", step, dict(values))
+
+    def on_checkpoint(self, step: int) -> None:
+        """A complete checkpoint."""
+        self._tell("on_checkpoint", step, str(self.run.checkpoint(step)))
+
+    def _tell(self, method: str, step: int, what: Any) -> None:
+        own = getattr(self.own, method, None)
+        if own is None:
+            return
+        try:
+            answer = own(step, what)
+        except Exception as error:
+            where = "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))  # type: ignore[union-attr]
+            raise HookError(
+                f"train.hook: {self.name}.{method} raised {type(error).__name__} after step {step}: {error}\n{where}"
+            ) from error
+        if answer == "stop":
+            self._stop(method, step)
+        elif answer is not None:
+            raise HookError(f'train.hook: {self.name}.{method} returned {answer!r}; it returns "stop", or nothing')
+
+    def _stop(self, method: str, step: int) -> None:
+        """As `ortlaunch stop` asks, at the next edge of a step; after the last step there is nothing to stop."""
+        if step < self.last_step:
+            by = f"train.hook ({self.name}.{method})"
+            write_json(self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()})
+            self.agreed.ask(Ask.STOP)
