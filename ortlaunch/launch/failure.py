@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import LOCAL_NAMES, Plan
+from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir, is_full, read_json
 
 LOST = "LostHost"  # the type of a record of a host that ssh lost
@@ -43,8 +44,8 @@ def explain_end(
     by_wish = first is not None and first.get("type") == "Stopped"
     if first is not None and by_wish and not _unheard(run, records, stopped_by):
         return End(130 if stopped_by == signal.SIGINT else first["exit_status"], _text(first))
-    if stopped_by is not None:
-        return End(128 + stopped_by, _stopped_text(run, first, stopped_by))
+    if stopped_by is not None and (status or first is not None):
+        return _stopped(run, first, stopped_by)
     if first is not None and not first["secondary"] and not by_wish:
         return End(first["exit_status"], _text(first, shown))
     if first is None and status == 0:
@@ -105,13 +106,15 @@ def _without_cause(
         what = f"{names} ended before it began" if began else f"no rank began ({names})"
         said = f"{what}, and the launcher ended with status {status}; see above, and {run.logs}"
         return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
+    first = _first(records)
+    if first is not None and first.get("type") == "Outlived" and first["exit_status"] == EXIT_SAVED:
+        return _stopped(run, first, first["signal"])
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
         what = f"{_names(plan, [rank])} was ended by {signal.Signals(asked[rank][0]).name}"
         where = "" if plan.launcher == "local" else f" or to {_program(plan)}"
         said = f"{what}, sent to it{where} from outside this run; no rank had failed before"
         return End(128 + asked[rank][0], f"ortlaunch: {said}; logs: {run.logs}")
-    first = _first(records)
     if first is None:
         said = f"the launcher ended with status {status}, and no rank says why; see above, and {run.logs}"
         return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
@@ -125,8 +128,7 @@ def first_failure(run: RunDir) -> dict[str, Any] | None:
 
 def _records(run: RunDir) -> list[dict[str, Any]]:
     """What ranks and their guardians wrote of their ends, who judged that the run stood still, and who lost a host."""
-    others = [path for path in (run.stall, run.lost) if path.exists()]
-    return [read_json(path) for path in (*sorted(run.errors.glob("rank_*.json")), *others)]
+    return [read_json(path) for path in run.told]
 
 
 def _program(plan: Plan) -> str:
@@ -135,9 +137,13 @@ def _program(plan: Plan) -> str:
 
 
 def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The earliest failure that is not the echo of another's."""
-    ordered = sorted(records, key=lambda record: (record["secondary"], record["time"]))
-    return ordered[0] if ordered else None
+    """The earliest failure that is not the echo of another's; of echoes a rank that was killed before it had saved."""
+    return min(records, key=_order, default=None)
+
+
+def _order(record: dict[str, Any]) -> tuple[bool, bool, int, float]:
+    """Hosts' clocks differ: what could read another's account came after it, and times count only where none could."""
+    return record["secondary"], record.get("type") != "Outlived", len(record.get("after", ())), record["time"]
 
 
 def ranks_that_began(run: RunDir) -> set[int]:
@@ -157,11 +163,19 @@ def _asked(run: RunDir) -> dict[int, tuple[int, float]]:
     return found
 
 
-def _stopped_text(run: RunDir, first: dict[str, Any] | None, number: int) -> str:
-    told = f"{_text(first)}\n" if first and (not first["secondary"] or first.get("type") == "Outlived") else ""
-    saved = run.complete_checkpoints()
-    mend = f"; to go on after step {saved[-1][0]}, give --run-dir {run}" if saved else ""
-    return f"{told}ortlaunch: stopped by {signal.Signals(number).name}{mend}"
+def _stopped(run: RunDir, first: dict[str, Any] | None, number: int) -> End:
+    """The end of a run that was asked to stop and did not save; where an older checkpoint is, it is run again."""
+    late = first is None or first.get("type") == "Outlived"
+    told = f"{_text(first)}\n" if first and (late or not first["secondary"]) else ""
+    said, saved = f"{told}ortlaunch: stopped by {signal.Signals(number).name}", run.complete_checkpoints()
+    if not saved:
+        return End(128 + number, said)
+    again = late and number != signal.SIGINT and not run.cancelled.exists() and Plan.read(run.plan).saves
+    lost = " before it had saved, and what was trained since its newest checkpoint is lost" if again else ""
+    return End(
+        EXIT_SAVED if again else 128 + number,
+        f"{said}{lost}; to go on after step {saved[-1][0]}, give --run-dir {run}",
+    )
 
 
 def _lost_text(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> str:

@@ -122,7 +122,8 @@ def _is_lost(host: str, run: RunDir) -> None:
     rank = next((node.first_rank for node in Plan.read(run.plan).nodes if node.host == host), 0)
     summary = f"rank {rank} on host {host} is lost, and all others of that host: {words}; exit status 1"
     record = {"type": LOST, "message": words, "traceback": "", "secondary": False, "time": time.time(), "signal": None,
-              "exit_status": 1, "rank": rank, "host": host, "summary": summary, "step": None}  # fmt: skip
+              "exit_status": 1, "rank": rank, "host": host, "summary": summary, "step": None,
+              "after": [path.name for path in run.told]}  # fmt: skip
     with contextlib.suppress(OSError):  # a disk that went with the host
         write_json(run.lost, record)
 

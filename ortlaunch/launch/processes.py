@@ -47,6 +47,7 @@ if os.getppid() == int(sys.argv[1]):
 class Job:
     """A started command; its process group has the id of the command.
 
+    early: signals that came while it was started; they count once somebody waits for it.
     signal: the one that stopped it, if any, sent to this process by the user.
     ended_by: the one that the command itself died of, if any.
     oom_kills: how many processes of this control group the kernel ended for memory meanwhile; None where it is silent.
@@ -57,6 +58,7 @@ class Job:
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.notice_ends = False
+        self.early: list[int] = []
         self.signal: int | None = None
         self.is_ended = self.is_killed = False  # by SIGTERM, by SIGKILL from here
         self.ended_by: int | None = None
@@ -110,7 +112,7 @@ def wait(job: Job) -> int:
         status = job.process.wait()
         job.has_ended(status)
         _end_rest(job)
-    if job.signal is not None:
+    if job.signal is not None and status:  # 0: it came to its end all the same
         return 128 + job.signal
     return 128 - status if status < 0 else status
 
@@ -167,6 +169,8 @@ def _forwarding(job: Job) -> Iterator[None]:
         handlers[signal.SIGALRM] = lambda number, frame: _kill(job)
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
+        for number in job.early:
+            handlers[number](number, None)
         yield
     finally:
         if job.stop is not None:

@@ -47,6 +47,8 @@ class Tally:
 
 
 tally = Tally()
+while_building: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+"""Open while a graph is exported, derived or made a session: for who watches over this process."""
 
 
 class Witness:
@@ -126,6 +128,7 @@ def _install() -> None:
     wrap_method(_fallback._FallbackManager, "fallback", _record_fallback)
     wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _save_what_runs)
     for manager in (TrainingManager, InferenceManager):
+        wrap_method(manager, "_build_graph", _build_graph)
         wrap_method(manager, "_create_execution_agent", _record_graph)
 
 
@@ -151,12 +154,17 @@ def _save_what_runs(original: Callable[..., Any], manager: Any) -> Any:
     return session_options, providers, provider_options
 
 
+def _build_graph(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    with while_building():
+        return original(manager, *args, **kwargs)
+
+
 def _record_graph(original: Callable[..., Any], manager: Any) -> None:
     import onnx
     import onnxruntime
     from torch.onnx import TrainingMode
 
-    with tempfile.TemporaryDirectory(prefix="ortlaunch-") as manager._ortlaunch_folder:
+    with while_building(), tempfile.TemporaryDirectory(prefix="ortlaunch-") as manager._ortlaunch_folder:
         original(manager)
         options = vars(manager).pop("_ortlaunch_session_options")  # ORT pickles its managers, and cannot these
         model = onnx.load(options.optimized_model_filepath, load_external_data=False)

@@ -22,6 +22,7 @@ from ortlaunch.ortmodule import (
     buffers,
     checkpointing,
     convolutions,
+    counters,
     cross_entropy,
     custom_functions,
     grad_mode,
@@ -103,12 +104,13 @@ def install() -> None:
 
 def _exported(original: Callable[..., Any], **arguments: Any) -> Any:
     """ORT's `_export_model`: steps 1 to 5."""
-    model, schema, names, differentiable = original(**arguments)  # calls _traced
-    export = export_of(arguments)
-    for narrowed in _in_force(_GRADIENTS):
-        differentiable = narrowed(export, model, differentiable)
-    for judge in _in_force(_VERDICTS):
-        judge(export)
+    with counters.while_building():
+        model, schema, names, differentiable = original(**arguments)  # calls _traced
+        export = export_of(arguments)
+        for narrowed in _in_force(_GRADIENTS):
+            differentiable = narrowed(export, model, differentiable)
+        for judge in _in_force(_VERDICTS):
+            judge(export)
     return model, schema, names, differentiable
 
 

@@ -68,7 +68,9 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
 
         def start(attempt: int) -> Ended:
             file.starts()
+            early = file.keep_signals()
             job = launcher.submit(request if attempt == 1 else _written(_on_hosts(whole, run, True), run, again=True))
+            job.early = early
             run.restart_request.unlink(missing_ok=True)
             end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
             print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed

@@ -124,6 +124,12 @@ class RunDir:
         """A host that ssh lost, written by what started its ranks."""
         return self.errors / "lost.json"
 
+    @property
+    def told(self) -> list[Path]:
+        """Accounts of ends that are there: of ranks, of a run that stood still, of a lost host."""
+        others = [path for path in (self.stall, self.lost) if path.exists()]
+        return [*sorted(self.errors.glob("rank_*.json")), *others]
+
     def stacks(self, rank: int) -> Path:
         """Where a rank stood when the run stood still."""
         return self.errors / f"stacks_{rank:05d}.txt"

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import NoReturn
 
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.launch import JobState
@@ -36,12 +35,14 @@ class JobFile:
 
     def __init__(self, run: RunDir, backend: str, saves: bool = True) -> None:
         self.run, self.saves = run, saves
+        self.early: list[int] | None = None
+        """Signals that came while ranks were started, or after their end; None: one ends this process."""
         self.record = JobRecord.begun(run, backend, JobState.PENDING)
 
     def __enter__(self) -> JobFile:
         self.record.write(self.run)
         registry.add(self.run)
-        self._handlers = {number: signal.signal(number, self._leave) for number in heeded(_ENDING)}
+        self._handlers = {number: signal.signal(number, self._leave) for number in heeded((*_ENDING, signal.SIGINT))}
         self._handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda *_: None)  # nobody is there to save
         return self
 
@@ -57,21 +58,34 @@ class JobFile:
         """Its ranks are started now."""
         self._write(replace(self.record, state=JobState.RUNNING))
 
+    def keep_signals(self) -> list[int]:
+        """From now on until the ranks have failed a signal is theirs; the list of those that this process got."""
+        self.early = []
+        return self.early
+
     def failed(self, attempts: Sequence[Attempt]) -> None:
         """Its ranks have failed so far, and may be started again."""
         with contextlib.suppress(OSError):  # a full disk
             self._write(replace(self.record, attempts=tuple(attempts)))
+        early, self.early = self.early, None
+        if early:
+            self._leave(early[0], None)
 
     def end(self, status: int, verdict: str, stopped: bool = False) -> None:
         """It has ended; `stopped`: by a signal to this process, which is how it is cancelled."""
-        state = JobState.CANCELLED if stopped and status != EXIT_SAVED else JobState.of_status(status)
+        state = JobState.CANCELLED if stopped and status not in (0, EXIT_SAVED) else JobState.of_status(status)
         try:
             self._write(self.record.at_end(state, status, verdict))
         except OSError as error:  # a full disk: what ended the run is told in any case
             print(f"ortlaunch: {self.run.job} does not say how it ended: {error.strerror}", file=sys.stderr, flush=True)
 
-    def _leave(self, number: int, frame: object) -> NoReturn:
+    def _leave(self, number: int, frame: object) -> None:
         """Nothing has begun, so that all is saved; `ortlaunch cancel` wants no second start all the same."""
+        if self.early is not None:
+            self.early.append(number)
+            return
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         raise Stopped(EXIT_SAVED if self.saves and not self.run.cancelled.exists() else 128 + number, number)
 
     def _write(self, record: JobRecord) -> None:

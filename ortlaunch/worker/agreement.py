@@ -67,7 +67,10 @@ class Agreement:
 def agreement(group: DistributedContext) -> Iterator[Agreement]:
     """Open while a training may be asked for something (collective)."""
     requests = Requests()
+    agreed = Agreement(group, requests)
     try:
-        yield Agreement(group, requests)
+        yield agreed
     finally:
         requests.close()
+    if not agreed.stopped.stops:
+        requests.take_effect()

@@ -63,6 +63,13 @@ class Child:
             self.send(number)
             self.send(signal.SIGCONT)  # what is stopped could not end
 
+    def hears(self, listens: bool) -> None:
+        """Whether it takes signals for wishes from now on; one that came just before is said again, as such."""
+        if listens and not self.listens and self.asked is not None and not self.ended_by_us:
+            self._deadline += self.grace_seconds - GRACE_SECONDS
+            self.send(signal.SIGUSR1)
+        self.listens = listens
+
     def poll(self) -> int | None:
         """Its wait status once it has ended; it has to end with the launcher, and is killed when the grace is over."""
         if self._status is None:
@@ -102,7 +109,7 @@ class Child:
         self.ended_by_us = True
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
         self.send(signal.SIGKILL if self.listens else number if number != signal.SIGUSR1 else signal.SIGTERM)
-        self.send(signal.SIGCONT)
+        self.surroundings.wake()
 
     @property
     def was_killed_late(self) -> bool:

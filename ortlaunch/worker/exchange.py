@@ -135,10 +135,7 @@ class Exchange:
         while True:
             try:
                 data, address = self.socket.recvfrom(1 << 16)
-            except ConnectionRefusedError:  # its port is closed: rank 0's guardian has ended
-                self.is_over = True
-                return
-            except OSError:  # nothing more has come
+            except OSError:  # nothing more has come; or a datagram was refused, by whoever is on the way
                 return
             if hmac.compare_digest(data[:_DIGEST], self._digest(data[_DIGEST:])):
                 yield json.loads(data[_DIGEST:]), address

@@ -91,6 +91,7 @@ class Account:
                  "step": seen.step, "phase": seen.phase}  # fmt: skip
         limit = machine.tightest_limit()
         where["memory_limit"] = {"name": limit.name, "bytes": limit.size}
+        where["after"] = [path.name for path in self.run.told if path != self._path]
         self._store({**where, "time": time.time(), **record})
 
     def is_an_echo(self) -> None:

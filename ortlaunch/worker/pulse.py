@@ -6,6 +6,7 @@ C, stopped or dead. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -55,10 +56,24 @@ class Pulse:
 
     def doing(self, phase: str) -> None:
         """Another phase than before begins."""
-        self._phase, text = phase, phase.encode()[:200]
-        self._memory[_PHASE : _PHASE + 256] = text.ljust(256, b"\0")
+        self._phase = phase
+        self._show(phase.encode()[:200])
         self._numbers[_STAGE], self._stepped_at = 0, 0.0
         self._move()
+
+    @contextlib.contextmanager
+    def aside(self, phase: str) -> Iterator[None]:
+        """While open, this rank does something long that others may not do now: a phase, but no mark."""
+        around = bytes(self._memory[_PHASE : _PHASE + 256])
+        self._show(phase.encode())
+        try:
+            yield
+        finally:
+            self._show(around)
+            self._seconds[_SINCE] = time.monotonic()
+
+    def _show(self, phase: bytes) -> None:
+        self._memory[_PHASE : _PHASE + 256] = phase.ljust(256, b"\0")
 
     def at(self, stage: int) -> None:
         """A part of a step begins."""

@@ -139,7 +139,7 @@ def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int], watchdog
                     selector.unregister(key.fd) if data == b"" else None
                 elif key.data == "finished":
                     said += data
-                    child.listens = said.count(LISTENING) > said.count(DEAF)
+                    child.hears(said.count(LISTENING) > said.count(DEAF))
                 else:
                     _copy(sinks[key.data][0].take(data), key.data, sinks[key.data][1], screen)
         for name, (stream, log) in sinks.items():
@@ -186,6 +186,8 @@ def _conclude(
         what, number = f"was ended with its run, after {_name(child.asked)}", child.asked
     elif number == signal.SIGKILL and echo and child.asked:
         what, number, kind = _outlived(child), child.asked, "Outlived"
+        if number != signal.SIGINT and account.run.complete_checkpoints():
+            return _goes_on(account, child, what, number)
     elif number:
         what = f"was ended by {_name(number)}{_memory(child.pid, number, oom_kills)}"
     else:
@@ -216,12 +218,25 @@ def _was_stopped(account: Account, child: Child, number: int) -> int:
     A signal's default action ends a rank that does not listen, wherever it is.
     """
     code = 128 + signal.SIGINT if number == signal.SIGINT else EXIT_SAVED
-    what = f"was stopped by {_name(number)} before its first step, or after its last: there is nothing to save"
+    where = "before its first step, or after its last: there is nothing to save"
+    if child.listens:  # it heeds the first
+        where = "for the second time, before it had saved"
+    what = f"was stopped by {_name(number)} {where}"
     record = {"exit_status": code, "signal": number, "type": "Stopped", "secondary": False, "traceback": ""}
     if not account.is_written:
         account.of_end(child.pid, what, record)
     _tell(account, child)
     return code
+
+
+def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
+    """It was ended before it had saved, and an older checkpoint is there to be run again from; returns the status."""
+    (step, _), record = account.run.complete_checkpoints()[-1], {"exit_status": EXIT_SAVED, "signal": number}
+    if not account.is_written:
+        what = f"{what}; steps after {step} are lost, and a start goes on from there"
+        account.of_end(child.pid, what, {**record, "type": "Outlived", "secondary": True})
+    _tell(account, child)
+    return EXIT_SAVED
 
 
 def _outlived(child: Child) -> str:

@@ -90,6 +90,11 @@ class Requests:
             signal.signal(number, handler)
         self._before = {}
 
+    def take_effect(self) -> None:
+        """A stop that came too late for all ranks to agree on it ends this one, as a signal does that comes now."""
+        if self.asked.stops and signal.getsignal(self.asked.signal) == signal.SIG_DFL:
+            os.kill(os.getpid(), self.asked.signal)
+
     def _handler(self, theirs: Any) -> Callable[[int, FrameType | None], None]:
         """Notes a signal, and hands it on to the user's own code where that handled it before."""
 

@@ -38,6 +38,12 @@ class Surroundings:
         command = lock.command_at(self.run)
         return command is not None and command.is_here and not command.lives()
 
+    def wake(self) -> None:
+        """What is stopped here could not end: a guardian in SIGSTOP would hold its rank, and torchrun, for a minute."""
+        for pid in lock.alive_at(self.run):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGCONT)
+
     def _failures(self) -> list[os.PathLike[str]]:
         return [*self.run.errors.glob("rank_*.json"), *self.run.errors.glob("lost.json")]
 

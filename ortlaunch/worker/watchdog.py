@@ -163,7 +163,7 @@ class Watchdog:
             "exit_status": EXIT_STATUS, "signal": None, "secondary": False, "time": time.time(),
             "still_seconds": round(verdict.seconds, 1), "behind": late,
             "never_heard": self.exchange.never_heard() if self.exchange.is_hub else [],
-            "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
+            "after": [path.name for path in self.run.told], "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
         }  # fmt: skip
 
     def leave(self) -> None:

@@ -52,6 +52,14 @@ def test_the_first_failure_is_the_cause(run: RunDir) -> None:
     assert explain_end(run, 1) == End(1, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 2 failed")
 
 
+def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
+    """A host whose clock is behind: its rank stopped after it could read why rank 2 failed."""
+    ended(run, 2, time=50.0, after=[])
+    stopped = {"type": "Stopped", "exit_status": 85, "traceback": ""}
+    ended(run, 0, time=4.0, after=["rank_00002.json"], **stopped)
+    assert explain_end(run, 1).status == 1
+
+
 def test_an_echo_is_not_the_cause(run: RunDir) -> None:
     """A rank that lost its peer before the peer's own account was written is not blamed."""
     echo(run, 0, time=1.0)
@@ -194,6 +202,29 @@ def test_stopped_with_a_checkpoint(run: RunDir) -> None:
     write_text(run.checkpoint(20) / "COMPLETE", "")
     expected = f"ortlaunch: stopped by SIGINT; to go on after step 20, give --run-dir {run}"
     assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)
+
+
+def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
+    """It is run again from an older checkpoint, and what is lost is said; not after cancel."""
+    late = {"type": "Outlived", "secondary": True, "signal": 15, "traceback": ""}
+    ended(run, 0, exit_status=143, **late)
+    assert explain_end(run, 1, stopped_by=signal.SIGTERM).status == 143
+    write_text(run.checkpoint(20) / "COMPLETE", "")
+    ended(run, 0, exit_status=85, **late)
+    said = "stopped by SIGTERM before it had saved, and what was trained since its newest checkpoint is lost"
+    text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; to go on after step 20, give --run-dir {run}"
+    expected = End(85, text)
+    assert explain_end(run, 1, stopped_by=signal.SIGTERM) == expected
+    for rank in (1, 2, 3):
+        write_text(run.asked(rank), "15 1.0")
+    assert explain_end(run, 1) == expected
+    write_text(run.cancelled, "")
+    assert explain_end(run, 1, stopped_by=signal.SIGTERM).status == 143
+
+
+def test_a_signal_after_the_end_changes_nothing(run: RunDir) -> None:
+    """All ranks came to their end: it is done, whatever came to the command then."""
+    assert explain_end(run, 0, stopped_by=signal.SIGTERM) == End(0, f"done: {run}")
 
 
 def test_stopped_after_a_failure(run: RunDir) -> None:

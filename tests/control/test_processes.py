@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.launch import Request, processes
+from ortlaunch.launch.stop import Stop
 
 # Begins as a launcher may: a child in a session of its own, which may ignore SIGTERM, and ends before it.
 LEAVES = """
@@ -101,3 +103,34 @@ def test_a_second_signal_means_now(tmp_path: Path) -> None:
     job = processes.submit(Request((sys.executable, "-c", code, str(os.getpid()))))
     assert processes.wait(job) == 143
     assert time.monotonic() - begun < 5
+
+
+DEAF = "import os, signal, sys, time\nfor n in (1, 2, 10, 12, 15): signal.signal(n, signal.SIG_IGN)\n"
+
+
+@pytest.mark.timeout(20)
+def test_the_grace_is_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks that neither save nor end after a stop, nor their guardians: the command kills them itself."""
+    stop = Stop(str(tmp_path / "stop.json"), str(tmp_path / "cancel"), 1)
+    code = f"{DEAF}os.kill(int(sys.argv[1]), 15); time.sleep(60)"
+    begun = time.monotonic()
+    job = processes.submit(Request((sys.executable, "-c", code, str(os.getpid())), stop=stop))
+    assert processes.wait(job) == 143
+    assert (job.is_killed, time.monotonic() - begun < 8) == (True, True)
+    assert "SIGTERM: stops after this step, with a checkpoint, within 1 s" in capfd.readouterr().err
+    assert json.loads((tmp_path / "stop.json").read_text())["by"] == "SIGTERM"
+
+
+@pytest.mark.timeout(20)
+def test_a_signal_that_came_while_it_was_started() -> None:
+    """It counts once somebody waits."""
+    job = processes.submit(Request(("sleep", "60")))
+    job.early.append(signal.SIGTERM)
+    assert processes.wait(job) == 143
+
+
+def test_a_good_end_in_spite_of_a_signal() -> None:
+    """Status 0 is what it came to, not 128 + the signal."""
+    job = processes.submit(Request(("sh", "-c", f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 9 & wait")))
+    assert processes.wait(job) == 0
+    assert job.signal == signal.SIGTERM

@@ -164,6 +164,23 @@ def test_between_two_starts(run: RunDir) -> None:
     assert look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started again"
 
 
+def test_while_ranks_are_started(run: RunDir) -> None:
+    """A signal is theirs: it is kept for who waits for them, and ends the command once they have failed."""
+    with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
+        kept = file.keep_signals()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert kept == [signal.SIGINT, signal.SIGTERM]
+        kept.pop(0)
+        file.failed([Attempt(1, 9.0, 1, "rank 1 failed", "ValueError", 7, 4, 0)])
+    assert look(run).state is JobState.PREEMPTED
+    with JobFile(run, "mpi") as file:
+        file.keep_signals()
+        signal.raise_signal(signal.SIGTERM)
+        file.end(0, "done")
+    assert look(run).state is JobState.SUCCEEDED
+
+
 def test_a_full_disk_hides_no_verdict(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

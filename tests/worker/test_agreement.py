@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from ortlaunch.rank import Rank
 from ortlaunch.worker.agreement import agreement
 from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.requests import DEAF, LISTENING, Ask, Requests
+from ortlaunch.worker.requests import ASKS, DEAF, LISTENING, Ask, Requests
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +51,8 @@ def test_one_rank_decides_by_itself() -> None:
         agreed.ask(Ask.STOP)
         agreed.ask(Ask.SAVE)
         agreed.saved()
-        assert agreed.now() is Ask.STOP
+        agreed.stopped = agreed.now()
+        assert agreed.stopped is Ask.STOP
 
 
 ASKED = {
@@ -86,6 +88,49 @@ def test_a_second_interrupt_is_for_the_process() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         requests.close()
+
+
+def ended_by(life: Callable[[], object]) -> int:
+    """The signal that ends a process that lives so with signals as a rank has them; 0: none does."""
+    pid = os.fork()
+    if pid == 0:
+        for number in ASKED:
+            signal.signal(number, signal.SIG_DFL)
+        life()
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+@pytest.mark.parametrize(("heard", "end"), [(True, 0), (False, signal.SIGTERM)])
+def test_a_stop_between_the_last_step_and_the_export(heard: bool, end: int) -> None:
+    """Too late for an agreement, it ends the rank as one that comes in the export; one that was agreed on does not."""
+
+    def life() -> None:
+        with agreement(DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))) as agreed:
+            agreed.now()
+            os.kill(os.getpid(), signal.SIGTERM)
+            agreed.stopped = agreed.now() if heard else Ask.NOTHING
+
+    assert ended_by(life) == end
+
+
+def test_a_loaders_worker_ignores_requests() -> None:
+    """What a rank forks is no rank: SIGTERM alone, by which its parent may end it, is for it."""
+    ignored = [number for number in ASKS if number != signal.SIGTERM]
+
+    def life() -> None:
+        requests = Requests()
+        requests.listen()
+        pid = os.fork()
+        if pid == 0:
+            for number in (*ignored, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            os._exit(0)
+        os.kill(os.getpid(), os.WTERMSIG(os.waitpid(pid, 0)[1]) and signal.SIGKILL)
+        os._exit(int(bool(requests.asked)))
+
+    assert ended_by(life) == signal.SIGKILL
 
 
 def test_the_users_own_handler_hears_it_too() -> None:

@@ -145,6 +145,13 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
         True,
         "was ended by SIGKILL, for it outlived its grace after SIGTERM; exit status 143",
     ),
+    f"{LISTENS}; os.kill(os.getpid(), 2); os.kill(os.getpid(), 2); time.sleep(9)": (
+        130,
+        130,
+        "Stopped",
+        False,
+        "was stopped by SIGINT for the second time, before it had saved; exit status 130",
+    ),
     f"{EXITS}; os.kill(os.getppid(), 15); time.sleep(9)": (3, 3, "SystemExit", True, "failed with SystemExit"),
     "signal.signal(12, signal.SIG_DFL); os.kill(os.getppid(), 12); time.sleep(9)": (
         -12,
@@ -169,6 +176,32 @@ def test_how_a_rank_ends(life: str, run: RunDir) -> None:
     assert ended.record["summary"].startswith(f"rank 1 on host {os.uname().nodename} (local rank 1) ")
     assert ended.record["summary"].endswith(f"; log: {run.log(1, 'err')}")
     assert words in ended.record["summary"]
+
+
+def test_a_save_that_outlives_its_grace_is_run_again(run: RunDir) -> None:
+    """From the checkpoint before it: a queue that gets 85 starts it once more, and what was lost is said."""
+    write_text(run.checkpoint(4) / "COMPLETE", "")
+    for number, status in ((signal.SIGTERM, 85), (signal.SIGINT, 130)):
+        run.error(1).unlink(missing_ok=True)
+        ended = guarded(run, f"{LISTENS}; os.kill(os.getppid(), {number:d}); time.sleep(9)\ntime.sleep(9)")
+        assert ended.record is not None
+        assert (abs(ended.status), ended.record["exit_status"]) == (status if status == 85 else 2, status)
+        assert ("; steps after 4 are lost" in ended.record["summary"]) == (status == 85)
+
+
+def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
+    """It is said again once the rank does, which has its whole grace to save then."""
+    listens = "from ortlaunch.worker.requests import Requests; heard = Requests(); heard.listen()"
+    life = f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); assert heard.asked"
+    ended = guarded(run, life)
+    assert (ended.status, ended.record) == (0, None)
+
+
+def test_an_account_tells_which_it_could_read(run: RunDir) -> None:
+    """So that the first is known without equal clocks."""
+    ended = guarded(run, f"{FAILED}; raise ValueError('planted')")
+    assert ended.record is not None
+    assert ended.record["after"] == [run.error(0).name]
 
 
 def test_nothing_to_save_is_nothing_to_stop_for(run: RunDir) -> None:

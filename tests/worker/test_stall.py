@@ -1,4 +1,4 @@
-"""Who is stuck: the limits, the ranks that are behind, and guardians that hear of each other; without torch."""
+"""Who is stuck: the limits, the ranks that are behind, and guardians that hear of each other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir, write_text
 from ortlaunch.worker.exchange import Exchange
-from ortlaunch.worker.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, Pulse
+from ortlaunch.worker.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, TRAINING, Pulse
+from ortlaunch.worker.rebuilding import COMPILING, tell_rebuilding
 from ortlaunch.worker.slow import SlowRanks
 from ortlaunch.worker.stall import MEETING, Beat, behind, judge, limits
 from ortlaunch.worker.watchdog import Watchdog, _first_lines
@@ -185,6 +187,52 @@ def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.M
     beats = other.beats(busy)
     assert beats == [busy]
     assert judge(beats, AUTO, 3600.0) is None
+
+
+def test_a_datagram_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a firewall for a moment, say: rank 1's guardian goes on to judge where rank 0 is silent."""
+    hub, other = met(2)
+    other.tell(beat(1))
+    hub.receive()
+    other.receive()
+    assert hub.socket is not None
+    hub.socket.close()
+    other.tell(beat(1))
+    other.receive()
+    now = time.monotonic()
+    monkeypatch.setattr("ortlaunch.worker.exchange.time.monotonic", lambda: now + 40)
+    assert [one.rank for one in other.beats(beat(1)) or []] == [0, 1]
+
+
+def test_an_export_in_mid_training_may_take_long() -> None:
+    """A phase of one rank: not the limit of steps, and no mark, for the other ranks pass none."""
+    pulse = Pulse()
+    pulse.begin(4)
+    pulse.step()
+    pulse.step()
+    pulse.at(FORWARD)
+    before = pulse.read()
+    with pulse.aside("compiling"):
+        seen = pulse.read()
+    assert (seen.phase, seen.warm, seen.moves) == ("compiling", False, before.moves)
+    assert pulse.read()._replace(still=0) == before._replace(still=0)
+    waits, builds = beat(0, still=700.0), beat(1, moves=8, still=700.0, idle=0.0)
+    assert judge([waits, builds], AUTO, 999.0) is not None
+    assert judge([waits, builds._replace(phase=seen.phase, warm=seen.warm)], AUTO, 999.0) is None
+
+
+def test_torch_tells_of_a_later_compilation() -> None:
+    """By its own callbacks; forward and backward alike."""
+    pulse, seen = Pulse(), []
+    tell_rebuilding("inductor", pulse)
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        seen.append(pulse.read().phase)
+        return graph.forward
+
+    pulse.begin(0)
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert (seen, pulse.read().phase) == ([COMPILING], TRAINING)
 
 
 def test_a_slow_rank_is_named_once() -> None:

@@ -26,6 +26,7 @@ from ortlaunch.worker.meter import Meter, sum_of
 from ortlaunch.worker.metrics import Metrics, records
 from ortlaunch.worker.parity_steps import parity_steps
 from ortlaunch.worker.pulse import STEPPING
+from ortlaunch.worker.rebuilding import tell_rebuilding
 from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.schedule import factor
 from ortlaunch.worker.session import Session
@@ -91,6 +92,7 @@ def _train(
     bad_steps.begin(saving, state)
     progress = session.progress
     progress.watch(engine.stepper.module) if group.size > 1 else None
+    tell_rebuilding(engine.record.engine.used, progress.pulse)
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
         progress.doing("compiling in the first step")
