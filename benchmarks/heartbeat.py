@@ -4,7 +4,7 @@ python benchmarks/heartbeat.py [--steps 10000] [--seconds 10] [--step-millisecon
 
 Two ranks that do nothing but pass the marks of a step; then two guardians that look ten times a second, beat to each
 other over the loopback and read what /proc says of their ranks. Shares are of a step of `--step-milliseconds` (4 is the
-tiny model of benchmarks/ends.py on two cores).
+tiny model of tools/stop_matrix.py without its pauses, on two cores).
 """
 
 from __future__ import annotations

@@ -67,9 +67,10 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
         launcher = backend(resolved.plan.launcher)
 
         def start(attempt: int) -> Ended:
+            sent = request if attempt == 1 else _written(_on_hosts(whole, run, True), run, again=True)
             file.starts()
             early = file.keep_signals()
-            job = launcher.submit(request if attempt == 1 else _written(_on_hosts(whole, run, True), run, again=True))
+            job = launcher.submit(sent)
             job.early = early
             run.restart_request.unlink(missing_ok=True)
             end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)

@@ -60,7 +60,7 @@ class JobFile:
 
     def keep_signals(self) -> list[int]:
         """From now on until the ranks have failed a signal is theirs; the list of those that this process got."""
-        self.early = []
+        self.early = self.early or []  # those that came between two starts that no failure lies between
         return self.early
 
     def failed(self, attempts: Sequence[Attempt]) -> None:

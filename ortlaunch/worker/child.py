@@ -19,6 +19,7 @@ NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before t
 PASSED_ON = (*ENDING, *NOTICES)
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.5  # between two looks into the run folder
+_OTHERS_SECONDS = 5.0  # between two looks at the other ranks' ends: all ranks look
 
 
 def be_ended_first() -> None:
@@ -43,6 +44,8 @@ class Child:
         self.asked_at = 0.0
         self.listens = False
         self.ended_by_us = False
+        self.is_left_alone = False  # its launcher does not end it where another rank fails: srun
+        self._next_look_at_others, self._others_ended = time.monotonic() + _OTHERS_SECONDS, False
         self._deadline = float("inf")
         self._next_look = 0.0
         self._status: int | None = None
@@ -89,10 +92,20 @@ class Child:
         if self.asked is not None:
             if not self.ended_by_us and self._must_end():
                 self._end_now(self.asked)
-        elif self.saves:
-            number = self.surroundings.request(self.listens)
-            if number is not None:
-                self.pass_on(number)
+            return
+        number = self.surroundings.request(self.listens) if self.saves else None
+        if number is None and self._outlives_others():
+            number = signal.SIGTERM
+        if number is not None:
+            self.pass_on(number)
+
+    def _outlives_others(self) -> bool:
+        """Whether another rank ended some seconds ago, as this one did not by itself: it may wait for it for long."""
+        if not self.is_left_alone or time.monotonic() < self._next_look_at_others:
+            return False
+        self._next_look_at_others = time.monotonic() + _OTHERS_SECONDS
+        before, self._others_ended = self._others_ended, self.surroundings.has_failed()
+        return before and self._others_ended
 
     def _note(self, number: int) -> None:
         self.asked, self.asked_at = number, time.time()
@@ -109,6 +122,7 @@ class Child:
         self.ended_by_us = True
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
         self.send(signal.SIGKILL if self.listens else number if number != signal.SIGUSR1 else signal.SIGTERM)
+        self.send(signal.SIGCONT)
         self.surroundings.wake()
 
     @property

@@ -62,6 +62,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     for _, write_end in streams.values():
         os.close(write_end)
     child = Child(pid, run, rank.rank, plan.grace_seconds if plan.saves else None)
+    child.is_left_alone = plan.launcher == "inside"
     for number in PASSED_ON:
         signal.signal(number, child.pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -178,7 +179,8 @@ def _conclude(
     if watchdog.ended_it:
         return _conclude_stall(account, child, watchdog)
     number, echo, kind = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None, "Signal"
-    if child.saves and not child.ended_by_us and number in _STOPS:
+    by_wish = not child.ended_by_us or child.surroundings.others_stopped()
+    if number and child.saves and by_wish and number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ())):
         return _was_stopped(account, child, child.asked or number)
     if number == signal.SIGKILL and not (child.was_killed_late or child.ended_by_us):
         echo = False  # nobody here sent that

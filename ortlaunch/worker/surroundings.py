@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from pathlib import Path
 
 from ortlaunch.run import lock
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run.folder import RunDir, read_json
 
 
 class Surroundings:
@@ -33,10 +34,21 @@ class Surroundings:
 
     def are_gone(self) -> bool:
         """Whether the run ends without this rank: another one failed, or the command is gone or was told to cancel."""
-        if self.run.cancelled.exists() or any(path != self.run.error(self.rank) for path in self._failures()):
+        if self.run.cancelled.exists() or self.has_failed():
             return True
         command = lock.command_at(self.run)
         return command is not None and command.is_here and not command.lives()
+
+    def has_failed(self) -> bool:
+        """Whether another rank has told its end."""
+        return any(path != self.run.error(self.rank) for path in self._failures())
+
+    def others_stopped(self) -> bool:
+        """Whether what ended the others was a stop that came before they had something to save."""
+        with contextlib.suppress(OSError, ValueError):
+            kinds = {read_json(path)["type"] for path in self._failures() if path != self.run.error(self.rank)}
+            return kinds == {"Stopped"}
+        return False
 
     def wake(self) -> None:
         """What is stopped here could not end: a guardian in SIGSTOP would hold its rank, and torchrun, for a minute."""
@@ -44,7 +56,7 @@ class Surroundings:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGCONT)
 
-    def _failures(self) -> list[os.PathLike[str]]:
+    def _failures(self) -> list[Path]:
         return [*self.run.errors.glob("rank_*.json"), *self.run.errors.glob("lost.json")]
 
     def _save(self) -> int:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ortlaunch.run.folder import RunDir
 from tests.cluster.lab import LOGIN, Lab
-from tests.e2e.runs import COMMAND, EAGER, TOY, TOYS, environment, merged
+from tests.e2e.runs import COMMAND, EAGER, SLOW, TOY, TOYS, environment, merged, reach
 
-SLOW = """
-import time
-from toys import Net, data
-
-class Slow(Net):
-    def forward(self, x, y):
-        time.sleep(0.3)
-        return super().forward(x, y)
-
-def net():
-    return Slow(0.0, 0, "", 1.0)
-"""
 RECIPE = merged(
     TOY,
     {
@@ -45,6 +33,7 @@ class Home:
             (folder / name).write_text(text)
         (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
         (folder / "cache").mkdir()
+        (folder / "slow").touch()
 
     def losses(self) -> dict[int, float]:
         """By step; of a step that was done again, as it was the last time."""
@@ -62,7 +51,4 @@ class Home:
 
     def reach(self, step: int) -> None:
         """Wait until it was done."""
-        deadline, metrics = time.monotonic() + 90, self.run / "metrics.jsonl"
-        while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        reach(RunDir(self.run), step)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ortlaunch.run.folder import RunDir
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("ortlaunch")
@@ -93,6 +97,19 @@ def data(samples=256, seed=0, nan_at=None):
     return [{"x": row, "y": row.sum().reshape(1)} for row in x]
 '''
 
+# Beside TOYS; while there is a file `slow` a run of it can be asked for something at a step.
+SLOW = """
+import os, time
+from toys import Net, data
+
+class Slow(Net):
+    def forward(self, x, y):
+        time.sleep(0.25 if os.path.exists(os.path.join(os.path.dirname(__file__), "slow")) else 0)
+        return super().forward(x, y)
+
+def net():
+    return Slow(0.3, 0, "", 1.0)
+"""
 TOY: dict[str, Any] = {
     "name": "toy",
     "model": {"task": "custom", "factory": "toys:net"},
@@ -156,6 +173,21 @@ FULL = merged(
         "log": {"trackers": ["tensorboard"]},
     },
 )
+
+
+def step_of(run: RunDir) -> int:
+    """The newest that is logged; 0: none."""
+    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+def reach(run: RunDir, step: int, command: subprocess.Popen[str] | None = None) -> None:
+    """Wait until it has trained so far."""
+    deadline = time.monotonic() + 90
+    while step_of(run) < step:
+        assert command is None or command.poll() is None, command.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def environment(home: Path) -> dict[str, str]:

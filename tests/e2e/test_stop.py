@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,21 @@ from typer.testing import CliRunner, Result
 
 from ortlaunch.cli import app
 from ortlaunch.run.folder import RunDir
-from tests.e2e.runs import COMMAND, EAGER, TOY, TWO_RANKS, Run, Train, ended_well, environment, merged
+from tests.e2e.runs import (
+    COMMAND,
+    EAGER,
+    SLOW,
+    TOY,
+    TWO_RANKS,
+    Run,
+    Train,
+    ended_well,
+    environment,
+    merged,
+    reach,
+    step_of,
+)
 
-SLOW = """
-import os, time
-from toys import Net, data
-
-class Slow(Net):
-    def forward(self, x, y):
-        time.sleep(0.25 if os.path.exists(os.path.join(os.path.dirname(__file__), "slow")) else 0)
-        return super().forward(x, y)
-
-def net():
-    return Slow(0.3, 0, "", 1.0)
-"""
 RECIPE = merged(
     TOY,
     {
@@ -46,21 +46,6 @@ WEIGHTS = ("export/model.safetensors", "checkpoints/step_00000060/*.safetensors"
 def asked(verb: str, run: RunDir) -> Result:
     """The verb as a user types it, without the second that a process takes to begin."""
     return CliRunner().invoke(app, [verb, str(run)])
-
-
-def step_of(run: RunDir) -> int:
-    """The newest that is logged; 0: none."""
-    lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
-    return max((json.loads(line)["step"] for line in lines), default=0)
-
-
-def reach(run: RunDir, step: int, command: subprocess.Popen[str]) -> None:
-    """Wait until it has trained so far."""
-    deadline = time.monotonic() + 90
-    while step_of(run) < step:
-        assert command.poll() is None, command.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def bits(run: Run) -> dict[str, bytes]:

@@ -5,8 +5,10 @@ Tests of buffers are in test_buffers.py, those of exports in test_exports.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ortlaunch.ortmodule import registry, repairs, source_guard
+from ortlaunch.ortmodule import counters, registry, repairs, source_guard
 from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.repairs import REPAIRS, apply_repairs
 from ortlaunch.worker import engine
@@ -99,6 +101,23 @@ def test_a_changed_call_is_exported_again(change: str) -> None:
         assert losses(module, args, kwargs) == pytest.approx(losses(eager, args, kwargs), rel=1e-5)
         same(model, eager)
     assert tally.re_exports - before == 4
+
+
+@pytest.mark.usefixtures("witness")
+def test_who_watches_is_told_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace, the gradient graph and the session, each time anew, for they may take longer than any step."""
+    model, told = wrapped(Flexible()), []
+
+    @contextlib.contextmanager
+    def building() -> Iterator[None]:
+        told.append(tally.exports)
+        yield
+
+    monkeypatch.setattr(counters, "while_building", building)
+    for args, kwargs in (FIRST, FIRST, next(iter(CHANGES.values()))):
+        model(*args, **kwargs).backward()
+    first = tally.exports - 1
+    assert told == [first - 1, first, first, first, first + 1, first + 1]
 
 
 def test_another_shape_is_the_same_call() -> None:

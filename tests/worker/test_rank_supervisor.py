@@ -35,6 +35,7 @@ def live(watchdog):
     exec(os.environ["LIFE"], globals())
 
 ortlaunch.worker.child.GRACE_SECONDS = 0.3
+ortlaunch.worker.child._OTHERS_SECONDS = float(os.environ.get("OTHERS", "5"))
 if "FULL" in os.environ:  # as a disk is: what has its room already can still be written
     def write_json(path, value):
         raise OSError(28, "No space left on device")
@@ -195,6 +196,19 @@ def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     life = f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); assert heard.asked"
     ended = guarded(run, life)
     assert (ended.status, ended.record) == (0, None)
+
+
+STOPPED = "write_json(RunDir(sys.argv[2]).error(0), {'type': 'Stopped'})"
+
+
+@pytest.mark.parametrize(("others", "status"), [(FAILED, -15), (STOPPED, 85)])
+def test_srun_leaves_ranks_alone(others: str, status: int, run: RunDir) -> None:
+    """Another rank failed, or was stopped in its import: this one does not wait for it, and says the same."""
+    write_plan(run, "inside")
+    life = f"from ortlaunch.run.folder import write_json; {others}; time.sleep(9)"
+    ended = guarded(run, life, OTHERS="0.3")
+    assert ended.record is not None
+    assert (ended.status, ended.record["secondary"]) == (status, status < 0)
 
 
 def test_an_account_tells_which_it_could_read(run: RunDir) -> None:

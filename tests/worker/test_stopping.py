@@ -1,0 +1,49 @@
+"""A stop whose checkpoint cannot be written: the rank leaves as the signal alone would have it, and says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.errors import CheckpointError, NotSaved
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.requests import Ask
+from ortlaunch.worker.stopping import saved_for, stop
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Any:
+    """What of a session a stop looks at."""
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    recipe = SimpleNamespace(train=SimpleNamespace(steps=9))
+    return SimpleNamespace(run=RunDir(tmp_path), group=group, recipe=recipe)
+
+
+def test_a_folder_that_is_not_writable(session: Any) -> None:
+    """128 + the signal, who asked and what the disk said; without a stop it is the failure that it was."""
+    for asked, status in ((Ask.TERMINATE, 143), (Ask.INTERRUPT, 130)):
+        with pytest.raises(NotSaved) as caught, saved_for(session, SimpleNamespace(), asked):  # type: ignore[arg-type]
+            raise CheckpointError("Permission denied")
+        said = f"stopped by {asked.signal.name}, and nothing was saved: Permission denied"
+        assert (str(caught.value), caught.value.exit_status) == (said, status)
+    with pytest.raises(CheckpointError, match=r"^Permission"), saved_for(session, SimpleNamespace(), Ask.SAVE):  # type: ignore[arg-type]
+        raise CheckpointError("Permission denied")
+
+
+def test_a_save_that_failed_and_was_told(session: Any) -> None:
+    """Under checkpoint.on_failure: continue; with the checkpoint of this step there, stopped.json is written."""
+    write_json(session.run.stop_request, {"by": "`ortlaunch stop`"})
+    with pytest.raises(
+        NotSaved, match=r"^stopped by `ortlaunch stop`, and nothing was saved: see NOT SAVED above"
+    ) as caught:
+        stop(session, Ask.STOP, 3)
+    assert (caught.value.exit_status, session.run.stopped.exists()) == (138, False)
+    write_text(session.run.checkpoint(3) / "COMPLETE", "")
+    assert stop(session, Ask.STOP, 3) is Ask.STOP
+    assert '"exit_status": 85' in session.run.stopped.read_text()
