@@ -14,7 +14,6 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from victim import Victim, processes, wait
 
 STALL_SECONDS, MORE_SECONDS = 5, 5.0
 MODULE = """
@@ -93,61 +96,34 @@ IN_DATA = ("factory", "sample")
 STALLS = ("stop", "guardian", "sleep", "collective", *IN_DATA)
 
 
-class Run:
+class Run(Victim):
     """One command in a folder of its own."""
 
     def __init__(self, folder: Path, launcher: str, **arguments: object) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.run, how = folder, folder / "run", arguments.pop("how", "")
+        how = arguments.pop("how", "")
         recipe = {**RECIPE, **arguments}
         kind, part = ("data", recipe["data"]["train"]) if how in IN_DATA else ("model", recipe["model"])
         part = {**part, "arguments": {**part.get("arguments", {}), "how": how}}
         recipe[kind] = {"train": part} if kind == "data" else part
         (folder / "supervised_model.py").write_text(MODULE)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        words = ["train", "recipe.yaml", "--nproc-per-node", "2", "--launcher", launcher, "--run-dir", str(self.run)]
-        self.output = open(folder / "output", "w+b")  # noqa: SIM115
-        self.command = subprocess.Popen(
-            [sys.executable, "-m", "ortlaunch.cli", *words], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        super().__init__(folder, ("--nproc-per-node", "2", "--launcher", launcher), dict(os.environ))
 
-    def said(self) -> list[str]:
+    def lines(self) -> list[str]:
         return (self.folder / "output").read_text(errors="replace").splitlines()
 
-    def processes(self) -> dict[int, int]:
-        """pid -> parent of what is alive with the folder in its command line."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                words, fields = (path / "cmdline").read_bytes(), (path / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if str(self.run).encode() in words and fields[0] != "Z":
-                found[int(path.name)] = int(fields[1])
-        return found
-
-    def a_rank(self) -> int | None:
-        """A rank: a process with a parent and a grandparent of the run, and no child there."""
-        there = self.processes()
-        ranks = [pid for pid, parent in there.items() if there.get(parent) in there and pid not in there.values()]
-        return random.choice(ranks) if ranks else None
-
     def finish(self, seconds: float) -> int:
-        """Its status; whatever is left is ended."""
-        try:
-            return self.command.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return -1
+        """Its status, or -1."""
+        wait(lambda: self.command.poll() is not None, seconds)
+        status = self.command.poll()
+        return -1 if status is None else status
 
     def left(self, seconds: float = 10.0) -> list[int]:
         """What is alive after so long, and ends it."""
-        deadline = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        there = list(self.processes())
-        for pid in there:
-            os.kill(pid, signal.SIGKILL)
+        wait(lambda: not processes(self.run), seconds, 0.2)
+        there = list(processes(self.run))
+        self.end()
         return there
 
 
@@ -184,13 +160,9 @@ def stalls(folder: Path, launcher: str, _: argparse.Namespace) -> Iterator[tuple
 
 
 def _wait_for_verdict(run: Run, seconds: float) -> str:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = [line for line in run.said() if "has stood still" in line]
-        if found or run.command.poll() is not None:
-            return found[0] if found else ""
-        time.sleep(0.1)
-    return ""
+    found = lambda: [line for line in run.lines() if "has stood still" in line]  # noqa: E731
+    wait(lambda: found() or run.command.poll() is not None, seconds, 0.1)
+    return next(iter(found()), "")
 
 
 def kills(folder: Path, launcher: str, options: argparse.Namespace) -> Iterator[tuple[bool, str]]:
@@ -202,14 +174,14 @@ def kills(folder: Path, launcher: str, options: argparse.Namespace) -> Iterator[
     run, killed = Run(folder / "killed", launcher, **pause), 0
     while run.command.poll() is None and killed < options.kills:
         time.sleep(random.uniform(8.0, 32.0))
-        rank = run.a_rank()
-        if rank is not None:
-            os.kill(rank, signal.SIGKILL)
+        ranks = run.ranks()
+        if ranks:
+            os.kill(random.choice(ranks).pid, signal.SIGKILL)
             killed += 1
     status, left = run.finish(300), run.left()
     names = [f"{one.folder}/run/export/model.safetensors" for one in (whole, run)]
     same = all(map(os.path.exists, names)) and len({Path(name).read_bytes() for name in names}) == 1
-    told = [line for line in run.said() if "restart" in line]
+    told = [line for line in run.lines() if "restart" in line]
     yield (
         status == 0 and same and not left,
         f"{killed} kills: status {status}, same weights {same}, left {left}: {told}",
@@ -220,7 +192,7 @@ def twice(folder: Path, launcher: str, _: argparse.Namespace) -> Iterator[tuple[
     """A rank that raises in step 7, always."""
     run = Run(folder, launcher, how="raise", launch={"max_restarts": 3}, checkpoint={"every_steps": 100})
     status, left = run.finish(200), run.left()
-    last = run.said()[-1]
+    last = run.lines()[-1]
     attempts = sorted(path.name for path in (run.run / "attempts").glob("*"))
     good = status == 1 and "deterministic" in last and "after step 6" in last and attempts == ["1"] and not left
     yield good, f"always raises at step 7: status {status}, kept {attempts}, left {left}: {last}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -96,10 +97,9 @@ class Victim:
 
     def end(self) -> None:
         """Leave nothing."""
-        for pid in (self.command.pid, *processes(self.folder)):
-            try:
+        self.command.kill()
+        for pid in processes(self.folder):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self.command.wait()
         self.output.close()
