@@ -107,8 +107,8 @@ class Slow(Net):
         time.sleep(0.25 if os.path.exists(os.path.join(os.path.dirname(__file__), "slow")) else 0)
         return super().forward(x, y)
 
-def net():
-    return Slow(0.3, 0, "", 1.0)
+def net(dropout=0.0):
+    return Slow(dropout, 0, "", 1.0)
 """
 TOY: dict[str, Any] = {
     "name": "toy",

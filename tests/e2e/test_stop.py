@@ -34,7 +34,7 @@ RECIPE = merged(
     TOY,
     {
         **EAGER,
-        "model": {"factory": "slow_toys:net"},
+        "model": {"factory": "slow_toys:net", "arguments": {"dropout": 0.3}},
         "batch": {"micro_size": 8},
         "train": {"max_steps": 60},
         "checkpoint": {"keep": None, "on_complete": 'echo "$ORTLAUNCH_STEP" >> "$ORTLAUNCH_RUN/copied"'},
