@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import yaml
 
-from ortlaunch import __version__, cli, doctor, machine, start
+from ortlaunch import __version__, doctor, machine, start
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.reference import markdown
@@ -23,7 +20,8 @@ from ortlaunch.run import control
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.resolve import ResolvedRun
-from tests.makers import BERT, CUSTOM, OWN_MODULE, WORDS
+from tests.control.typed import Ended, Run
+from tests.makers import CUSTOM
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
@@ -45,40 +43,6 @@ VERBS = {
     "recipes show": "Print a shipped recipe.",
     "recipes copy": "Copy a shipped recipe",
 }
-
-
-class Ended(NamedTuple):
-    """A command's exit status and what it wrote."""
-
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ended]
-
-
-@pytest.fixture
-def ortlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command in a folder with a good recipe and a bad one."""
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(OWN_MODULE)
-    Path("good.yaml").write_text(yaml.safe_dump(CUSTOM))
-    Path("bert.yaml").write_text(
-        yaml.safe_dump({**CUSTOM, "name": "bert", "model": {"task": "masked-lm", "config": BERT}, "data": WORDS})
-    )
-    Path("bad.yaml").write_text(yaml.safe_dump({**CUSTOM, "presicion": "fp32", "seed": "x", "train": {}}))
-
-    def run(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["ortlaunch", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        gc.unfreeze()
-        gc.enable()
-        code = caught.value.code
-        return Ended(code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return run
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -177,82 +141,6 @@ def test_what_the_user_got_wrong(arguments: list[str], said: str, ortlaunch: Run
     assert (ended.status, ended.out) == (2, "")
     assert said in ended.err
     assert "Traceback" not in ended.err
-
-
-@pytest.mark.parametrize(
-    ("typed", "hint"),
-    [
-        ("--num-gpus 4", "--num-gpus; it is --nproc-per-node 4 here"),
-        ("--num_gpus=4", "--num_gpus; it is --nproc-per-node 4 here"),
-        ("--nproc_per_node 4", "--nproc_per_node; it is written --nproc-per-node"),
-        (
-            "--resume_from_checkpoint x",
-            "Hugging Face says resume_from_checkpoint; here it is the command line option --run-dir with the folder",
-        ),
-        ("--max_steps=5", "--max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
-        ("--max-steps 5", "--max-steps; a key of the recipe is given without dashes: train.max_steps=5"),
-        ("--train.max_steps=5", "--train.max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
-        ("--learning-rate 0.1", "a key of the recipe is given without dashes: optimizer.learning_rate=0.1"),
-        ("--lr name=x", "a key of the recipe is given without dashes: optimizer.learning_rate=VALUE"),
-        ("--seed 4", "a key of the recipe is given without dashes: seed=4"),
-        ("--bf16", "--bf16; Hugging Face says bf16; here it is precision: bf16"),
-        ("--config x.yaml", "the recipe is given without an option, as in `ortlaunch train RECIPE`"),
-        ("--partition gpu", "a key of the recipe is given without dashes: submit.partition=gpu"),
-    ],
-)
-def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
-    """One line with what to type, by the tables that recipe keys have; nothing is started."""
-    ended = ortlaunch("train", "good.yaml", *typed.split())
-    assert (ended.status, ended.out) == (2, "")
-    assert ended.err.startswith("ortlaunch: there is no option --")
-    assert hint in ended.err
-    assert len(ended.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("typed", ["--nproc-per-nod", "--zork", "-n"])
-def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None:
-    """Where only a letter is wrong, or nothing is like it."""
-    assert f"No such option: {typed}" in ortlaunch("plan", "good.yaml", typed).err
-
-
-@pytest.mark.parametrize(
-    ("typed", "hint"),
-    [
-        ("eval runs/x", "there is no verb eval; what comes nearest is ortlaunch evaluate RUN_FOLDER; train evaluates"),
-        (
-            "convert runs/x",
-            "there is no verb convert; what comes nearest is ortlaunch export RUN_FOLDER; every training",
-        ),
-        ("resume runs/x", "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
-        ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
-        ("trian good.yaml", "ortlaunch: there is no verb trian; did you mean train or ranks?\n"),
-        ("vlaidate good.yaml", "ortlaunch: there is no verb vlaidate; did you mean validate or evaluate?\n"),
-        ("recipes lst", "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n"),
-        ("zzz", "ortlaunch: there is no verb zzz; the verbs are validate, plan, train, parity, bench, "),
-    ],
-)
-def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
-    """What the other tool's verb does, in our words; a recipe without a verb; a mistyped one."""
-    ended = ortlaunch(*typed.split())
-    assert (ended.status, ended.out) == (2, "")
-    assert hint in ended.err
-
-
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("ortlaunch tra", "train"),
-        ("ortlaunch recipes sh", "show"),
-        ("ortlaunch plan bert-large/ti", "bert-large/tiny"),
-        ("ortlaunch train good.yaml --host", "--hostfile"),
-    ],
-)
-def test_the_shell_completes(words: str, offered: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verbs, options and shipped recipes; the script that makes bash ask for them is ours to give."""
-    monkeypatch.setenv("COMP_WORDS", words)
-    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
-    monkeypatch.setenv("_ORTLAUNCH_COMPLETE", "complete_bash")
-    assert ortlaunch().out.split() == [offered]
 
 
 def test_plan(ortlaunch: Run) -> None:

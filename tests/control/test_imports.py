@@ -23,6 +23,11 @@ SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "ru
           "user_modules", "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
            "schedulers"}  # fmt: skip
+RUN = {"__init__", "errors", "units", "machine", "rank", "process", "launchers", "user_modules", "recipe", "plan",
+       "planning", "launch", "schedulers", "cache", "start", "run"}  # fmt: skip
+BENCH = {"process", "__init__", "rank", "errors", "units", "machine", "cache", "ortmodule.extensions", "recipe",
+         "plan", "launch", "doctor", "run.folder", "run.records", "run.engine_report", "run.resolve", "run.prepare",
+         "run.provenance", "bench"}  # fmt: skip
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
@@ -45,27 +50,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "doctor": ({"errors", "recipe", "plan", "units", "ortmodule.extensions", "start", "doctor"}, set()),
     "doctor.probe": (set(), set()),
     "doctor.schema": ({"doctor"}, {"pydantic"}),
-    "run": (
-        {
-            "__init__",
-            "errors",
-            "units",
-            "machine",
-            "rank",
-            "process",
-            "launchers",
-            "user_modules",
-            "recipe",
-            "plan",
-            "planning",
-            "launch",
-            "schedulers",
-            "cache",
-            "start",
-            "run",
-        },
-        set(),
-    ),
+    "run": (RUN, set()),
     "run.resolve": ({"errors", "machine", "start", "recipe", "plan", "planning", "run"}, set()),
     "run.prepare": ({"errors", "rank", "recipe", "plan", "launch", "run"}, set()),
     "run.preview": ({"bench", "run"}, set()),
@@ -88,30 +73,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "launch": ({"errors", "launchers", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
     "schedulers": ({"errors", "plan", "rank", "run.folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
-    "bench": (
-        {
-            "process",
-            "__init__",
-            "rank",
-            "errors",
-            "units",
-            "machine",
-            "cache",
-            "ortmodule.extensions",
-            "recipe",
-            "plan",
-            "launch",
-            "doctor",
-            "run.folder",
-            "run.records",
-            "run.engine_report",
-            "run.resolve",
-            "run.prepare",
-            "run.provenance",
-            "bench",
-        },
-        {"matplotlib"},
-    ),
+    "bench": (BENCH, {"matplotlib"}),
     "cli": ({"__init__", *SHARED, *CONTROL}, {"typer"}),
     "ortmodule": ({"errors", "cache", "machine", "ortmodule"}, ANY),
     # What importing any part of the package runs, and the parts that the control side asks.

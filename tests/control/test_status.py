@@ -21,7 +21,7 @@ import yaml
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState, processes
 from ortlaunch.launch.record import Attempt, JobRecord
-from ortlaunch.process import Process, heeded
+from ortlaunch.process import Process
 from ortlaunch.run import cancel as cancelling
 from ortlaunch.run import requests
 from ortlaunch.run.cancel import cancel
@@ -90,19 +90,6 @@ def command(run: RunDir, how: str = "plain") -> Iterator[subprocess.Popen[bytes]
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def test_a_process_is_more_than_its_id() -> None:
-    """The same id with another beginning is another process, and one that nobody waited for has ended."""
-    me = Process.this()
-    assert (me.lives(), me._replace(began="then 1").lives(), me.is_here) == (True, False, True)
-    child = subprocess.Popen(["true"])
-    there = me._replace(pid=child.pid, began="")
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert there.lives()  # all that can be seen where the system does not say more
-    assert not Process.of(child.pid).lives()
-    child.wait()
-    assert not there.lives()
 
 
 def test_each_stage_of_a_command(run: RunDir) -> None:
@@ -363,14 +350,3 @@ def test_json(run: RunDir) -> None:
         found = json.loads(look(run).to_json())
     assert (found["state"], found["job"]["backend"], found["step"], found["steps"]) == ("pending", "local", None, 9)
     assert set(found["job"]) == set(JobRecord.__dataclass_fields__)
-
-
-@pytest.mark.parametrize(("handler", "expected"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])
-def test_nohup_is_heeded(handler: signal.Handlers, expected: bool) -> None:
-    """A hang-up that is ignored when the command begins stays ignored."""
-    before = signal.signal(signal.SIGHUP, handler)
-    try:
-        assert (signal.SIGHUP in heeded((signal.SIGTERM, signal.SIGHUP))) == expected
-        assert signal.SIGTERM in heeded((signal.SIGTERM,))
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ortlaunch import machine
 from ortlaunch.errors import HostfileError, PlanError, RankError
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.world import LaunchOptions, World, resolve_world
 from ortlaunch.rank import Rank
 from tests.makers import host, recipe
 
+pytestmark = pytest.mark.usefixtures("box")
 HERE = (Host("localhost", 1, (0,)),)
 NOTHING = LaunchOptions()
 
@@ -30,20 +29,6 @@ def open_mpi(rank: int, size: int, local: int, per_node: int) -> dict[str, str]:
     """What Open MPI's mpirun sets."""
     names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local, "LOCAL_SIZE": per_node}
     return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
-
-
-def slurm(rank: int, size: int, local: int, layout: str, node: int = 0) -> dict[str, str]:
-    """What srun sets."""
-    names = {"PROCID": rank, "NTASKS": size, "LOCALID": local, "TASKS_PER_NODE": layout, "NODEID": node, "STEP_ID": 0}
-    return {f"SLURM_{name}": str(value) for name, value in names.items()}
-
-
-@pytest.fixture(autouse=True)
-def box(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without GPUs, with four cores, that is called box."""
-    monkeypatch.setattr(machine, "visible_gpus", lambda environ: int(environ.get("GPUS", "0")))
-    monkeypatch.setattr(machine, "cores", lambda: 4)
-    monkeypatch.setattr(socket, "gethostname", lambda: "box.example.com")
 
 
 def resolved(launch: dict[str, Any] | None = None, options: LaunchOptions = NOTHING, **environ: str) -> World:
@@ -100,45 +85,6 @@ def test_inside_a_launcher(tell: Any, rank: Rank, hosts: tuple[Host, ...]) -> No
     assert resolved(None, LaunchOptions(), **tell(*rank)) == World(hosts, "inside", "cpu", rank, (), threads)
 
 
-@pytest.mark.parametrize(
-    ("environ", "inside", "hosts"),
-    [
-        (slurm(0, 2, 0, "2"), Rank(0, 2, 0, 2), (host("localhost", 2),)),
-        (slurm(3, 4, 1, "2(x2)", 1), Rank(3, 4, 1, 2), (host("node0", 2), host("node1", 2))),
-        (slurm(0, 1, 0, "1"), None, HERE),
-        ({**slurm(0, 1, 0, "1"), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4"}, None, HERE),
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, None, HERE),
-    ],
-)
-def test_inside_slurm(environ: dict[str, str], inside: Rank | None, hosts: tuple[Host, ...]) -> None:
-    """A step of tasks is a launcher; a batch script, and a shell of one task in an allocation, are not."""
-    found = resolved(None, LaunchOptions(), **environ)
-    assert (found.inside, found.hosts) == (inside, hosts)
-    assert found.launcher == ("inside" if inside else "local")
-
-
-@pytest.mark.parametrize(
-    ("names", "layout", "rank", "hosts"),
-    [
-        ("gpu[08-09]", "2,1", Rank(2, 3, 0, 1), (host("gpu08", 2), host("gpu09", 1))),
-        ("a,r[1-2]n[3,5]-ib", "1(x4),2", Rank(0, 6, 0, 1),
-         (host("a", 1), *(host(f"r{r}n{n}-ib", 1) for r, n in ((1, 3), (1, 5), (2, 3))), host("r2n5-ib", 2))),
-    ],
-)  # fmt: skip
-def test_slurm_names_its_hosts(names: str, layout: str, rank: Rank, hosts: tuple[Host, ...]) -> None:
-    """Tasks as unequal as they are, on nodes by name."""
-    environ = slurm(rank.rank, rank.world_size, rank.local_rank, layout, len(hosts) - 1 if rank.rank else 0)
-    found = resolved(None, LaunchOptions(), **{**environ, "SLURM_STEP_NODELIST": names})
-    assert (found.hosts, found.inside) == (hosts, rank)
-
-
-def test_slurm_names_that_do_not_fit() -> None:
-    """Names of two nodes and tasks of three are refused."""
-    environ = {**slurm(0, 3, 0, "1(x3)"), "SLURM_STEP_NODELIST": "a[1-2]"}
-    with pytest.raises(PlanError, match=r"Slurm names 2 nodes \(a\[1-2\]\), and tasks for 3 \(1\(x3\)\)"):
-        resolved(None, LaunchOptions(), **environ)
-
-
 def test_declared_hosts_can_be_planned() -> None:
     """Hosts that do not exist yet, as launch counts them, on a host without GPUs; ranks a host must be told."""
     launch = {"nodes": 2, "processes_per_node": 8, "device": "cuda"}
@@ -146,50 +92,6 @@ def test_declared_hosts_can_be_planned() -> None:
     assert (found.hosts, found.launcher, found.device) == ((host("node0", 8), host("node1", 8)), "inside", "cuda")
     with pytest.raises(PlanError, match=r"their ranks are not known here; give launch\.processes_per_node"):
         resolved({"nodes": 2}, LaunchOptions(planned_only=True))
-
-
-def job(nodes: int, tasks: int, **more: str) -> dict[str, str]:
-    """What a batch script sees; seen in Slurm 22.05, `sbatch -N2 -n2`: no SLURM_STEP_ID there."""
-    first = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-    return {**first, "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NTASKS": str(tasks), **more}
-
-
-@pytest.mark.parametrize(
-    ("environ", "launch", "said"),
-    [
-        (
-            job(4, 4),
-            {},
-            "Slurm job 7 has 4 tasks on 4 nodes, and this is its script or shell, not one",
-        ),
-        (job(1, 4), {}, "Slurm job 7 has 4 tasks on 1 nodes, "),
-        (job(4, 32), {"processes_per_node": 8}, "Slurm job 7 has 32 tasks on 4 nodes, "),
-        (job(4, 32, GPUS="8"), {}, "this is its script or shell, not one of its tasks: 8 on this node alone"),
-        (job(2, 2, SLURM_STEP_ID="4294967290"), {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
-        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, {}, "Slurm job 7 has 2 tasks on 2 nodes, "),
-    ],
-)
-def test_a_slurm_script_without_srun(environ: dict[str, str], launch: dict[str, Any], said: str) -> None:
-    """The body of a job runs once: a job of several nodes or tasks would train on the first of them alone."""
-    with pytest.raises(PlanError) as caught:
-        resolved(launch, **environ)
-    assert said in str(caught.value)
-    assert "start all with `srun ortlaunch train ...`, or override launch.nodes=1" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("environ", "launch", "ranks"),
-    [
-        (job(4, 4), {"nodes": 1}, 1),
-        (job(1, 4, GPUS="4"), {}, 4),
-        (job(1, 4), {"processes_per_node": 2}, 2),
-        (job(1, 1), {}, 1),
-    ],
-)
-def test_a_slurm_script_on_one_node(environ: dict[str, str], launch: dict[str, Any], ranks: int) -> None:
-    """Where all of a job is used, or the recipe says how much, its script trains as any shell does."""
-    found = resolved(launch, **environ)
-    assert (sum(host.slots for host in found.hosts), found.inside) == (ranks, None)
 
 
 def test_inside_a_launcher_with_gpus() -> None:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 import pytest
 
 from ortlaunch import launchers, start
-from ortlaunch.errors import LaunchError, MissingDependency, PlanError
-from ortlaunch.launch import Backend, JobState, Request, backend, mpi, processes
+from ortlaunch.errors import MissingDependency, PlanError
+from ortlaunch.launch import Backend, JobState, Request, backend, mpi
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.stop import Stop
 from ortlaunch.plan import Plan
@@ -343,61 +342,3 @@ def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -
     found = subprocess.run(["grep", "-rl", "s3cret", "run"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (found.stdout, "s3cret" in dry.stdout + real.stdout + real.stderr) == ("", False)
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["env"] == {"NOTE": "two words"}
-
-
-def test_a_program_that_is_not_there() -> None:
-    """What cannot be started is named."""
-    with pytest.raises(LaunchError, match=r"^cannot start /nope/mpirun: there is no such program$"):
-        processes.submit(Request(("/nope/mpirun", "-n", "2")))
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "state"),
-    [
-        ("", 0, JobState.SUCCEEDED),
-        ("raise SystemExit(7)", 7, JobState.FAILED),
-        ("import os; os.kill(os.getpid(), 9)", 137, JobState.FAILED),
-        ("import os; os.kill(os.getpid(), 15)", 143, JobState.FAILED),
-    ],
-)
-def test_the_status_is_the_commands_own(code: str, status: int, state: JobState, tmp_path: Path) -> None:
-    """Files first, then the command with its environment; its status is a shell's."""
-    check = f"import os; assert (os.environ['A'], open({str(tmp_path / 'f')!r}).read()) == ('1', 'text')\n"
-    request = Request((sys.executable, "-c", check + code), (("A", "1"),), ((str(tmp_path / "f"), "text"),))
-    job = processes.submit(request)
-    assert processes.wait(job) == status
-    assert (processes.state(job), job.signal) == (state, None)
-
-
-def in_group(group: int) -> list[str]:
-    """The living processes of a process group."""
-    stats = [stat_of(path) for path in Path("/proc").glob("[0-9]*/stat")]
-    return [stat[0] for stat in stats if stat[1:] and stat[1] != "Z" and stat[3] == str(group)]
-
-
-def stat_of(path: Path) -> list[str]:
-    """Id, state, parent and group of a process; nothing where it is gone."""
-    try:
-        text = path.read_text()
-    except OSError:
-        return []
-    return [path.parent.name, *text.rpartition(")")[2].split()]
-
-
-def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is cancelled takes along what it started, also what does not listen to SIGTERM."""
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
-    here = tmp_path / "deaf"
-    deaf = f"import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path({str(here)!r}).touch()\n"
-    child = f"{deaf}time.sleep(600)"
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
-    job = processes.submit(Request((sys.executable, "-c", code)))
-    assert processes.state(job) is JobState.RUNNING
-    while not here.exists():
-        time.sleep(0.01)
-    processes.cancel(job)
-    assert processes.state(job) is JobState.FAILED
-    deadline = time.monotonic() + 2
-    while in_group(job.process.pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert in_group(job.process.pid) == []

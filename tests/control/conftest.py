@@ -1,0 +1,20 @@
+"""Fixtures shared by the tests of the control side."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from ortlaunch import machine
+from tests.control.typed import ortlaunch
+
+__all__ = ["ortlaunch"]
+
+
+@pytest.fixture
+def box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPUs, with four cores, that is called box."""
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: int(environ.get("GPUS", "0")))
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(socket, "gethostname", lambda: "box.example.com")

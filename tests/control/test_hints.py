@@ -1,0 +1,83 @@
+"""What another tool calls it, and what was mistyped: one line with what to type; and what the shell completes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.control.typed import Run
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--num-gpus 4", "--num-gpus; it is --nproc-per-node 4 here"),
+        ("--num_gpus=4", "--num_gpus; it is --nproc-per-node 4 here"),
+        ("--nproc_per_node 4", "--nproc_per_node; it is written --nproc-per-node"),
+        (
+            "--resume_from_checkpoint x",
+            "Hugging Face says resume_from_checkpoint; here it is the command line option --run-dir with the folder",
+        ),
+        ("--max_steps=5", "--max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--max-steps 5", "--max-steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--train.max_steps=5", "--train.max_steps; a key of the recipe is given without dashes: train.max_steps=5"),
+        ("--learning-rate 0.1", "a key of the recipe is given without dashes: optimizer.learning_rate=0.1"),
+        ("--lr name=x", "a key of the recipe is given without dashes: optimizer.learning_rate=VALUE"),
+        ("--seed 4", "a key of the recipe is given without dashes: seed=4"),
+        ("--bf16", "--bf16; Hugging Face says bf16; here it is precision: bf16"),
+        ("--config x.yaml", "the recipe is given without an option, as in `ortlaunch train RECIPE`"),
+        ("--partition gpu", "a key of the recipe is given without dashes: submit.partition=gpu"),
+    ],
+)
+def test_an_option_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
+    """One line with what to type, by the tables that recipe keys have; nothing is started."""
+    ended = ortlaunch("train", "good.yaml", *typed.split())
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("ortlaunch: there is no option --")
+    assert hint in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("typed", ["--nproc-per-nod", "--zork", "-n"])
+def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None:
+    """Where only a letter is wrong, or nothing is like it."""
+    assert f"No such option: {typed}" in ortlaunch("plan", "good.yaml", typed).err
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("eval runs/x", "there is no verb eval; what comes nearest is ortlaunch evaluate RUN_FOLDER; train evaluates"),
+        (
+            "convert runs/x",
+            "there is no verb convert; what comes nearest is ortlaunch export RUN_FOLDER; every training",
+        ),
+        ("resume runs/x", "what comes nearest is ortlaunch train RUN_FOLDER/recipe.yaml --run-dir RUN_FOLDER"),
+        ("good.yaml seed=3", "good.yaml is no verb; to train it: ortlaunch train good.yaml seed=3"),
+        ("trian good.yaml", "ortlaunch: there is no verb trian; did you mean train or ranks?\n"),
+        ("vlaidate good.yaml", "ortlaunch: there is no verb vlaidate; did you mean validate or evaluate?\n"),
+        ("recipes lst", "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n"),
+        ("zzz", "ortlaunch: there is no verb zzz; the verbs are validate, plan, train, parity, bench, "),
+    ],
+)
+def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:
+    """What the other tool's verb does, in our words; a recipe without a verb; a mistyped one."""
+    ended = ortlaunch(*typed.split())
+    assert (ended.status, ended.out) == (2, "")
+    assert hint in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("ortlaunch tra", "train"),
+        ("ortlaunch recipes sh", "show"),
+        ("ortlaunch plan bert-large/ti", "bert-large/tiny"),
+        ("ortlaunch train good.yaml --host", "--hostfile"),
+    ],
+)
+def test_the_shell_completes(words: str, offered: str, ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verbs, options and shipped recipes; the script that makes bash ask for them is ours to give."""
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    monkeypatch.setenv("_ORTLAUNCH_COMPLETE", "complete_bash")
+    assert ortlaunch().out.split() == [offered]

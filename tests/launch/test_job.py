@@ -1,0 +1,70 @@
+"""A started request: its files, its status, and its end with all that it started."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.errors import LaunchError
+from ortlaunch.launch import JobState, Request, processes
+
+
+def test_a_program_that_is_not_there() -> None:
+    """What cannot be started is named."""
+    with pytest.raises(LaunchError, match=r"^cannot start /nope/mpirun: there is no such program$"):
+        processes.submit(Request(("/nope/mpirun", "-n", "2")))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "state"),
+    [
+        ("", 0, JobState.SUCCEEDED),
+        ("raise SystemExit(7)", 7, JobState.FAILED),
+        ("import os; os.kill(os.getpid(), 9)", 137, JobState.FAILED),
+        ("import os; os.kill(os.getpid(), 15)", 143, JobState.FAILED),
+    ],
+)
+def test_the_status_is_the_commands_own(code: str, status: int, state: JobState, tmp_path: Path) -> None:
+    """Files first, then the command with its environment; its status is a shell's."""
+    check = f"import os; assert (os.environ['A'], open({str(tmp_path / 'f')!r}).read()) == ('1', 'text')\n"
+    request = Request((sys.executable, "-c", check + code), (("A", "1"),), ((str(tmp_path / "f"), "text"),))
+    job = processes.submit(request)
+    assert processes.wait(job) == status
+    assert (processes.state(job), job.signal) == (state, None)
+
+
+def in_group(group: int) -> list[str]:
+    """The living processes of a process group."""
+    stats = [stat_of(path) for path in Path("/proc").glob("[0-9]*/stat")]
+    return [stat[0] for stat in stats if stat[1:] and stat[1] != "Z" and stat[3] == str(group)]
+
+
+def stat_of(path: Path) -> list[str]:
+    """Id, state, parent and group of a process; nothing where it is gone."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return []
+    return [path.parent.name, *text.rpartition(")")[2].split()]
+
+
+def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is cancelled takes along what it started, also what does not listen to SIGTERM."""
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.3)
+    here = tmp_path / "deaf"
+    deaf = f"import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path({str(here)!r}).touch()\n"
+    child = f"{deaf}time.sleep(600)"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    job = processes.submit(Request((sys.executable, "-c", code)))
+    assert processes.state(job) is JobState.RUNNING
+    while not here.exists():
+        time.sleep(0.01)
+    processes.cancel(job)
+    assert processes.state(job) is JobState.FAILED
+    deadline = time.monotonic() + 2
+    while in_group(job.process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert in_group(job.process.pid) == []
