@@ -12,6 +12,7 @@ import typer
 
 from ortlaunch.cli import (
     bench,
+    data,
     diagnose,
     doctor,
     evaluate,
@@ -75,6 +76,7 @@ _NAMES = {"list_runs": "list"}  # which Python has taken
 for verb in VERBS:
     app.command(_NAMES.get(verb.__name__), cls=Verb)(verb)
 app.add_typer(recipes.app, name="recipes")
+app.add_typer(data.app, name="data")
 
 
 def _version(wanted: bool) -> None:

@@ -56,16 +56,22 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         prepare(recipe.engine)  # imports ORTModule: before transformers, which keeps the functions that it replaces
 
     from ortlaunch.worker import distributed, tasks
+    from ortlaunch.worker.data import Data
     from ortlaunch.worker.matmul_precision import matmul_precision
     from ortlaunch.worker.meeting import beating
     from ortlaunch.worker.session import build_session
 
+    data = None
+    if not recipe.data.is_custom:  # whose function may want the group
+        progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it
+        data = Data(recipe, progress.tell)
     if rank.world_size > 1:
         progress.doing(MEETING)
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):
         distributed.agree_on_files(group, run, texts)
         with beating(group, watchdog):
-            session = build_session(recipe, plan, run, group, progress, freed)
+            session = build_session(recipe, plan, run, group, progress, data)
+            session.engine.record.freed_memory = freed
             look_as_usual()
             return tasks.run(session)
 

@@ -46,6 +46,12 @@ class Progress:
         if self.width is not None:
             _say(f"{what} ...")
 
+    def tell(self, text: str) -> None:
+        """How far it is with what goes on."""
+        self.pulse.alive()
+        if self.width is not None:
+            _say(text)
+
     def begin(self, done: int, steps: int) -> None:
         """From here on steps are counted; `done` of them are."""
         self._turn_to(TRAINING)

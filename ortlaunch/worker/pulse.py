@@ -104,6 +104,10 @@ class Pulse:
         """Something goes on within a phase, on every rank alike."""
         self._move()
 
+    def alive(self) -> None:
+        """Something goes on within a phase, on this rank alone."""
+        self._seconds[_SINCE] = time.monotonic()
+
     def _move(self) -> None:
         self._seconds[_SINCE] = time.monotonic()
         self._numbers[_MOVES] += 1

@@ -56,17 +56,17 @@ def build_session(
     run: RunDir,
     group: DistributedContext,
     progress: Progress,
-    freed_memory: str | None,
+    data: Data | None = None,
 ) -> Session:
     """Read the data, build the model and put it on its engine (collective).
 
     Args:
-        freed_memory: for engine.json, what becomes of memory that a step frees.
+        data: where they are read already; custom data are not.
     """
     progress.doing("reading checkpoints")
     found = choose(run, group)
     progress.doing("reading data")
-    data = load_data(recipe, group)
+    data = load_data(recipe, group, data)
     progress.doing("building the model")
     model = build_model(recipe, data)
     trained_on = identity(data.train, model)
@@ -78,7 +78,6 @@ def build_session(
     progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
     engine.memory = memory
-    engine.record.freed_memory = freed_memory
     if run.choice.exists():
         engine.record.engine = replace(engine.record.engine, **read_json(run.choice))
     give_back_freed_memory()  # an export's copies of the model

@@ -39,6 +39,8 @@ VERBS = {
     "ranks": "Say which rank this process is",
     "hostfile": "Print an example of a host file",
     "recipes": "The shipped recipes",
+    "data": "What a training reads",
+    "data prepare": "Read and tokenize a recipe's data into the cache",
     "recipes list": "Name the shipped recipes.",
     "recipes show": "Print a shipped recipe.",
     "recipes copy": "Copy a shipped recipe",

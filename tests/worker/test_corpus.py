@@ -255,7 +255,9 @@ def test_half_written_tokens_are_not_taken(tmp_path: Path, monkeypatch: pytest.M
     source = Corpus(format="text", path=(write(tmp_path, "text", ["ab", "c"]),))
     with monkeypatch.context() as patch:
         patch.setattr(tokens_module, "_DOCUMENTS_AT_ONCE", 1)
-        patch.setattr(tokens_module, "documents", lambda source: iter(["ab", 3]))  # fails at the second
+        read = [("ab", 0.5), ("c", 1.0)]
+        patch.setattr(tokens_module, "documents_read", lambda source: iter(read))
+        patch.setattr(tokens_module, "_encoder", lambda _: lambda texts: [[3 if texts == ["ab"] else None]])
         with pytest.raises(TypeError):
             tokens_module.tokenized(source, Letters(), False)
     assert tokens_module.tokenized(source, Letters(), False).tolist() == [97, 98, 99]

@@ -14,7 +14,7 @@ from ortlaunch.worker.data.own import OwnSamples, call
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, collate
 from ortlaunch.worker.data.tokenizer import load_tokenizer
-from ortlaunch.worker.data.tokens import begin_of_text, tokenized
+from ortlaunch.worker.data.tokens import Tell, begin_of_text, silent, tokenized
 from ortlaunch.worker.data.windows import Blocks, MaskedBlocks
 from ortlaunch.worker.distributed import DistributedContext
 
@@ -27,32 +27,35 @@ __all__ = [
 class Data:
     """The training and evaluation samples of a recipe, with their tokenizer."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, tell: Tell = silent) -> None:
+        """tell: for a person who waits, how far it is."""
         self.tokenizer = load_tokenizer(recipe.data) if recipe.data.tokenizer else None
-        self.train = _training(recipe, self.tokenizer)
+        self.train = _training(recipe, self.tokenizer, tell)
         evaluation = recipe.data.evaluation
-        self.evaluation = None if evaluation is None else make_samples(recipe, evaluation, self.tokenizer)
+        self.evaluation = None if evaluation is None else make_samples(recipe, evaluation, self.tokenizer, tell=tell)
 
 
-def load_data(recipe: Recipe, group: DistributedContext) -> Data:
-    """The data of a recipe (collective); rank 0 says what any rank found changed in the cache."""
-    data = Data(recipe)
+def load_data(recipe: Recipe, group: DistributedContext, data: Data | None = None) -> Data:
+    """The data of a recipe, or `data` (collective); rank 0 says what any rank found changed in the cache."""
+    data = data or Data(recipe)
     group.print_all(take_notes())
     return data
 
 
-def _training(recipe: Recipe, tokenizer: Any) -> Samples:
+def _training(recipe: Recipe, tokenizer: Any, tell: Tell) -> Samples:
     parts = recipe.data.parts
     if not isinstance(recipe.data.train, tuple):
-        return make_samples(recipe, recipe.data.train, tokenizer)
+        return make_samples(recipe, recipe.data.train, tokenizer, tell=tell)
     made = [
-        make_samples(recipe, part.source, tokenizer, seed=source_seed(recipe.seed, number))
+        make_samples(recipe, part.source, tokenizer, source_seed(recipe.seed, number), tell)
         for number, part in enumerate(parts)
     ]
     return Mixture(made, [part.weight for part in parts])
 
 
-def make_samples(recipe: Recipe, source: str | Corpus, tokenizer: Any, seed: int | None = None) -> Samples:
+def make_samples(
+    recipe: Recipe, source: str | Corpus, tokenizer: Any, seed: int | None = None, tell: Tell = silent
+) -> Samples:
     """The samples of one corpus for the recipe's task; what is drawn in them comes from `seed`, else the recipe's."""
     if isinstance(source, Corpus) and source.format == "custom":
         return OwnSamples(call("data.factory", str(source.factory), source.arguments))
@@ -62,7 +65,7 @@ def make_samples(recipe: Recipe, source: str | Corpus, tokenizer: Any, seed: int
         return LabelledTexts(source, tokenizer, length)
     pretrained = task == "causal-lm" and isinstance(recipe.data.tokenizer, str)
     begin = begin_of_text(tokenizer) if pretrained else []
-    tokens = tokenized(source, tokenizer, end_of_text=task in ("causal-lm", "custom"), begin=begin)
+    tokens = tokenized(source, tokenizer, end_of_text=task in ("causal-lm", "custom"), begin=begin, tell=tell)
     if task in ("causal-lm", "custom"):
         samples: Samples = Blocks(tokens, length, with_mask=task == "causal-lm")
     else:

@@ -1,0 +1,94 @@
+"""Tokenizing a corpus into token ids on disk: ortlaunch beside `datasets.map` of the same tokenizer, in turns.
+
+    python benchmarks/tokenizing.py [MEGABYTES] [TURNS]
+
+The corpus is Python's own documentation and sources, repeated to the size; the tokenizer a BPE trained on it. Each turn
+is a process of its own with empty caches; libraries are loaded before its clock starts. `datasets` works by as many
+processes as there are cores, in batches of 1000 (its default), and gets the texts without special tokens, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+WAYS = ("ortlaunch", "datasets")
+
+
+def corpus(path: Path, megabytes: int) -> None:
+    """Documents with a blank line after each, so many megabytes."""
+    from pydoc_data.topics import topics
+
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [*topics.values(), *(source.read_text(encoding="utf-8", errors="ignore") for source in sources)]
+    whole = "\n\n".join(texts)
+    with path.open("w", encoding="utf-8") as file:
+        while file.tell() < megabytes * 10**6:
+            file.write(whole + "\n\n")
+
+
+def turn(way: str, path: str, tokenizer: str) -> None:
+    """One way, in this process; prints seconds, tokens and the largest memory of it and of its children."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    from ortlaunch.recipe.data import Corpus
+    from ortlaunch.worker.data.tokens import tokenized
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    began = time.perf_counter()
+    if way == "ortlaunch":
+        tokens = len(tokenized(Corpus(format="text", path=(path,)), words, end_of_text=False))
+    else:
+        found = datasets.load_dataset("text", data_files=path, split="train", sample_by="paragraph")
+        mapped = found.map(
+            lambda rows: {"input_ids": words(rows["text"], add_special_tokens=False)["input_ids"]},
+            batched=True, num_proc=len(os.sched_getaffinity(0)), remove_columns=["text"],
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        tokens = sum(len(row) for batch in mapped.iter(1000) for row in batch["input_ids"])
+        began = time.perf_counter() - seconds  # counting them is not its work
+    memory = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens, "memory": memory}))
+
+
+def main(megabytes: int, turns: int) -> None:
+    """A B A B ..., and medians."""
+    from ortlaunch.recipe.data import Data
+    from ortlaunch.worker.data.tokenizer import load_tokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        path, words = Path(folder, "corpus.txt"), Path(folder, "tokenizer")
+        corpus(path, megabytes)
+        os.environ["ORTLAUNCH_CACHE"] = str(Path(folder, "first"))
+        data = {"train": "python-docs", "tokenizer": {"train": "bpe", "vocab_size": 8000}, "sequence_length": 8}
+        load_tokenizer(Data.model_validate(data)).save_pretrained(words)
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        for number in range(turns):
+            for way in WAYS:
+                own = {"ORTLAUNCH_CACHE": f"{folder}/{number}", "HF_DATASETS_CACHE": f"{folder}/{number}-datasets"}
+                words_of = [sys.executable, __file__, "--turn", way, str(path), str(words)]
+                said = subprocess.run(words_of, env={**os.environ, **own}, check=True, capture_output=True, text=True)
+                found = json.loads(said.stdout.splitlines()[-1])
+                seconds[way].append(found["seconds"])
+                rate = found["tokens"] / found["seconds"]
+                print(f"{way:10} {found['seconds']:7.2f} s {found['tokens']:>12,} tokens {rate:>12,.0f}/s "
+                      f"{found['memory'] / 1024:7.0f} MiB", flush=True)  # fmt: skip
+        medians = {way: statistics.median(each) for way, each in seconds.items()}
+        print(f"datasets / ortlaunch: {medians['datasets'] / medians['ortlaunch']:.2f}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    if sys.argv[1:2] == ["--turn"]:
+        turn(*sys.argv[2:5])
+    else:
+        main(int(sys.argv[1]) if sys.argv[1:] else 100, int(sys.argv[2]) if sys.argv[2:] else 3)

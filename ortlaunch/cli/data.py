@@ -1,0 +1,18 @@
+"""`ortlaunch data`: what a training reads, made ready."""
+
+import typer
+
+from ortlaunch.cli.hints import Verb, Verbs
+from ortlaunch.cli.options import Overrides, RecipePath
+
+app = typer.Typer(cls=Verbs, help="What a training reads.", no_args_is_help=True)
+
+
+@app.command(cls=Verb)
+def prepare(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Read and tokenize a recipe's data into the cache, as `train` does before its ranks meet."""
+    from ortlaunch.recipe import load
+    from ortlaunch.run.prepare_data import prepare as run
+    from ortlaunch.run.shipped import locate
+
+    raise typer.Exit(run(load(locate(recipe), overrides or ()).recipe))

@@ -1,0 +1,47 @@
+"""`ortlaunch data prepare`: what it leaves is what a training reads, and what is wrong is told as by a training."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.recipe import to_yaml
+from ortlaunch.worker.data import Data, tokens
+from ortlaunch.worker.prepare_data import main
+from tests.makers import bert
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Prepares a recipe on this text in jsonl; returns it and the exit status."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+
+    def run(content: str) -> tuple[Any, int]:
+        path = tmp_path / "a.jsonl"
+        path.write_text(content)
+        data = {"train": {"format": "jsonl", "path": [str(path)]}, "sequence_length": 8}
+        made = bert(data={**data, "tokenizer": {"train": "wordpiece", "vocab_size": 300}})
+        monkeypatch.setattr("sys.stdin", io.StringIO(to_yaml(made)))
+        return made, main()
+
+    return run
+
+
+def test_a_training_finds_it_all_there(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is tokenized again."""
+    made, status = prepare('{"text": "the cat sat on the mat"}\n' * 20)
+    assert status == 0
+    assert "data.train: 20 samples\nready in " in capsys.readouterr().out  # of 6 words between [CLS] and [SEP]
+    monkeypatch.setattr(tokens, "_write_tokens", None)
+    assert len(Data(made).train) == 20
+
+
+def test_what_is_wrong_is_told(prepare: Any, capsys: Captured) -> None:
+    """File and line, exit status 2."""
+    assert prepare('{"text": "a"}\n{"text": }\n')[1] == 2
+    assert "a.jsonl:2:10: is no JSON" in capsys.readouterr().err

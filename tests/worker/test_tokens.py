@@ -1,0 +1,124 @@
+"""Tokenizing a corpus: the tokenizer's own ids, gone on with after a kill, in bounded memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.cache import take_notes
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data import tokens
+from tests.worker.test_corpus import Letters
+
+TEXTS = [f"text {number} of many\n" for number in range(40)]
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    """Forty paragraphs, tokenized four at a time, noted after each."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokens, "_DOCUMENTS_AT_ONCE", 4)
+    monkeypatch.setattr(tokens, "_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(tokens, "_TELL_SECONDS", 0.0)
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS))
+    return Corpus(format="text", path=(str(tmp_path / "a.txt"),))
+
+
+class Counting(Letters):
+    """Counts the texts that it is asked for; kills its own process at the one that is named."""
+
+    def __init__(self, deadly: str = "") -> None:
+        super().__init__()
+        self.deadly, self.seen = deadly, list[str]()
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
+        self.seen += texts
+        if any(self.deadly and self.deadly in text for text in texts):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(texts, **options)
+
+
+class Bytes(Letters):
+    """The same, quicker."""
+
+    def __call__(self, texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(text.encode()) for text in texts]}
+
+
+def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
+    """SIGKILL in the middle: the next one tokenizes what is left, and all is as from one process; the line says so."""
+    killed = multiprocessing.get_context("fork").Process(
+        target=tokens.tokenized, args=(source, Counting("text 25"), True)
+    )
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    second, told = Counting(), list[str]()
+    found = tokens.tokenized(source, second, True, tell=told.append).tolist()
+    assert bytes(found).decode() == "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
+    assert 16 <= len(second.seen) <= 24  # at most two chunks of those before are noted late
+    assert told[-1].startswith("tokenizing 100%: 40 documents, ")
+    cache = Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens"
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".seal", ".u32"]
+
+
+def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None:
+    """Bytes after the noted ones are cut off; a file that is shorter than noted is begun anew."""
+    whole = tokens.tokenized(source, Letters(), True).tolist()
+    (path,) = (Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32")
+    content = path.read_bytes()
+    for left in (content[:400] + b"rubbish", content[:100]):
+        path.unlink()
+        path.with_suffix(".partial").write_bytes(left)
+        counted = sum(len(text) for text in TEXTS[:5])
+        path.with_suffix(".written.json").write_text(f'{{"documents": 5, "tokens": {counted}}}')
+        assert counted * 4 <= 400 or len(left) < counted * 4
+        assert tokens.tokenized(source, Letters(), True).tolist() == whole
+    assert len(take_notes()) == 2
+
+
+def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
+    """As calling the tokenizer gives them, also one that was saved with truncation and padding, text by text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], show_progress=False))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    expected = [
+        word for text in TEXTS for word in backend.encode(text.removesuffix("\n"), add_special_tokens=False).ids
+    ]
+    expected += backend.encode("\n", add_special_tokens=False).ids  # the file's last
+    backend.enable_truncation(5)
+    backend.enable_padding(length=9)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")
+    assert tokens.tokenized(source, tokenizer, False).tolist() == expected
+    assert tokenizer.backend_tokenizer.truncation is not None  # it was not changed
+
+
+def test_memory_is_flat_over_a_corpus_many_times_as_large(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times the documents take as much memory, whatever their size: portions are bounded in letters, too."""
+    monkeypatch.setattr(tokens, "_LETTERS_AT_ONCE", 20_000)
+
+    def peak(count: int) -> int:
+        def read(_: Any) -> Iterator[tuple[str, float]]:
+            return (("x" * (2000 + n % 7), 0.0) for n in range(count))
+
+        monkeypatch.setattr(tokens, "documents_read", read)
+        monkeypatch.setattr(tokens, "fingerprint", lambda _: str(count))
+        tracemalloc.start()
+        found = len(tokens.tokenized(source, Bytes(), False))
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert found > count * 2000
+        return most
+
+    assert peak(1500) < 1.2 * peak(150)
