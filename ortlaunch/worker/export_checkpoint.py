@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ortlaunch.errors import CheckpointError, OrtlaunchError
 from ortlaunch.plan import Plan
@@ -18,6 +19,11 @@ from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir, json_text
 from ortlaunch.run.records import ExportLine, as_json
 from ortlaunch.worker.child import die_with_parent
+
+if TYPE_CHECKING:
+    from ortlaunch.recipe import Recipe
+    from ortlaunch.worker.data import Data
+    from ortlaunch.worker.model import LossModule
 
 
 def main() -> int:
@@ -36,22 +42,33 @@ def main() -> int:
 
 def write(run: RunDir, step: int, folder: Path, form: str) -> None:
     """Build the model of a run, give it the weights of a checkpoint, and write it whole or not at all."""
+    from ortlaunch.worker.export import FORMATS
+    from ortlaunch.worker.onnx_export import refuse_own
+
+    if form == "onnx":
+        refuse_own(_recipe(run))
+    recipe, model, data = trained(run, step)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    found = FORMATS[form](recipe, partial, model, data)
+    partial.replace(folder)
+    _tell(run, ExportLine(step, form, str(folder.absolute()), found))
+
+
+def trained(run: RunDir, step: int) -> tuple[Recipe, LossModule, Data]:
+    """The recipe of a run, its model with the weights of a checkpoint, and its data, on the CPU."""
     import torch
 
-    from ortlaunch.recipe import parse_resolved
     from ortlaunch.user_modules import make_importable
     from ortlaunch.worker.checkpoint.damage import damage
     from ortlaunch.worker.checkpoint.restore import load_weights
     from ortlaunch.worker.data import load_data
     from ortlaunch.worker.distributed import DistributedContext
-    from ortlaunch.worker.export import FORMATS
     from ortlaunch.worker.identity import of_frozen
     from ortlaunch.worker.model import build_model
-    from ortlaunch.worker.onnx_export import refuse_own
 
-    recipe, plan = parse_resolved(run.recipe.read_text(encoding="utf-8")), Plan.read(run.plan)
-    if form == "onnx":
-        refuse_own(recipe)
+    recipe, plan = _recipe(run), Plan.read(run.plan)
     make_importable(recipe, Path(plan.modules))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     if wrong := damage(run.checkpoint(step), alone):
@@ -62,12 +79,13 @@ def write(run: RunDir, step: int, folder: Path, form: str) -> None:
     load_weights(run.checkpoint(step), model)
     if plan.deepspeed:  # as DeepSpeed keeps the model, and the run's own export has it
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    found = FORMATS[form](recipe, partial, model, data)
-    partial.replace(folder)
-    _tell(run, ExportLine(step, form, str(folder.absolute()), found))
+    return recipe, model, data
+
+
+def _recipe(run: RunDir) -> Recipe:
+    from ortlaunch.recipe import parse_resolved
+
+    return parse_resolved(run.recipe.read_text(encoding="utf-8"))
 
 
 def require_same_frozen(folder: Path, now: str | None) -> None:

@@ -33,6 +33,7 @@ VERBS = {
     "status": "Say how a run goes or went",
     "cancel": "End a run with all its processes",
     "export": "Write a checkpoint of a run as a model",
+    "generate": "Go on with a prompt, by a causal model",
     "setup": "Build the torch extensions",
     "schema": "Print the recipe's JSON schema",
     "constraints": "Print a tested set of versions",

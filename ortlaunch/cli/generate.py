@@ -1,0 +1,30 @@
+"""`ortlaunch generate`: what a causal model has learned, looked at."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def generate(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|MODEL", help="Run folder, or one of transformers'.", show_default=False),
+    ],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on with.", show_default=False)],
+    step: Annotated[
+        Optional[int],
+        typer.Option("--step", min=1, help="Which checkpoint; the newest, or its export, if not."),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens more.")] = 50,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", min=0.0, help="Draw tokens at this one; 0: the likeliest each time."),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")] = 0,
+) -> None:
+    """Go on with a prompt, by a causal model, on the CPU: on stdout the prompt and what follows it."""
+    from ortlaunch.run.generate import Asked
+    from ortlaunch.run.generate import generate as write
+
+    raise typer.Exit(write(Asked(model, prompt, step, tokens, temperature, seed)))

@@ -1,0 +1,72 @@
+"""`ortlaunch generate`: which model goes on with a prompt, and the process that does it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch import start
+from ortlaunch.errors import InputError
+from ortlaunch.recipe import parse_resolved
+from ortlaunch.run.export import chosen_step
+from ortlaunch.run.folder import RunDir, read_json
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of such models end
+
+
+class Asked(NamedTuple):
+    """What was typed."""
+
+    model: Path
+    """Folder of a run, or of a model."""
+    prompt: str
+    step: int | None
+    tokens: int
+    temperature: float
+    """0: the likeliest token each time."""
+    seed: int
+
+
+def generate(asked: Asked) -> int:
+    """Print the prompt and what follows; returns the exit status of the process that does it.
+
+    Raises:
+        InputError: there is no such model, or it does not generate text.
+    """
+    model, step = _source(asked)
+    print(f"model: {model if step is None else RunDir(model).checkpoint(step)}", file=sys.stderr, flush=True)
+    given = {**asked._asdict(), "model": str(model), "step": step}
+    words = start.command("ortlaunch.worker.generate")
+    return subprocess.run([*words, json.dumps(given)], check=False).returncode
+
+
+def _source(asked: Asked) -> tuple[Path, int | None]:
+    """A model's folder and None, or a run's and the step of a checkpoint."""
+    run = RunDir(asked.model)
+    if not (run.plan.exists() and run.recipe.exists()):
+        if asked.step is not None:
+            raise InputError(f"--step: {asked.model} is no folder of a run, and has no checkpoints")
+        return _require_causal(asked.model), None
+    recipe = parse_resolved(run.recipe.read_text(encoding="utf-8"))
+    if recipe.model.task != "causal-lm":
+        raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
+    step = chosen_step(run, asked.step)
+    exported = run.summary.exists() and read_json(run.summary)["steps"] == step
+    if asked.step is None and exported and (run.export / "config.json").exists():  # adapters alone have none
+        return run.export, None
+    return asked.model, step
+
+
+def _require_causal(folder: Path) -> Path:
+    config = folder / "config.json"
+    if not config.exists():
+        raise InputError(f"{folder} is no folder of a run (plan.json), nor of a model of transformers' (config.json)")
+    classes = read_json(config).get("architectures") or []
+    if not any(name.endswith(_CAUSAL) for name in classes):
+        raise InputError(
+            f"{folder} holds a {', '.join(classes) or 'model of no class'}; only causal models generate text"
+        )
+    return folder

@@ -1,0 +1,99 @@
+"""`python ortlaunch/start.py ortlaunch.worker.generate JSON`: a prompt, and how a causal model goes on.
+
+JSON: run/generate.py's Asked; with a step `model` is a run, and that checkpoint's weights are taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.errors import InputError, OrtlaunchError
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.child import die_with_parent
+
+
+def main() -> int:
+    """Print the text, or say why not."""
+    die_with_parent(signal.SIGTERM, os.getppid())
+    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
+    asked = json.loads(sys.argv[1])
+    try:
+        print(text(*_model(asked["model"], asked["step"]), asked))
+    except OrtlaunchError as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def _model(place: str, step: int | None) -> tuple[Any, Any]:
+    """Model and tokenizer of a folder, or of a run's checkpoint."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if step is None:
+        try:
+            return AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{place}: {str(error).splitlines()[0]}") from None
+    from ortlaunch.worker.export_checkpoint import trained
+    from ortlaunch.worker.model import give_back_cache
+
+    _, whole, data = trained(RunDir(Path(place)), step)
+    if data.tokenizer is None:
+        raise InputError(f"{place}: its data are your own, without a tokenizer, so that no text can be made of tokens")
+    give_back_cache(whole.model, whole.generates_with_cache)
+    return whole.model, data.tokenizer
+
+
+def text(model: Any, tokenizer: Any, asked: dict[str, Any]) -> str:
+    """The prompt and what follows it.
+
+    Raises:
+        InputError: the prompt has no token, or the text would be longer than the model can see.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    ids = _tokens(tokenizer, asked["prompt"])
+    _require_place(model, len(ids), asked["tokens"])
+    samples = asked["temperature"] > 0
+    how = GenerationConfig(
+        max_new_tokens=asked["tokens"],
+        do_sample=samples,
+        **({"temperature": asked["temperature"], "top_k": 0} if samples else {}),  # of all tokens, not of 50
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+    )
+    torch.manual_seed(asked["seed"])
+    given = torch.tensor([ids])
+    (found,) = model.float().eval().generate(given, attention_mask=torch.ones_like(given), generation_config=how)
+    return str(tokenizer.decode(found, skip_special_tokens=True))
+
+
+def _tokens(tokenizer: Any, prompt: str) -> list[int]:
+    """Of the prompt, after the begin mark where the tokenizer puts one, and without an end."""
+    from ortlaunch.worker.data.tokens import begin_of_text
+
+    begin = [token for token in begin_of_text(tokenizer) if token == tokenizer.bos_token_id]
+    ids: list[int] = [*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
+    if not ids:
+        raise InputError("the prompt has no token; give some words")
+    return ids
+
+
+def _require_place(model: Any, prompt: int, tokens: int) -> None:
+    places = getattr(model.config, "max_position_embeddings", None)
+    if places is not None and prompt + tokens > places:
+        raise InputError(
+            f"--max-new-tokens: got {tokens}; the prompt has {prompt} tokens, and the model sees {places} in all"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""`ortlaunch generate`: which model, and refusals before a process is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import InputError
+from ortlaunch.recipe import to_yaml
+from ortlaunch.run import generate as generation
+from ortlaunch.run.folder import RunDir, write_json
+from tests import makers
+
+LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def run_of(folder: Path, task: str) -> RunDir:
+    """A run of this task with checkpoints of steps 10 and 20."""
+    config = LLAMA if task == "causal-lm" else makers.BERT
+    recipe = makers.recipe(model={"task": task, "config": config}, data=makers.WORDS)
+    found = RunDir(folder)
+    for step in (10, 20):
+        found.checkpoint(step).mkdir(parents=True)
+        (found.checkpoint(step) / "COMPLETE").touch()
+    found.recipe.write_text(to_yaml(recipe))
+    found.plan.touch()
+    return found
+
+
+def asked(model: Path, step: int | None = None) -> generation.Asked:
+    return generation.Asked(model, "The", step, 5, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("step", "finished", "taken"),
+    [(None, 20, ("run/export", None)), (None, 10, ("run", 20)), (10, 20, ("run", 10)), (None, None, ("run", 20))],
+    ids=["export", "export of another step", "asked for", "not finished"],
+)
+def test_which_model(
+    step: int | None, finished: int | None, taken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export where it is of the newest checkpoint, else that, or the one asked for; the process's exit status."""
+    run, started = run_of(tmp_path / "run", "causal-lm"), list[Any]()
+    if finished:
+        write_json(run.summary, {"steps": finished})
+        write_json(run.export / "config.json", {})
+
+    class Ended:
+        returncode = 3
+
+    monkeypatch.setattr(generation.subprocess, "run", lambda words, check: started.append(words) or Ended)
+    assert generation.generate(asked(run.path, step)) == 3
+    given = json.loads(started[0][-1])
+    assert (given["model"], given["step"]) == (str(tmp_path / taken[0]), taken[1])
+
+
+def test_refusals(tmp_path: Path) -> None:
+    """A run of another task, a model that is no causal one, a folder of neither."""
+    for task in ("masked-lm", "pretraining"):
+        run = run_of(tmp_path / task, task)
+        with pytest.raises(InputError, match=f"trains task {task}; only causal-lm generates text"):
+            generation.generate(asked(run.path))
+    write_json(tmp_path / "bert/config.json", {"architectures": ["BertForMaskedLM"]})
+    with pytest.raises(InputError, match="bert holds a BertForMaskedLM; only causal models generate text"):
+        generation.generate(asked(tmp_path / "bert"))
+    with pytest.raises(InputError, match=r"is no folder of a run \(plan.json\), nor of a model of transformers'"):
+        generation.generate(asked(tmp_path / "nothing"))
+    with pytest.raises(InputError, match=r"--step: .* is no folder of a run, and has no checkpoints"):
+        generation.generate(asked(tmp_path / "bert", 10))

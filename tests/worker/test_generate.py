@@ -1,0 +1,67 @@
+"""What a causal model goes on with: the likeliest tokens, or draws of a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.errors import InputError
+from ortlaunch.worker.generate import text
+
+SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "intermediate_size": 32, "max_position_embeddings": 16}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=1.0))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Words w3 to w19, and a begin mark before each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 20)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def asked(prompt: str = "w3 w4", **changes: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "tokens": 6, "temperature": 0.0, "seed": 0, **changes}
+
+
+def test_the_likeliest(model: Any, tokenizer: Any) -> None:
+    """As a loop of whole passes finds them, after the begin mark and without the tokenizer's end mark."""
+    ids = [0, 3, 4]
+    with torch.no_grad():
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+    assert text(model, tokenizer, asked()) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert len(ids) > 4
+
+
+def test_draws(model: Any, tokenizer: Any) -> None:
+    """The same for a seed, others for another."""
+    found = [text(model, tokenizer, asked(temperature=2.0, seed=seed)) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+    assert found[0].startswith("w3 w4")
+
+
+def test_what_does_not_fit(model: Any, tokenizer: Any) -> None:
+    """More tokens than the model sees, and no token at all."""
+    with pytest.raises(InputError, match="--max-new-tokens: got 14; the prompt has 3 tokens, and the model sees 16 in"):
+        text(model, tokenizer, asked(tokens=14))
+    tokenizer = type("Bare", (), {"bos_token_id": None, "__call__": lambda *_, **__: {"input_ids": []}})()
+    with pytest.raises(InputError, match="the prompt has no token"):
+        text(model, tokenizer, asked(""))
