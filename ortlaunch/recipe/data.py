@@ -43,7 +43,8 @@ class Corpus(Section):
     text_column: Text = "text"
     """Column that holds the text."""
     label_column: Text = "label"
-    """Column that holds the class, for sequence-classification: an integer from 0."""
+    """Column that holds the class, for sequence-classification: an integer from 0, or a word; words are numbered in the
+    order of the alphabet, and stand in the exported model's config (`id2label`)."""
     factory: Optional[Text] = None
     """`package.module:function` for format custom: returns an object with `__len__` and `__getitem__`; each
     item is a mapping from the names that the model's forward takes to tensors (or numbers)."""

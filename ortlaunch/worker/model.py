@@ -171,6 +171,9 @@ def _config(recipe: Recipe, data: Data) -> Any:
     if kind not in (None, config.model_type):
         raise InputError(f"model.config.model_type: got {kind}, and model.pretrained is of type {config.model_type}")
     _refuse_unknown(fields, config)
+    if data.label_names and fields.setdefault("num_labels", len(data.label_names)) != len(data.label_names):
+        told = f"got {fields['num_labels']}, and the labels are {len(data.label_names)} words"
+        raise InputError(f"model.config.num_labels: {told}")
     fields = {**_from_data(data, config, source is None), **fields}
     try:
         if source is None:
@@ -201,7 +204,10 @@ def _from_data(data: Data, config: Any, fresh: bool) -> dict[str, Any]:
             found[name] = word
     if data.tokenizer is not None and fresh:
         found["vocab_size"] = padded_vocabulary(len(data.tokenizer))
-    if _classes(data):
+    if data.label_names:
+        found["id2label"] = dict(enumerate(data.label_names))
+        found["label2id"] = {word: number for number, word in found["id2label"].items()}
+    elif _classes(data):
         found["num_labels"] = max(config.num_labels, _classes(data))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from ortlaunch.recipe.data import Corpus, MaskedLm
-from ortlaunch.worker.data import IGNORED, Blocks, LabelledTexts, MaskedBlocks
+from ortlaunch.worker.data import IGNORED, Blocks, LabelledTexts, MaskedBlocks, Mixture
 from ortlaunch.worker.data import labelled as labelled_module
+from ortlaunch.worker.data.labelled import number_labels
 from ortlaunch.worker.data.reading import DataError
 
 CLS, SEP, MASK, WORDS = 1, 2, 3, 400
@@ -212,12 +214,13 @@ GOOD = '{"text": "a", "label": 1}\n'
     [
         ('{"text": "a"}', "x.jsonl:1: no column 'label'; it has text"),
         ('{"label": 1}', "x.jsonl:1: no column 'text'; it has label"),
-        ('{"text": "a", "label": "good"}', "x.jsonl:1: label is 'good'; a class is an integer from 0"),
-        ('{"text": "a", "label": 0.5}', "x.jsonl:1: label is 0.5; a class is an integer from 0"),
-        ('{"text": "a", "label": true}', "x.jsonl:1: label is True; a class is an integer from 0"),
+        ('{"text": "a", "label": ""}', "x.jsonl:1: label is ''; a class is a word, or an integer from 0"),
+        (GOOD + '{"text": "a", "label": "good"}', "x.jsonl:2: label is 'good', and the first row's is 1; give words"),
+        ('{"text": "a", "label": 0.5}', "x.jsonl:1: label is 0.5; a class is a word, or an integer from 0"),
+        ('{"text": "a", "label": true}', "x.jsonl:1: label is True; a class is a word, or an integer from 0"),
         ('{"text": ["a", "b"], "label": 1}', r"x.jsonl:1: text is \['a', 'b'\]; it must be text"),
-        (GOOD + '{"text": "a", "label": -1}', "x.jsonl:2: label is -1; a class is an integer from 0"),
-        (GOOD + '{"text": "a", "label": null}', "x.jsonl:2: label is None; a class is an integer from 0"),
+        (GOOD + '{"text": "a", "label": -1}', "x.jsonl:2: label is -1; a class is a word, or an integer from 0"),
+        (GOOD + '{"text": "a", "label": null}', "x.jsonl:2: label is None; a class is a word, or an integer from 0"),
         (GOOD * 2 + '{"text": null, "label": 1}', "x.jsonl:3: text is None; it must be text"),
         ("", "x.jsonl: is empty"),
     ],
@@ -226,6 +229,39 @@ def test_bad_rows_are_named(lines: str, message: str, tmp_path: Path) -> None:
     """A row without text or without a class is told by file and line, and so is that there are none."""
     with pytest.raises(DataError, match=message):
         labelled(tmp_path / "x.jsonl", lines)
+
+
+def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
+    """By the library's class_encode_column; over all sources of a mixture, and the same in the evaluation."""
+    import datasets
+
+    words = ["good", "bad", "very bad", "bad", "Good", "äh"]
+    lines = [json.dumps({"text": "a", "label": word}) + "\n" for word in words]
+    one, other, held_out = (
+        labelled(tmp_path / f"{n}.jsonl", "".join(part)) for n, part in enumerate((lines[:3], lines[3:], lines[1:2]))
+    )
+    mixture = Mixture([one, other], [1, 1])
+    theirs = datasets.Dataset.from_dict({"label": words}).class_encode_column("label")
+    assert number_labels(mixture, held_out) == theirs.features["label"].names
+    assert [int(mixture.sample(i, 0)["labels"]) for i in range(6)] == theirs["label"][:]
+    assert int(held_out.sample(0, 0)["labels"]) == theirs["label"][1]
+    assert mixture.classes == 5
+
+
+def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
+    """A word that was never trained, and words beside numbers."""
+    word, number, same = (
+        labelled(tmp_path / f"{n}.jsonl", "".join(f'{{"text": "a", "label": {label}}}\n' for label in rows))
+        for n, rows in enumerate((['"a"', '"b"'], [1, 0], ['"b"', '"b"']))
+    )
+    unknown = labelled(tmp_path / "c.jsonl", '{"text": "a", "label": "c"}')
+    with pytest.raises(DataError, match="words in one source and numbers in another"):
+        number_labels(Mixture([word, number], [1, 1]), None)
+    with pytest.raises(DataError, match=r"data.evaluation: label 'c' is in no row of data.train, which has 2"):
+        number_labels(word, unknown)
+    with pytest.raises(DataError, match="every label is 'b'"):
+        number_labels(same, None)
+    assert number_labels(number, number) == []
 
 
 def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

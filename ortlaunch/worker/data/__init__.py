@@ -8,7 +8,7 @@ from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import Corpus, MaskedLm
 from ortlaunch.worker.data.batches import Batches
-from ortlaunch.worker.data.labelled import LabelledTexts
+from ortlaunch.worker.data.labelled import LabelledTexts, number_labels
 from ortlaunch.worker.data.mixture import Mixture, source_seed
 from ortlaunch.worker.data.own import OwnSamples, call
 from ortlaunch.worker.data.reading import DataError
@@ -33,6 +33,7 @@ class Data:
         self.train = _training(recipe, self.tokenizer, tell)
         evaluation = recipe.data.evaluation
         self.evaluation = None if evaluation is None else make_samples(recipe, evaluation, self.tokenizer, tell=tell)
+        self.label_names = number_labels(self.train, self.evaluation)
 
 
 def load_data(recipe: Recipe, group: DistributedContext, data: Data | None = None) -> Data:
