@@ -72,7 +72,7 @@ def _guardians(seconds: float) -> float:
         run = RunDir(Path(place))
         write_text(run.plan, _plan().to_json())
         dogs = [Watchdog(Rank(rank, 2, rank, 2), run) for rank in range(2)]
-        children = [Child(_sleeper(), run.asked(rank)) for rank in range(2)]
+        children = [Child(_sleeper(), run, rank, None) for rank in range(2)]
         _meet(dogs)
         began = time.process_time()
         for _ in range(int(seconds * 10)):

@@ -119,6 +119,8 @@ class Child:
         return os.getppid() != self._parent or self.surroundings.are_gone()
 
     def _end_now(self, number: int) -> None:
+        if self._has_ended(0):  # by itself, of which its guardian has not heard yet
+            return
         self.ended_by_us = True
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
         self.send(signal.SIGKILL if self.listens else number if number != signal.SIGUSR1 else signal.SIGTERM)
@@ -142,10 +144,16 @@ class Child:
         """
         if self._status is not None:
             return not (os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == number)
-        with contextlib.suppress(AttributeError, ChildProcessError):  # not on macOS; or waited for just now
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # waited for just now
+            found = self._own_end()
             return found is not None and (found.si_code, found.si_status) != (os.CLD_KILLED, number)
-        return hasattr(os, "waitid")
+        return True
+
+    def _own_end(self) -> os.waitid_result | None:
+        """How it has ended, where nobody has waited for it yet."""
+        if not hasattr(os, "waitid"):  # macOS
+            return None
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def send(self, number: int) -> None:
         """Send it a signal, if it has not been waited for."""

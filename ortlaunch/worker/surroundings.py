@@ -46,8 +46,8 @@ class Surroundings:
     def others_stopped(self) -> bool:
         """Whether what ended the others was a stop that came before they had something to save."""
         with contextlib.suppress(OSError, ValueError):
-            kinds = {read_json(path)["type"] for path in self._failures() if path != self.run.error(self.rank)}
-            return kinds == {"Stopped"}
+            others = [read_json(path) for path in self._failures() if path != self.run.error(self.rank)]
+            return {one["type"] for one in others if not one["secondary"]} == {"Stopped"}
         return False
 
     def wake(self) -> None:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
-from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker.child import Child
 from tests.makers import host, plan, recipe
 
 GUARDED = """
@@ -198,7 +199,23 @@ def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     assert (ended.status, ended.record) == (0, None)
 
 
-STOPPED = "write_json(RunDir(sys.argv[2]).error(0), {'type': 'Stopped'})"
+STOPPED = "write_json(RunDir(sys.argv[2]).error(0), {'type': 'Stopped', 'secondary': False})"
+
+
+def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
+    """It is dead, and before its guardian looks, the other rank told that it lost it: that is no end by its run."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        time.sleep(9)
+        os._exit(0)
+    child = Child(pid, run, 1, 60.0)
+    child.pass_on(signal.SIGUSR1)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    write_json(run.error(0), {"type": "RuntimeError", "secondary": True})
+    child.pass_on(signal.SIGTERM)
+    assert child.poll() == signal.SIGUSR1
+    assert (child.ended_by_us, child.asked) == (False, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(("others", "status"), [(FAILED, -15), (STOPPED, 85)])
