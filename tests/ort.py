@@ -16,7 +16,7 @@ needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training
 
 def build() -> None:
     """The extensions, built once per stack by the command that `ortlaunch setup` runs."""
-    if not extensions.is_built():
+    if extensions.missing():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
 
 

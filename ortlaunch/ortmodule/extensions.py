@@ -112,11 +112,6 @@ def _damage(name: str) -> str:
     return changed(folder / f"{name}.seal")
 
 
-def is_built() -> bool:
-    """True when the cache holds every wanted extension."""
-    return not missing()
-
-
 def build() -> list[str]:
     """Build what is missing into the cache and return its names; two builders of one cache take turns.
 

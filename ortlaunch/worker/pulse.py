@@ -178,9 +178,6 @@ class Activity:
         self._before, self._at = used, now
         return now - self._active
 
-    def _differ(self, before: tuple[float, int], now: tuple[float, int], passed: float) -> bool:
-        return now[0] - before[0] > self._SHARE * passed or now[1] - before[1] > self._BYTES * passed
-
     def _used(self) -> tuple[float, int] | None:
         """Seconds of processor time and bytes passed to and from files and sockets; None where nothing says."""
         try:

@@ -102,7 +102,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     home = tmp_path_factory.mktemp("parity")
     (home / "parity_toys.py").write_text(TOYS)
     (home / "cache").mkdir()
-    if not extensions.is_built():
+    if extensions.missing():
         subprocess.run([sys.executable, "-m", extensions.__name__], check=True, timeout=280)
     (home / "cache" / "extensions").symlink_to(extensions.cache_dir().parent.resolve())
 
