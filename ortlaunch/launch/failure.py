@@ -183,7 +183,18 @@ def _lost_text(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None)
     here = all(plan.node_of(rank).host in LOCAL_NAMES for rank in ranks)
     why = _memory(oom_kills) if here and oom_kills is not None else _OFTEN_MEMORY
     lost = f"{_names(plan, ranks)} vanished without a word, as a process killed by SIGKILL does"
-    return f"ortlaunch: {lost}{why}\nlogs: {run.logs}"
+    return f"ortlaunch: {lost}{why}{_last_line(run, ranks)}\nlogs: {run.logs}"
+
+
+def _last_line(run: RunDir, ranks: list[int]) -> str:
+    """Of the first log of theirs that has one: what ended them may have written it, as MPI does before it aborts."""
+    for rank in ranks:
+        path = run.log(rank, "err")
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+        last = next((line.strip() for line in reversed(lines) if line.strip("\0 ")), None)
+        if last is not None:
+            return f"\nlast line of {path.name}: {last[:300]}"
+    return ""
 
 
 def _memory(oom_kills: int | None) -> str:

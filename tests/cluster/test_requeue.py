@@ -56,6 +56,7 @@ def test_preemption(home: Home, undisturbed: dict[int, float]) -> None:
     check(home, job, undisturbed, 12)
 
 
+@pytest.mark.long
 def test_a_time_limit(home: Home, undisturbed: dict[int, float]) -> None:
     """The signal before it, which Slurm sends half a minute early: turns of half a minute to one make a longer run."""
     job = submitted(home, LONG, "submit.time='1:00'", "submit.signal_seconds=1")

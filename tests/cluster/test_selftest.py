@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.lab import LOGIN, Lab
 from tests.e2e.runs import COMMAND, environment
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_every_backend_is_equal(lab: Lab, tmp_path: Path) -> None:

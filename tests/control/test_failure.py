@@ -96,6 +96,15 @@ def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: Ru
     assert explain_end(run, 1) == End(137, LOST.format(names, run.logs))
 
 
+def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
+    """MPI writes why it aborts to the error output, and takes the guardian along."""
+    for rank in (0, 1, 2):
+        echo(run, rank, time=1.0)
+    run.log(3, "err").write_text("Abort(1) on node 3\nucx function failed (Shared memory error)\n\n")
+    said = explain_end(run, 1).text.splitlines()
+    assert said[1] == "last line of rank_00003.err: ucx function failed (Shared memory error)"
+
+
 @pytest.mark.parametrize(
     ("kills", "name", "hint"),
     [
