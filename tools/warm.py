@@ -23,6 +23,7 @@ def load() -> None:
     import onnx  # noqa: F401
     import onnxruntime  # noqa: F401
     import torch
+    import torch._inductor.compile_fx
     import torch.onnx
 
     import ortlaunch.cli
