@@ -59,12 +59,15 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     from ortlaunch.worker.data import Data
     from ortlaunch.worker.matmul_precision import matmul_precision
     from ortlaunch.worker.meeting import beating
+    from ortlaunch.worker.model import config_of
     from ortlaunch.worker.session import build_session
 
     data = None
     if not recipe.data.is_custom:  # whose function may want the group
         progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it
         data = Data(recipe, progress.tell)
+        if recipe.model.task != "custom":
+            config_of(recipe, data)  # that tokenizer and labels fit into the model
     if rank.world_size > 1:
         progress.doing(MEETING)
     with distributed.group(plan, rank, run) as group, matmul_precision(recipe.engine.matmul_precision):

@@ -142,7 +142,7 @@ def _checkpoint_gradients(model: nn.Module) -> None:
 def _transformers_model(recipe: Recipe, data: Data) -> tuple[nn.Module, Loaded | None]:
     import transformers
 
-    config = _config(recipe, data)
+    config = config_of(recipe, data)
     attention = attention_of(recipe)
     auto = getattr(transformers, _AUTO_CLASSES[recipe.model.task])
     try:
@@ -157,7 +157,12 @@ def _transformers_model(recipe: Recipe, data: Data) -> tuple[nn.Module, Loaded |
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
 
 
-def _config(recipe: Recipe, data: Data) -> Any:
+def config_of(recipe: Recipe, data: Data) -> Any:
+    """The config of a model of transformers, without its weights.
+
+    Raises:
+        InputError: recipe, data and model do not fit together.
+    """
     from transformers import AutoConfig
 
     fields, source = dict(recipe.model.config or {}), recipe.model.pretrained

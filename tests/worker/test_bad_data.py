@@ -1,0 +1,61 @@
+"""Bad data end a rank with file and line before it meets the others, exit status 2."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import InputError
+from ortlaunch.rank import Rank
+from ortlaunch.recipe import to_yaml
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker import __main__ as rank_main
+from ortlaunch.worker.pulse import Pulse
+from tests.makers import BERT, bert, plan
+
+GOOD = b'{"text": "some words", "label": 1}\n' * 3
+CLASSES = "sequence-classification"
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No rank may be met, and this process stays as it is."""
+    thresholds = gc.get_threshold()
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(rank_main, "keep_freed_memory", lambda _: None)
+    monkeypatch.setattr("ortlaunch.worker.distributed.group", lambda *_: pytest.fail("the ranks met"))
+    yield
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "config", "message"),
+    [
+        ("masked-lm", b"", {}, r"a.jsonl: is empty"),
+        ("masked-lm", GOOD + b'{"text": "a"', {}, r"a.jsonl:4:13: is no JSON"),
+        ("masked-lm", GOOD + b'{"txt": "a"}', {}, r"a.jsonl:4: no column 'text'; it has txt"),
+        ("masked-lm", GOOD + b'{"text": "\xff"}', {}, r"a.jsonl:4: is not UTF-8"),
+        ("masked-lm", GOOD * 9, {"vocab_size": 5}, r"model.config.vocab_size: got 5, and the tokenizer has \d+ words"),
+        (CLASSES, GOOD + b'{"text": "a", "label": -1}', {}, r"a.jsonl:4: label is -1"),
+        (CLASSES, GOOD, {"num_labels": 1}, r"model.config.num_labels: got 1, and the data has 2 classes"),
+    ],
+)
+def test_before_the_ranks_meet(task: str, content: bytes, config: Any, message: str, tmp_path: Path) -> None:
+    """Each with its place, or with both numbers that do not fit."""
+    path, run = tmp_path / "a.jsonl", RunDir(tmp_path / "run")
+    path.write_bytes(content)
+    run.path.mkdir()
+    words = {"train": "wordpiece", "vocab_size": 300}
+    data = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": words, "sequence_length": 8}
+    made = bert(model={"task": task, "config": {**BERT, **config}}, data=data)
+    run.recipe.write_text(to_yaml(made))
+    run.plan.write_text(plan(made).to_json())
+    watchdog: Any = SimpleNamespace(pulse=Pulse(), take=lambda _: None)
+    with pytest.raises(InputError, match=message) as caught:
+        rank_main.live(run, Rank(0, 2, 0, 2), watchdog)
+    assert caught.value.exit_status == 2
