@@ -61,6 +61,25 @@ _MOVED = {
 }
 
 
+def forget_failed_import() -> bool:
+    """`import onnxruntime.training` alone, as for its FusedAdam: on torch 2.9 and later its import of ORTModule fails
+    without a word, and has replaced `checkpoint` of torch and DeepSpeed by then; a stand-in of a stand-in hands their
+    own arguments on to the layer."""
+    found = [_take_back(name) for name in ("torch.utils.checkpoint", "deepspeed") if name in sys.modules]
+    return any(found)
+
+
+def _take_back(name: str) -> bool:
+    module: Any = sys.modules[name]
+    module = getattr(module, "checkpointing", None) if name == "deepspeed" else module
+    before = current = getattr(module, "checkpoint", None)
+    while getattr(current, "__qualname__", "").startswith("_override_gradient_checkpoint."):
+        current = inspect.getclosurevars(current).nonlocals["original_checkpoint"]
+    if current is not before:
+        module.checkpoint = current
+    return current is not before
+
+
 # ---------------------------------------------------------------------------------- repairs after the import
 
 
@@ -155,7 +174,10 @@ def _interop_is_refused() -> bool:
 
 _CUSTOM_EXPORT = "_custom_autograd_function_exporter:_default_export"
 _SDPA = "torch.onnx.symbolic_opset14:scaled_dot_product_attention"
-_BEFORE_IMPORT: tuple[Repair, ...] = (Repair("alias_moved_exporter_modules", install=alias_moved_exporter_modules),)
+_BEFORE_IMPORT: tuple[Repair, ...] = (
+    Repair("alias_moved_exporter_modules", install=alias_moved_exporter_modules),
+    Repair("forget_failed_import", install=forget_failed_import),
+)
 # Those without more than a name are steps of an export (pipeline.py), for every torch.
 _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("load_cached_extensions", install=load_cached_extensions),
