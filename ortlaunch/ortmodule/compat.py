@@ -72,7 +72,8 @@ def forget_failed_import() -> bool:
 def _take_back(name: str) -> bool:
     module: Any = sys.modules[name]
     module = getattr(module, "checkpointing", None) if name == "deepspeed" else module
-    before = current = getattr(module, "checkpoint", None)
+    before: Any = getattr(module, "checkpoint", None)
+    current = before
     while getattr(current, "__qualname__", "").startswith("_override_gradient_checkpoint."):
         current = inspect.getclosurevars(current).nonlocals["original_checkpoint"]
     if current is not before:
