@@ -16,6 +16,7 @@ from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory
 from ortlaunch.worker.checkpoint import Found, choose, explain
 from ortlaunch.worker.data import Batches, Data, load_data
+from ortlaunch.worker.deepspeed.take_in import take_in
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
 from ortlaunch.worker.identity import identity
@@ -70,7 +71,9 @@ def build_session(
     progress.doing("building the model")
     model = build_model(recipe, data)
     trained_on = identity(data.train, model)
-    if found is not None:
+    if found is None:
+        found = take_in(run, recipe, plan, model, len(data.train), group)
+    else:
         explain(run, recipe, found, trained_on, group)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
     batches = Batches(data.train, plan.batch, recipe.seed)
