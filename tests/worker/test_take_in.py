@@ -53,7 +53,7 @@ def model_file(**changed: Any) -> dict[str, Any]:
     weights = OrderedDict(weight=torch.zeros(2, 3), bias=torch.zeros(2))
     made = {"module": weights, "buffer_names": [], "optimizer": None, "ds_version": "0.19.8", "skipped_steps": 0,
             "param_shapes": [OrderedDict((name, value.shape) for name, value in weights.items())], "global_steps": 5,
-            "global_samples": 30, "mp_world_size": 1, "ds_config": {"train_batch_size": 6}}  # fmt: skip
+            "global_samples": 30, "mp_world_size": 1, "ds_config": "ds.json"}  # fmt: skip
     return {**made, **changed}
 
 
@@ -87,7 +87,9 @@ def taken(run: RunDir, model: nn.Module | None = None, **train: Any) -> Any:
 
 def test_weights_moments_and_what_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By name, out of two ranks' flat tensors; each number of theirs that does not hold has its line."""
-    found = taken(written(tmp_path, model_file(lr_scheduler={"last": 5}), rank_file(0), rank_file(1)))
+    found = taken(
+        written(tmp_path, model_file(lr_scheduler={"last": 5}), rank_file(0), rank_file(1, dynamic_loss_scale=True))
+    )
     shards = Shards(found.folder)
     assert (found.step, shards.index["state"]) == (5, {"step": 5, "samples": 30, "skipped": 0})
     for kind, first in (("weight", 0), ("exp_avg", 10), ("exp_avg_sq", 20)):
@@ -98,6 +100,7 @@ def test_weights_moments_and_what_is_said(tmp_path: Path, capsys: pytest.Capture
     assert shards.numbers["step"] == {"model.weight": 7.0, "model.bias": 7.0}
     assert capsys.readouterr().out.splitlines() == [
         f"taken in as step 5: {tmp_path}/theirs of DeepSpeed 0.19.8, ZeRO 1 on 2 ranks; 30 samples seen",
+        "  not taken: its loss scale; under fp16 it begins anew",
         "  not taken: its learning_rate 0.1; the recipe's holds: 0.2",
         "  not taken: its global batch of 6; the recipe's holds: 2",
         "  not taken: its schedule, its gradient clipping, random numbers and order of samples; the recipe's hold",
@@ -162,6 +165,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "tensor parallel": ({"mp_world_size": 2}, {}, r"is of a model in parts \(mp_world_size 2\); here every rank has"),
     "not DeepSpeed's": ({"module": None}, {}, r"model_states.pt was not written by DeepSpeed's engine.save_checkpoint"),
     "another form": ({}, {"base_optimizer_state": {}}, r"theirs is not as DeepSpeed 0.19.8 writes it: KeyError: "),
+    "no such buffer": ({"buffer_names": ["seen"]}, {}, r"not as DeepSpeed 0.19.8 writes it: KeyError: 'seen'$"),
+    "no counter": ({"global_steps": None}, {}, r"as DeepSpeed 0.19.8 writes it: TypeError: global_steps is None$"),
     "weights alone": ({"param_shapes": None}, {}, r"has weights and no optimizer's state; give them as model.pret"),
     "groups without names": (unsharded([0], [1]), {}, r"has 2 parameter groups, and under ZeRO 0 no names; under ZeRO"),
     "other parameters": (unsharded([0, 1, 2]), {}, r"has the state of 3 parameters, and 2 are trained here; under"),

@@ -40,7 +40,7 @@ class Foreign:
     how: str
     """Which ZeRO stage, on how many ranks."""
     model: dict[str, Any]
-    """All of the model's file."""
+    """All of the model's file, with its counters and buffers."""
     shapes: Shapes
     """Of the trained parameters."""
     pieces: list[Piece]
@@ -62,6 +62,7 @@ def read_foreign(folder: Path, trained: Shapes) -> Foreign:
     model = read_pickled(path)
     try:
         _require_whole_model(path, model)
+        _require_counters_and_buffers(model)
         return _sharded(folder, model) if model.get("param_shapes") else _unsharded(path, model, trained)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         raise InputError(f"{folder} is not as DeepSpeed 0.19.8 writes it: {type(error).__name__}: {error}") from None
@@ -75,6 +76,15 @@ def _require_whole_model(path: Path, model: dict[str, Any]) -> None:
     split += [name for name in ("ds_autoep_layers", "autoep_layers") if model.get(name)]
     if split:
         raise InputError(f"{path} is of a model in parts ({', '.join(split)}); here every rank has the whole model")
+
+
+def _require_counters_and_buffers(model: Mapping[str, Any]) -> None:
+    for name in ("global_steps", "skipped_steps"):
+        if not isinstance(model[name], int):
+            raise TypeError(f"{name} is {model[name]!r}")
+    for name in model["buffer_names"]:
+        if not isinstance(model["module"][name], torch.Tensor):
+            raise TypeError(f"{name} is no tensor")
 
 
 def _sharded(folder: Path, model: dict[str, Any]) -> Foreign:
@@ -99,7 +109,12 @@ def _sharded(folder: Path, model: dict[str, Any]) -> Foreign:
         if ends.get(name, 0) != torch.Size(shape).numel():
             raise InputError(f"{folder} has {ends.get(name, 0):,} of {torch.Size(shape).numel():,} elements of {name}")
     stage = int(state.get("zero_stage", 1))
-    return Foreign(f"ZeRO {stage} on {len(files)} rank{'s' * (len(files) > 1)}", model, shapes, pieces, groups)
+    how = f"ZeRO {stage} on {len(files)} rank{'s' * (len(files) > 1)}"
+    return Foreign(how, model, shapes, pieces, groups, _scale_notes(state))
+
+
+def _scale_notes(state: Mapping[str, Any]) -> list[str]:
+    return ["not taken: its loss scale; under fp16 it begins anew"] if state.get("dynamic_loss_scale") else []
 
 
 def _files_of_ranks(folder: Path) -> list[Path]:
@@ -183,7 +198,7 @@ def _unsharded(path: Path, model: dict[str, Any], trained: Shapes) -> Foreign:
     states = (inner["state"].get(key, {}) for key in keys)
     pieces = [_whole(path, *each) for each in zip(names, weights, states)]
     shapes = {name: tuple(weight.shape) for name, weight in zip(names, weights)}
-    return Foreign("ZeRO 0", model, shapes, pieces, list(inner["param_groups"]), notes)
+    return Foreign("ZeRO 0", model, shapes, pieces, list(inner["param_groups"]), notes + _scale_notes(optimizer))
 
 
 def _whole(path: Path, name: str, weight: torch.Tensor, kept: Mapping[str, Any]) -> Piece:

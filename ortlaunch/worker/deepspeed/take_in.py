@@ -67,15 +67,16 @@ def _take_in(folder: Path, run: RunDir, recipe: Recipe, plan: Plan, model: LossM
     foreign = read_foreign(folder, shapes)
     _require_same_model(folder, foreign, shapes, _without_prefix(buffers_of(model)))
     _require_same_frozen(folder, foreign, model)
-    step, samples = int(foreign.model["global_steps"]), _samples(foreign, plan)
+    step, samples = foreign.model["global_steps"], _samples(foreign, plan)
     _require_something_left(folder, recipe, step, samples, data)
-    state = {"step": step, "samples": samples, "skipped": int(foreign.model.get("skipped_steps", 0))}
+    state = {"step": step, "samples": samples, "skipped": foreign.model["skipped_steps"]}
+    lines = list(_told(foreign, recipe, plan, samples))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     write(run, {}, alone, _snapshot(foreign, state, shapes, _without_prefix(buffers_of(model))), step, samples)
     saves.record(run, SaveLine(step, round(time.perf_counter() - began, 3)))
     version = foreign.model["ds_version"]
     print(f"taken in as step {step}: {folder} of DeepSpeed {version}, {foreign.how}; {samples:,} samples seen")
-    print(*(f"  {line}" for line in _told(foreign, recipe, plan, samples)), sep="\n", flush=True)
+    print(*(f"  {line}" for line in lines), sep="\n", flush=True)
 
 
 def _require_something_left(folder: Path, recipe: Recipe, step: int, samples: int, data: int) -> None:
@@ -126,7 +127,7 @@ def _samples(foreign: Foreign, plan: Plan) -> int:
         return int(model["global_samples"])
     size = plan.batch.global_samples
     foreign.notes.append(f"its file counts no samples: taken for its steps x this recipe's {size}")
-    return int(model["global_steps"]) * size
+    return int(model["global_steps"] * size)
 
 
 def _snapshot(
@@ -163,11 +164,8 @@ def _told(foreign: Foreign, recipe: Recipe, plan: Plan, samples: int) -> Iterato
             yield f"not taken: its {name} {', '.join(map(str, there))}; the recipe's holds: {here}"
     if any(group.get("decoupled_weight_decay") is False and group.get("weight_decay") for group in foreign.groups):
         yield "not taken: its weight decay as a part of the gradient (torch's Adam); the recipe's is decoupled"
-    config = foreign.model.get("ds_config") or {}
-    if (size := config.get("train_batch_size", plan.batch.global_samples)) != plan.batch.global_samples:
-        yield f"not taken: its global batch of {size}; the recipe's holds: {plan.batch.global_samples}"
-    if (config.get("fp16") or {}).get("enabled"):
-        yield "not taken: its loss scale; under precision: fp16 it begins anew"
+    if (size := samples / max(1, foreign.model["global_steps"])) != plan.batch.global_samples:
+        yield f"not taken: its global batch of {size:g}; the recipe's holds: {plan.batch.global_samples}"
     schedule = "its schedule, " if foreign.model.get("lr_scheduler") else ""
     yield f"not taken: {schedule}its gradient clipping, random numbers and order of samples; the recipe's hold"
     yield f"the next sample is number {samples + 1:,} of the recipe's order"
