@@ -165,3 +165,14 @@ def test_the_installed_texts(said: dict[str, str]) -> None:
         ("hostfile mpich", "hostfiles/mpich"),
     ):
         assert said[words] == (ROOT / file).read_text(), words
+
+
+def test_the_repository_holds_texts_alone() -> None:
+    """A `git add -A` beside `pip download` once put 26 MB of wheels into it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+    assert len(files) > 100
+    binaries = [file.name for file in files if b"\0" in file.read_bytes()[:8192]]
+    assert binaries == ["file-control-character.yaml"]
