@@ -109,6 +109,9 @@ class Optimizer(Section):
     """Decoupled weight decay (adam, lamb); L2 for sgd."""
     no_decay: Words = ("bias", "norm", "LayerNorm")
     """Parameters whose name contains one of these words get no weight decay."""
+    always_adapt: bool = False
+    """lamb: scale every tensor by its own norm, as the paper's algorithm. False: only those with weight decay, as
+    NVIDIA's FusedLAMB and Google's BERT."""
 
 
 class Zero(Section):

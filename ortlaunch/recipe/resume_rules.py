@@ -57,7 +57,7 @@ RULES: dict[str, RuleOf] = {
         _EFFECT, "global_size micro_size accumulation_steps", "batch"
     ),  # world.global_samples tells what comes of it
     "optimizer.name": _optimizer,
-    **_all(_EFFECT, "learning_rate betas epsilon momentum weight_decay no_decay", "optimizer"),
+    **_all(_EFFECT, "learning_rate betas epsilon momentum weight_decay no_decay always_adapt", "optimizer"),
     **_all(_EFFECT, "name warmup_steps warmup_ratio minimum_ratio power decay_ratio decay_type", "schedule"),
     "precision": Rule(REFUSED, "precision", "the weights are float32 in any, and the steps are not the same"),
     **_all(_EFFECT, "name allow_fallback memory_optimization memory_optimization_config", "engine"),

@@ -23,7 +23,7 @@ from ortlaunch.recipe.submit_rules import submit_rules
 _OPTIMIZER_FIELDS = {
     "fused_adam": ("betas", "epsilon"),
     "adamw": ("betas", "epsilon"),
-    "lamb": ("betas", "epsilon"),
+    "lamb": ("betas", "epsilon", "always_adapt"),
     "sgd": ("momentum",),
 }
 _PARITY = ("parity_steps", "parity_tolerance")
@@ -151,7 +151,7 @@ def _near_multiples(total: int, unit: int) -> str:
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     optimizer, zero = recipe.optimizer, recipe.zero
     takes = _OPTIMIZER_FIELDS[optimizer.name]
-    for key in sorted({"betas", "epsilon", "momentum"} & chosen(optimizer) - set(takes)):
+    for key in sorted({"betas", "epsilon", "momentum", "always_adapt"} & chosen(optimizer) - set(takes)):
         yield (f"optimizer.{key}", "optimizer.name"), DOES_NOTHING.format(optimizer.name, " and ".join(takes))
     if optimizer.name == "lamb" and zero is not None and zero.stage > 0:
         yield (

@@ -17,8 +17,8 @@ _PORTION = 1 << 25
 class Lamb(torch.optim.Optimizer):
     """LAMB with bias correction and decoupled weight decay.
 
-    Tensors without weight decay keep a trust ratio of 1, as in FusedLAMB (use_nvlamb=False). It must see whole
-    tensors: on flattened partitions every ratio is wrong.
+    Tensors without weight decay keep a trust ratio of 1, as in FusedLAMB (use_nvlamb=False), but with `always_adapt`,
+    as in the paper's algorithm. It must see whole tensors: on flattened partitions every ratio is wrong.
     """
 
     def __init__(
@@ -28,7 +28,9 @@ class Lamb(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.0,
+        always_adapt: bool = False,
     ) -> None:
+        self.always_adapt = always_adapt
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -53,6 +55,7 @@ class Lamb(torch.optim.Optimizer):
         updates = torch._foreach_div(torch._foreach_div(means, 1 - first ** group["step"]), roots)
         if group["weight_decay"]:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        if group["weight_decay"] or self.always_adapt:
             torch._foreach_mul_(updates, self._trust_ratios(parameters, updates))
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 

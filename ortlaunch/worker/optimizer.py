@@ -28,7 +28,7 @@ def build_optimizer(recipe: Optimizer, model: nn.Module, engine: str, device: to
     if recipe.name == "lamb":
         from ortlaunch.worker.lamb import Lamb
 
-        return Chosen(Lamb(groups, **adam), "ortlaunch.worker.lamb.Lamb", "", notes)
+        return Chosen(Lamb(groups, **adam, always_adapt=recipe.always_adapt), "ortlaunch.worker.lamb.Lamb", "", notes)
     if recipe.name == "sgd":
         return Chosen(torch.optim.SGD(groups, momentum=recipe.momentum, **rate), "torch.optim.SGD", "", notes)
     if recipe.name == "adamw":

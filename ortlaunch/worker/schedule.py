@@ -24,8 +24,9 @@ def factor(schedule: Schedule, step: int, max_steps: int) -> float:
 
     linear, cosine, constant and wsd are transformers' get_*_schedule_with_warmup and get_wsd_schedule, with
     `minimum_ratio` as its min_lr_rate after the warm-up; polynomial is BERT's own, (1 - step / max_steps) ** power
-    after the warm-up (NVIDIA's PolyWarmUpScheduler). The warm-up is from 0 and one step ahead of theirs: its first
-    step is 1 / warmup instead of 0, so that no step is without effect.
+    after the warm-up. The warm-up is from 0 and one step ahead of transformers': its first step is 1 / warmup
+    instead of 0. NVIDIA's PolyWarmUpScheduler has the same warm-up and is one step ahead of this decay: its last step
+    is at 0. So no step is without effect.
     """
     warmup = warmup_steps(schedule, max_steps)
     if step < warmup:

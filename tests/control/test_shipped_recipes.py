@@ -59,8 +59,8 @@ def editor() -> Any:
 def test_the_families_are_complete() -> None:
     """Both families, from the published size to one for a laptop."""
     names = {str(path.relative_to(RECIPES).with_suffix("")) for path in FILES}
-    bert = {f"bert-large/{name}" for name in ("phase1", "phase2", "tiny")}
-    llama = {f"llama2-7b/{name}" for name in ("pretrain", "finetune", "lora", "tiny")}
+    bert = {f"bert-large/{name}" for name in ("phase1", "phase1-linear", "phase2", "tiny")}
+    llama = {f"llama2-7b/{name}" for name in ("pretrain", "finetune", "lora", "lora-classification", "tiny")}
     assert names == bert | llama
 
 
@@ -187,7 +187,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "batch.micro_size": 4096 // 512, "optimizer.learning_rate": 4e-3, "schedule.warmup_ratio": 0.128,
         "train.max_steps": 1563,
     },
+    "bert-large/phase1-linear": {
+        **BOTH_PHASES, "data.sequence_length": 128, "schedule.name": "linear", "schedule.power": 1.0,
+        "batch.global_size": 64000, "batch.micro_size": 40, "optimizer.learning_rate": 6e-3,
+        "schedule.warmup_ratio": 0.2843, "train.max_steps": 7038,
+    },
     "llama2-7b/pretrain": {
+        "model.pretrained": None, "model.lora": None, "optimizer.name": "fused_adam", "batch.global_size": 1024,
+        "train.max_steps": 500_000,
         "model.config": {
             "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
             "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
@@ -207,6 +214,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "batch.accumulation_steps": 1, "optimizer.learning_rate": 2e-5, "schedule.name": "linear",
         "schedule.minimum_ratio": 0.0, "zero.stage": 2,
     },
+    "llama2-7b/lora-classification": {
+        "model.task": "sequence-classification", "model.lora.r": 2, "model.lora.alpha": 32, "model.lora.dropout": 0.1,
+        "model.lora.target_modules": ["q_proj", "v_proj"], "data.sequence_length": 128, "batch.micro_size": 16,
+        "batch.accumulation_steps": 1, "optimizer.learning_rate": 2e-5, "optimizer.weight_decay": 0.0,
+        "schedule.name": "linear", "schedule.warmup_ratio": None, "schedule.warmup_steps": None, "precision": "fp16",
+        "zero.stage": 2, "zero.deepspeed": {"fp16": {"initial_scale_power": 12}}, "train.epochs": 1.0,
+        "train.max_grad_norm": 1.0,
+    },
 }  # fmt: skip
 
 
@@ -224,7 +239,7 @@ def test_a_recipe_is_as_published(name: str) -> None:
 def test_every_published_value_says_whence_it_is(name: str) -> None:
     """A line that sets a number, in optimizer, schedule, batch and train, has its source."""
     lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("data:"))
+    start = next(i for i, line in enumerate(lines) if line.startswith(("data:", "batch:")))
     numbers = [line for line in lines[start:] if re.search(r": *\[?[0-9]", line.partition("#")[0])]
     assert numbers
     assert [line for line in numbers if not re.search(r"# \[\w+\]", line)] == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 
 from ortlaunch.worker import lamb
 from ortlaunch.worker.lamb import Lamb
+from tests.worker.lamb_problem import SETTINGS, trained
 
 RATES = (0.05, 0.1, 0.1, 0.02, 0.0, 0.07)
 BETAS, EPS, DECAY = (0.9, 0.98), 1e-6, 0.01
@@ -132,3 +135,13 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
     other.load_state_dict(saved)
     train(other, resumed, gradients[len(RATES) :])
     assert all(torch.equal(a, b) for a, b in zip(whole, resumed))
+
+
+TIMM = json.loads(Path(__file__).with_name("lamb_timm.json").read_text())
+
+
+@pytest.mark.parametrize("always_adapt", [False, True], ids=["NVIDIA's", "the paper's"])
+def test_fifty_steps_are_timms(always_adapt: bool) -> None:
+    """NVIDIA's form, and the paper's, which scales what has no weight decay, too; without clipping."""
+    ours = trained(lambda groups: Lamb(groups, always_adapt=always_adapt, **SETTINGS))
+    np.testing.assert_allclose(ours, TIMM[str(always_adapt)], rtol=1e-6)

@@ -88,7 +88,10 @@ def test_wsd_is_transformers(warmup: int, steps: int, ratio: float, decay: int, 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize(("warmup", "steps"), LENGTHS)
 def test_polynomial_is_nvidias(warmup: int, steps: int, power: float) -> None:
-    """PolyWarmUpScheduler of NVIDIA's BERT: p / warmup for p < warmup, else (1 - p) ** power, p the share of steps."""
+    """PolyWarmUpScheduler of NVIDIA's BERT: p / warmup for p < warmup, else (1 - p) ** power, p the share of steps.
+
+    It counts the step that it is asked for, so that its decay is one step ahead of ours, and ends at 0.
+    """
     schedule = Schedule(name="polynomial", power=power, warmup_steps=warmup)
     for step in range(steps):
         progress = step / steps
