@@ -32,6 +32,7 @@ _VERBS = {
     **dict.fromkeys(("ls", "ps", "queue", "jobs"), "list"),
     **dict.fromkeys(("sbatch", "queue-run", "enqueue"), "submit RECIPE"),
     **dict.fromkeys(("tail", "log"), "logs RUN_FOLDER"),
+    **dict.fromkeys(("plot", "curves", "compare", "dashboard", "html"), "report RUN_FOLDER..."),
     "help": "--help",
     "version": "--version",
 }

@@ -25,6 +25,7 @@ runs/<name>-<timestamp>/
   lock job.json                                                        held while the run lives; state and verdict
   choice.json                                                          how engine.name: auto was decided
   bench.json order.json results.jsonl                                  of a variant of `ortlaunch bench`
+  report.html                                                          a page of it all, by `ortlaunch report`
 """
 
 from __future__ import annotations

@@ -1,0 +1,26 @@
+"""`ortlaunch report`: runs as one HTML page."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run folders; several stand side by side.", show_default=False),
+    ],
+    to: Annotated[
+        Optional[Path],
+        typer.Option("--to", help="The page; report.html in the run's folder if not, of several runs in this one."),
+    ] = None,
+) -> None:
+    """Write one HTML page of runs: curves, engine, memory, checkpoints, and where their recipes differ.
+
+    It reads the run folders alone, needs no network to be looked at, and a run may still go on.
+    """
+    from ortlaunch.launch.record import now
+    from ortlaunch.report import report as write
+
+    typer.echo(f"report: {write(runs, to, now())}")

@@ -1,0 +1,184 @@
+"""What a run folder holds of a run, read once for its report. Nothing is drawn here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ortlaunch.errors import InputError, OrtlaunchError
+from ortlaunch.recipe.place import SECRET
+from ortlaunch.run import status
+from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run.status import Status
+
+HIDDEN = "(not shown)"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run."""
+
+    run: RunDir
+    label: str
+    status: Status
+    recipe: dict[str, Any]
+    lines: list[dict[str, Any]]
+    """metrics.jsonl."""
+    engine: dict[str, Any]
+    memory: dict[str, Any]
+    summary: dict[str, Any]
+    environment: dict[str, Any]
+    saves: list[dict[str, Any]]
+    """saves.jsonl without the ends of commands, which are `after_saves`."""
+    after_saves: list[dict[str, Any]]
+    bad_steps: list[dict[str, Any]]
+    slow_ranks: list[dict[str, Any]]
+    commands: list[dict[str, Any]]
+    exports: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    """Of `ortlaunch evaluate`."""
+    resumed: int
+    """Where the last start began."""
+    kept: list[int]
+    """Steps of the complete checkpoints."""
+    unreadable: list[str] = field(default_factory=list)
+
+    @property
+    def logged(self) -> list[dict[str, Any]]:
+        """Lines of logged steps."""
+        return [line for line in self.lines if "loss" in line]
+
+    @property
+    def ort(self) -> dict[str, Any]:
+        """ONNX Runtime's part of engine.json."""
+        return self.engine.get("onnxruntime") or {}
+
+    @property
+    def starts(self) -> list[int]:
+        """Steps after which a later start went on."""
+        later = [one.resumed for one in self.status.job.attempts[1:]]
+        return sorted({step for step in (*later, self.resumed) if step})
+
+
+def read(paths: Sequence[Path]) -> list[Record]:
+    """Every run.
+
+    Raises:
+        InputError: with all folders that are none of a run's.
+    """
+    runs, wrong = [], []
+    for path, label in zip(paths, labels(paths)):
+        try:
+            runs.append(_read(RunDir(path), label))
+        except OrtlaunchError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise InputError("\n".join(wrong))
+    return runs
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """A short name of each: its folder's, with as much of the path before it as tells them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        short = ["/".join(each[-length:]) for each in parts]
+        if len(set(short)) == len(short):
+            return short
+    raise InputError(f"the same run folder is given twice: {', '.join(map(str, paths))}")
+
+
+def _read(run: RunDir, label: str) -> Record:
+    found = status.look(run)
+    files = _Files()
+    saves = files.lines(run.saves)
+    folders = sorted((run.path / "evaluations").glob("*/evaluation.json"))
+    return Record(
+        run=run, label=label, status=found,
+        recipe=files.yaml(run.recipe), lines=files.lines(run.metrics),
+        engine=files.json(run.engine), memory=files.json(run.memory), summary=files.json(run.summary),
+        environment=files.json(run.environment),
+        saves=[line for line in saves if "status" not in line],
+        after_saves=[line for line in saves if "status" in line],
+        bad_steps=files.lines(run.bad_steps), slow_ranks=files.lines(run.slow_ranks),
+        commands=files.lines(run.commands), exports=files.lines(run.exports),
+        evaluations=[files.json(path) for path in folders],
+        resumed=int(files.json(run.resume).get("step") or 0), kept=[step for step, _ in run.complete_checkpoints()],
+        unreadable=files.unreadable,
+    )  # fmt: skip
+
+
+class _Files:
+    """Reads what may be absent; what is there and cannot be read is remembered."""
+
+    def __init__(self) -> None:
+        self.unreadable: list[str] = []
+
+    def json(self, path: Path) -> dict[str, Any]:
+        """A mapping; empty where there is none."""
+        return self._mapping(path, read_json)
+
+    def yaml(self, path: Path) -> dict[str, Any]:
+        """The same of the recipe, without what must not be seen."""
+        return dict(shown(self._mapping(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))))
+
+    def lines(self, path: Path) -> list[dict[str, Any]]:
+        """Every whole line; the last may be half written, of a run that goes on."""
+        if not path.exists():
+            return []
+        whole = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        found = [self._line(path, number, line) for number, line in enumerate(whole, 1) if line.endswith("\n")]
+        return [line for line in found if line is not None]
+
+    def _mapping(self, path: Path, reader: Callable[[Path], Any]) -> dict[str, Any]:
+        try:
+            value = reader(path) if path.exists() else {}
+        except (ValueError, yaml.YAMLError) as error:
+            self.unreadable.append(f"{path.name} cannot be read: {error}")
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def _line(self, path: Path, number: int, line: str) -> dict[str, Any] | None:
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            self.unreadable.append(f"{path.name}:{number} cannot be read: {error}")
+            return None
+        return value if isinstance(value, dict) else None
+
+
+def shown(value: Any) -> Any:
+    """The same without the values of keys that name a secret: a report is passed on."""
+    if isinstance(value, Mapping):
+        return {key: HIDDEN if SECRET.search(str(key)) and item else shown(item) for key, item in value.items()}
+    return [shown(item) for item in value] if isinstance(value, list) else value
+
+
+def command(line: Mapping[str, Any]) -> str:
+    """A typed command, without what must not be seen."""
+    words = [str(word) for word in line.get("argv", [])]
+    parts = [(word, *word.partition("=")) for word in words]
+    hidden = [f"{key}={HIDDEN}" if equals and SECRET.search(key) else word for word, key, equals, _ in parts]
+    return " ".join(["ortlaunch", *hidden[1:]])
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of everything in a recipe; a list is one value."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def number(value: Any) -> float | None:
+    """A finite number of a record, which writes others as words; None of anything else."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return None
+    return found if found - found == 0 else None

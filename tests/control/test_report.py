@@ -1,0 +1,145 @@
+"""`ortlaunch report` on run folders made here: what the page says, and that nothing of a run becomes markup."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from ortlaunch.errors import InputError
+from ortlaunch.launch import JobState
+from ortlaunch.launch.record import Attempt, JobRecord
+from ortlaunch.recipe import to_yaml
+from ortlaunch.report import report
+from ortlaunch.report.curves import thinned, ticks
+from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
+from ortlaunch.run.records import MeasuredMemory, MemoryReport, PlannedMemory
+from tests.makers import engine_report, host, onnxruntime, plan, recipe
+
+HOSTILE = "</td></svg><script>alert(1)</script>&"
+ATTEMPT = Attempt(1, 5.0, 1, "a rank failed", "ValueError", 25, 20, 0)
+
+
+def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sections: Any) -> Path:
+    """A run folder of a run that ended."""
+    run = RunDir(folder)
+    write_text(run.recipe, to_yaml(recipe(**sections)))
+    write_text(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
+    later = Attempt(2, 5.0, 1, "again", "ValueError", 25, 20, 20)
+    job = JobRecord.of_this_process("local", JobState.RUNNING).at_end(JobState.SUCCEEDED, 0, verdict)
+    write_json(run.job, {**asdict(job), "state": "succeeded", "attempts": [asdict(ATTEMPT), asdict(later)]})
+    write_text(run.metrics, "".join(json_text(line) + "\n" for line in lines))
+    engine = engine_report("ort", onnxruntime=onnxruntime(fallbacks=3, fallback_reasons=[HOSTILE]))
+    write_json(run.engine, engine.to_json())
+    planned, measured = PlannedMemory(1, 1, 2, 3, 0, 4, 7), MeasuredMemory(1, 1, 2, 0, 5, 4, 2048)
+    write_json(run.memory, MemoryReport(planned, measured, "resident bytes", 0, [2048]).__dict__ | {
+        "planned": asdict(planned), "measured": asdict(measured)})  # fmt: skip
+    write_text(run.commands, json.dumps({"time": "now", "argv": ["ortlaunch", "train", "HF_TOKEN=secret"]}) + "\n")
+    return folder
+
+
+def steps(*losses: float | None) -> list[dict[str, Any]]:
+    return [{"step": 10 * n, "loss": loss, "learning_rate": 0.1 / n} for n, loss in enumerate(losses, 1)]
+
+
+def page(*runs: Path, to: Path) -> ElementTree.Element:
+    """The page, whose every bracket is in its place: it is XML, too."""
+    return ElementTree.fromstring(report(runs, to, "now").read_text(encoding="utf-8"))
+
+
+def row(tree: ElementTree.Element, name: str) -> list[str]:
+    """The cells of a row of a table."""
+    (cells,) = [["".join(cell.itertext()) for cell in line] for line in tree.iter("tr") if line[0].text == name]
+    return cells[1:]
+
+
+def test_a_page_of_one_run(tmp_path: Path) -> None:
+    """Curves, the verdict, what fell back, memory, failed starts; where the run was taken up again."""
+    run = made(tmp_path / "one", [*steps(3.0, 2.0, 1.0), {"step": 30, "evaluation_loss": 1.5}], verdict="done: all")
+    tree = page(run, to=tmp_path / "r.html")
+    charts = [chart.get("aria-label") for chart in tree.iter("svg")]
+    assert charts == ["Training loss", "Evaluation loss", "Learning rate"]
+    titles = ["".join(title.itertext()) for title in tree.iter("title")]
+    assert "step 20\none: 2" in titles
+    assert "one: a later start went on after step 20" in titles
+    assert row(tree, "why it ended") == ["done: all"]
+    assert row(tree, "peak") == ["7 B", "2.0 KiB"]
+    assert row(tree, "1") == ["0", "25", "5", "a rank failed"]
+    assert row(tree, "passes that fell back to PyTorch") == [f"3\n{HOSTILE}"]
+
+
+def test_nothing_of_a_run_becomes_markup_or_is_loaded(tmp_path: Path) -> None:
+    """Texts stay texts, the policy forbids scripts and network, and secrets of recipe and command are not there."""
+    run = made(tmp_path / "<b>&", steps(1.0), verdict=HOSTILE, launch={"env": {"MY_API_KEY": "secret", "A": HOSTILE}})
+    tree = page(run, to=tmp_path / "r.html")
+    assert {each.tag for each in tree.iter()} & {"script", "b", "img", "link", "iframe"} == set()
+    assert {name for each in tree.iter() for name in each.attrib} & {"src", "href", "onload"} == set()
+    assert "default-src 'none'" in (tmp_path / "r.html").read_text()
+    assert row(tree, "why it ended") == [HOSTILE]
+    assert "secret" not in "".join(tree.itertext())
+
+
+def test_runs_side_by_side(tmp_path: Path) -> None:
+    """A line each, and the fields of the recipe that differ, and no others."""
+    one = made(tmp_path / "a" / "run", steps(3.0, 2.0))
+    other = made(tmp_path / "b" / "run", steps(4.0, 1.0), optimizer={"name": "sgd", "learning_rate": 0.5})
+    tree = page(one, other, to=tmp_path / "r.html")
+    assert row(tree, "training loss") == ["2", "1"]
+    assert row(tree, "optimizer.learning_rate") == ["0.1", "0.5"]
+    assert "optimizer.name" not in [line[0].text for line in tree.iter("tr")]
+    assert "step 10\na/run: 3\nb/run: 4" in ["".join(title.itertext()) for title in tree.iter("title")]
+
+
+def test_what_cannot_be_drawn_or_read_is_said(tmp_path: Path) -> None:
+    """Numbers that are none, a broken line by its number; a half written last line is no fault."""
+    run = made(tmp_path / "one", [*steps(3.0, float("nan"), None, 1.0)])
+    RunDir(run).saves.write_text('{"step": 1, "seconds": 2.0}\n{"step":\n{"step": 50, "sec')
+    RunDir(run).summary.write_text("{")
+    text = "".join(page(run, to=tmp_path / "r.html").itertext())
+    assert "one: no finite value at step 20, 30" in text
+    assert "saves.jsonl:2 cannot be read" in text
+    assert "saves.jsonl:3" not in text
+    assert "summary.json cannot be read" in text
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    """Nothing but a job: its state and its recipe are there, and no empty parts."""
+    run = made(tmp_path / "one", [])
+    for path in (RunDir(run).metrics, RunDir(run).engine, RunDir(run).memory, RunDir(run).commands):
+        path.unlink()
+    heads = [head.text for head in page(run, to=tmp_path / "r.html").iter("h2")]
+    assert heads == ["How it went", "Starts and bad steps", "Recipe"]
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    """All of them at once, and no page; a folder given twice is an error, too."""
+    run = made(tmp_path / "one", steps(1.0))
+    (tmp_path / "tmp").mkdir()
+    with pytest.raises(InputError, match=r"(?s)none: is no folder.*tmp: holds no job.json"):
+        report([run, tmp_path / "none", tmp_path / "tmp"], tmp_path / "r.html", "now")
+    with pytest.raises(InputError, match="given twice"):
+        report([run, run], tmp_path / "r.html", "now")
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_page_replaces_only_a_page(tmp_path: Path) -> None:
+    """An earlier report; nothing else."""
+    run = made(tmp_path / "one", steps(1.0))
+    assert report([run], None, "now") == report([run], None, "later") == run / "report.html"
+    (tmp_path / "r.html").write_text("mine")
+    with pytest.raises(InputError, match="is there already and no report"):
+        report([run], tmp_path / "r.html", "now")
+
+
+def test_a_long_curve_keeps_its_spikes() -> None:
+    """The greatest and the least of each piece are drawn."""
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[77_777] = (77_777.0, 9.0)
+    drawn = thinned(points)
+    assert len(drawn) < 1000
+    assert (77_777.0, 9.0) in drawn
+    assert ticks(0, 600, 4) == [0, 200, 400, 600]
