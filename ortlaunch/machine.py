@@ -58,10 +58,23 @@ def _processor() -> str:
 
 def matrix_units() -> list[str]:
     """The units for bfloat16 products that this processor names: amx_bf16, avx512_bf16."""
+    return sorted({"amx_bf16", "avx512_bf16"} & _flags())
+
+
+def onednn_is_faster() -> bool:
+    """Whether float32 products are faster by oneDNN than by MKL here: on AMD's processors with AVX-512.
+
+    Seen with torch 2.13 on two cores of Zen 5, 1024 x 768 by 768 x 3072: 222 GFLOP/s by MKL, 428 by oneDNN.
+    """
+    return "AMD" in _processor() and "avx512f" in _flags()
+
+
+def _flags() -> set[str]:
+    """What this processor says it can do, in Linux's words."""
     with contextlib.suppress(OSError):
         flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        return sorted({"amx_bf16", "avx512_bf16"}.intersection(flags[1].split() if flags else ()))
-    return []
+        return set(flags[1].split() if flags else ())
+    return set()
 
 
 def without_matrix_unit(precision: str) -> str | None:

@@ -121,6 +121,12 @@ class Engine(Section):
     rotary positions stay float32. Advisable: medium on a CPU with AMX, high on a GPU from Ampere on, where the loss
     curve is the same (`ortlaunch bench --vary engine.matmul_precision=highest,medium` shows both); elsewhere it gains
     nothing and may cost a little, and `plan` says so. Parity is always compared at highest."""
+    onednn: Optional[bool] = None
+    """Every engine, CPU, fp32, matmul_precision highest: products of float32 matrices by torch's oneDNN in place of
+    MKL, float32 all the same (measured before step 1; `true` is refused where oneDNN would take bfloat16). With ort
+    products are torch's then (torch_matmul). Gain: on AMD's processors with AVX-512 up to twice the products a second
+    (Zen 5, two cores: 222 GFLOP/s by MKL, 428 by oneDNN). Cost: small products take some ten microseconds more. null:
+    on such processors, for a model with a weight of 256 x 256 or more. Sums in another order: the last bits differ."""
     chunked_loss: RowsOrWord = "auto"
     """Every engine, causal-lm, masked-lm and pretraining: head and loss of so many rows (tokens) at a time: logits,
     loss and gradients at once, so that the logits of all rows (rows x vocabulary) and their gradient never exist; rows
@@ -132,4 +138,4 @@ class Engine(Section):
     """ort, CPU: products by a matrix are torch's (MKL or OpenBLAS), called from inside the graph of a model with a
     weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; not measured on others. Not with memory
     optimization, which recomputes ONNX Runtime's own (nor with gradient checkpointing, which becomes that), nor with
-    memory_efficient_grad_management. null: on for Intel's, and with `matmul_precision: medium`."""
+    memory_efficient_grad_management. null: on for Intel's, with `matmul_precision: medium`, and with `onednn`."""

@@ -37,6 +37,7 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     if recipe.engine.matmul_precision != "highest" and recipe.precision != "fp32":
         path = ("engine.matmul_precision", "precision")
         yield path, f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out"
+    yield from _onednn(recipe)
     yield from _chunked_loss(recipe)
     if recipe.engine.name != "ort":
         return
@@ -61,6 +62,9 @@ def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
 
 def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
     """Settings that the device has no use for."""
+    if device != "cpu" and recipe.engine.onednn is not None:
+        path = ("engine.onednn", "launch.device")
+        yield path, f"does nothing on {device}: it is for torch's products on a CPU; leave it out"
     if recipe.engine.name != "ort":
         return
     if device != "cpu":
@@ -68,7 +72,7 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             path = ("engine.torch_matmul", "launch.device")
             yield path, f"does nothing on {device}: it is for ONNX Runtime's CPU kernels; leave it out"
         return
-    own = _ort_multiplies(recipe)
+    own = ort_multiplies(recipe)
     if recipe.engine.matmul_precision != "highest" and own:
         path = ("engine.matmul_precision", "launch.device")
         yield path, f"does nothing with {own}: the products are ONNX Runtime's own, which are float32; leave one out"
@@ -77,7 +81,22 @@ def engine_device_rules(recipe: Recipe, device: str) -> Iterator[Problem]:
             yield (f"engine.{name}", "launch.device"), f"does nothing on CPU: {why}; leave it out"
 
 
-def _ort_multiplies(recipe: Recipe) -> str:
+def _onednn(recipe: Recipe) -> Iterator[Problem]:
+    """`engine.onednn` where products are not torch's float32 ones."""
+    engine = recipe.engine
+    if engine.onednn is None:
+        return
+    if recipe.precision != "fp32":
+        path = ("engine.onednn", "precision")
+        yield path, f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out"
+    if engine.matmul_precision != "highest":
+        path = ("engine.onednn", "engine.matmul_precision")
+        yield path, f"does nothing with matmul_precision {engine.matmul_precision}, which is oneDNN's; leave one out"
+    if engine.onednn and engine.name == "ort" and (own := ort_multiplies(recipe)):
+        yield ("engine.onednn",), f"does nothing with {own}: the products are ONNX Runtime's own; leave one out"
+
+
+def ort_multiplies(recipe: Recipe) -> str:
     """What keeps torch's products out of ONNX Runtime's graph on a CPU; "" for nothing."""
     engine = recipe.engine
     if engine.torch_matmul is False:

@@ -66,7 +66,7 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "parity_tolerance deepcopy_before_export log_level save_onnx print_memory_stats", "engine"),
     **_all(_EFFECT, "cast_propagation cast_propagation_level conv_algorithm_search triton triton_config", "engine"),
     **_all(_EFFECT, "flash_attention efficient_attention aten_sdpa tuning tuning_duration_ms tuning_results", "engine"),
-    **_all(_EFFECT, "matmul_precision chunked_loss torch_matmul torch_operators torch_modules", "engine"),
+    **_all(_EFFECT, "matmul_precision onednn chunked_loss torch_matmul torch_operators torch_modules", "engine"),
     **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed"),
     **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
     **_all(_EFFECT, "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds", "train"),

@@ -27,7 +27,7 @@ _OPTIMIZER_FIELDS = {
     "sgd": ("momentum",),
 }
 _PARITY = ("parity_steps", "parity_tolerance")
-_EVERY_ENGINES = ("name", "matmul_precision", "chunked_loss")
+_EVERY_ENGINES = ("name", "matmul_precision", "onednn", "chunked_loss")
 
 
 def broken(recipe: Recipe) -> Iterator[Problem]:

@@ -84,6 +84,8 @@ class MatmulPrecision:
     """The number format with that many bits: float32, TensorFloat32 or bfloat16."""
     gains_nothing: str | None
     """Why a lower precision than float32 was asked for and this hardware has none; null: it has, or none was asked."""
+    onednn: bool = False
+    """Whether the products of `highest` are oneDNN's (`engine.onednn`), for which torch's setting is "medium"."""
 
 
 @dataclass

@@ -39,7 +39,7 @@ from ortlaunch.worker.chunked_head import chunk_head
 from ortlaunch.worker.comparison import dropouts
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.loss_weight import LossWeight
-from ortlaunch.worker.matmul_precision import describe, keep_positions_exact
+from ortlaunch.worker.matmul_precision import describe, keep_positions_exact, multiply_by_onednn
 from ortlaunch.worker.memory_use import MemoryUse
 from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
@@ -124,6 +124,8 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     exact = recipe.engine.matmul_precision == "highest"
     if not exact:
         keep_positions_exact(model)
+    onednn = multiply_by_onednn(recipe, model, group.device)
+    given, recipe = recipe, _with_engine(recipe, onednn=onednn)
     flops = flops_per_token(model.model, recipe.data.sequence_length)  # now: ZeRO 3 will leave pieces of weights
     model.to(group.device)
     weight = LossWeight(recipe, model)
@@ -145,7 +147,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
         engine=EngineChoice(recipe.engine.name, used, in_recipes_words(_brief(fallback)) or None),
         device=group.device.type,
         precision=recipe.precision,
-        matmul_precision=describe(recipe.engine.matmul_precision, group.device),
+        matmul_precision=describe(recipe.engine.matmul_precision, group.device, onednn),
         ranks=group.size,
         threads_per_rank=torch.get_num_threads(),
         parameters=sum(p.numel() for p in model.parameters()),
@@ -164,7 +166,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     another = functools.partial(_wrapped, _at_highest(recipe), model, group) if used == "ort" else lambda: module
     own_precision = used == "ort" and group.device.type == "cuda" and not exact
     notes = (*loading_notes(model.loaded), *chosen.notes, *(_ort_notes() if witness else ()))
-    by_ort = functools.partial(_onnxruntime, recipe, witness) if witness else lambda: None
+    by_ort = functools.partial(_onnxruntime, given, witness) if witness else lambda: None
     return Engine(
         stepper, module, record, group.device, dtype, weight, flops, witness, None, notes, model, another, by_ort,
         own_precision,
@@ -180,7 +182,11 @@ def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Ba
 
 def _at_highest(recipe: Recipe) -> Recipe:
     """The recipe with products of full precision, as everything is compared."""
-    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"matmul_precision": "highest"})})
+    return _with_engine(recipe, matmul_precision="highest")
+
+
+def _with_engine(recipe: Recipe, **settings: Any) -> Recipe:
+    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=settings)})
 
 
 def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: DistributedContext) -> Stepper:

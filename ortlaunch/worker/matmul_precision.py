@@ -16,10 +16,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ortlaunch import machine
+from ortlaunch.errors import EngineError
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.engine_rules import ort_multiplies
 from ortlaunch.run.engine_report import MatmulPrecision
 
 _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}
 _SIZE = 256  # small products do not go to the fast units
+_WIDE = 256
+"""A model without a matrix as wide stays with MKL: a call of oneDNN costs some ten microseconds more."""
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 
 
@@ -47,13 +52,49 @@ def mantissa_bits(device: torch.device) -> int:
     return int(kept.all(0)[: len(columns)].sum())
 
 
-def describe(asked: str, device: torch.device) -> MatmulPrecision:
+def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+    """Whether float32 products are to be oneDNN's in place of MKL's (`engine.onednn`); then they are from now on.
+
+    Torch sends them there with its setting of `medium`, which lowers no precision where there is no unit for bfloat16
+    inside float32 products: what a product keeps is measured.
+
+    Raises:
+        EngineError: `engine.onednn` asks for it, and a product keeps less than float32's bits.
+    """
+    asked = recipe.engine.onednn
+    if asked is None:
+        asked = _onednn_pays(recipe, model, device)
+    if not asked:
+        return False
+    torch.set_float32_matmul_precision("medium")
+    if (bits := mantissa_bits(device)) == 23:
+        return True
+    torch.set_float32_matmul_precision("highest")
+    if recipe.engine.onednn:
+        form = _FORMATS.get(bits, f"{bits} bits")
+        raise EngineError(
+            f"engine.onednn: true: on this processor oneDNN makes products of float32 numbers in {form}; write "
+            "engine.matmul_precision: medium if that is wanted, else leave it out"
+        )
+    return False
+
+
+def _onednn_pays(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
+    exact = recipe.precision == "fp32" and recipe.engine.matmul_precision == "highest"
+    if not exact or device.type != "cpu" or not machine.onednn_is_faster():
+        return False
+    if recipe.engine.name == "ort" and ort_multiplies(recipe):
+        return False
+    return any(p.ndim == 2 and min(p.shape) >= _WIDE for p in model.parameters())
+
+
+def describe(asked: str, device: torch.device, onednn: bool = False) -> MatmulPrecision:
     """For engine.json: what was asked, torch's setting, what a product of this rank keeps, and why no less."""
     bits = mantissa_bits(device)
     gains_nothing = asked != "highest" and bits == 23
     why = machine.without_matrix_unit(asked) if device.type == "cpu" else "this GPU has no TensorFloat32"
     in_force, form = torch.get_float32_matmul_precision(), _FORMATS.get(bits, f"{bits} bits")
-    return MatmulPrecision(asked, in_force, bits, form, why if gains_nothing else None)
+    return MatmulPrecision(asked, in_force, bits, form, why if gains_nothing else None, onednn)
 
 
 def keep_positions_exact(model: nn.Module) -> None:

@@ -21,8 +21,9 @@ _variables: dict[str, str] = {}
 def settings_of(engine: Engine, **others: Any) -> Settings:
     """Settings of the same name, and those that the recipe has another word for; `others` are no recipe's."""
     lower = engine.matmul_precision != "highest"
-    # bfloat16 is inside torch's products only.
-    torch_matmul = engine.matmul_precision == "medium" or None if engine.torch_matmul is None else engine.torch_matmul
+    # bfloat16, and oneDNN, are inside torch's products only.
+    torchs = engine.matmul_precision == "medium" or engine.onednn or None
+    torch_matmul = torchs if engine.torch_matmul is None else engine.torch_matmul
     same = {name: getattr(engine, name) for name in _SAME}
     return Settings(**{**same, "tf32": lower, "torch_matmul": torch_matmul, "allow_fallback": False, **others})
 

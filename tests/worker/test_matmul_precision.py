@@ -12,9 +12,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch import machine
+from ortlaunch.errors import EngineError
 from ortlaunch.recipe.rules import broken, device_rules
 from ortlaunch.worker.comparison import compare
-from ortlaunch.worker.matmul_precision import describe, keep_positions_exact, mantissa_bits, matmul_precision
+from ortlaunch.worker.matmul_precision import (
+    describe,
+    keep_positions_exact,
+    mantissa_bits,
+    matmul_precision,
+    multiply_by_onednn,
+)  # fmt: skip
 from ortlaunch.worker.tasks.bench import loss_from_highest
 from tests.control.benches import resolved
 from tests.makers import recipe
@@ -110,6 +117,71 @@ def test_it_is_every_engines_and_float32s() -> None:
         assert not [*broken(made), *device_rules(made, "cpu")]
     said = [text for _, text in broken(recipe(engine={"name": "eager", "matmul_precision": "high"}, precision="bf16"))]
     assert said == ["does nothing with bf16: it is about products of float32 numbers; leave it out"]
+
+
+class Products(nn.Module):
+    """One product, by a matrix of so many rows and columns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, width))
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what this processor is, and what its products keep at medium; torch's setting is put back."""
+
+    def be(name: str, flags: set[str], bits: int = 23) -> None:
+        monkeypatch.setattr(machine, "_processor", lambda: name)
+        monkeypatch.setattr(machine, "_flags", lambda: flags)
+        monkeypatch.setattr("ortlaunch.worker.matmul_precision.mantissa_bits", lambda device: bits)
+
+    with matmul_precision("highest"):
+        yield be
+
+
+@pytest.mark.parametrize(("name", "flags", "width", "engine", "taken"), [
+    ("AMD EPYC", {"avx512f"}, 256, {}, True),
+    ("AMD EPYC", {"avx512f"}, 255, {}, False),  # a call costs more than is gained
+    ("AMD EPYC", {"avx2"}, 256, {}, False),
+    ("Intel Xeon", {"avx512f"}, 256, {}, False),
+    ("Intel Xeon", {"avx512f"}, 8, {"onednn": True}, True),
+    ("AMD EPYC", {"avx512f"}, 256, {"onednn": False}, False),
+    ("AMD EPYC", {"avx512f"}, 256, {"matmul_precision": "medium"}, False),  # has it already
+    ("AMD EPYC", {"avx512f"}, 256, {"name": "ort", "torch_matmul": False}, False),  # products are ONNX Runtime's
+])  # fmt: skip
+def test_products_are_onednns_where_that_is_faster(
+    name: str, flags: set[str], width: int, engine: dict[str, Any], taken: bool, processor: Any
+) -> None:
+    """Torch's setting for that is medium's."""
+    processor(name, flags)
+    asked = recipe(engine={"name": "eager", **engine})
+    assert multiply_by_onednn(asked, Products(width), CPU) is taken
+    assert torch.get_float32_matmul_precision() == ("medium" if taken else "highest")
+
+
+def test_onednns_products_stay_float32(processor: Any) -> None:
+    """A processor that would take bfloat16 is not used so by itself, and is refused where it was asked for."""
+    processor("AMD EPYC", {"avx512f"}, bits=7)
+    assert not multiply_by_onednn(recipe(engine={"name": "eager"}), Products(256), CPU)
+    with pytest.raises(EngineError, match="oneDNN makes products of float32 numbers in bfloat16"):
+        multiply_by_onednn(recipe(engine={"name": "eager", "onednn": True}), Products(256), CPU)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_onednn_is_refused_where_it_does_nothing() -> None:
+    """With lower precisions, on a GPU, and where ONNX Runtime makes the products."""
+
+    def said(**fields: Any) -> list[str]:
+        made = recipe(**fields)
+        return [text for _, text in (*broken(made), *device_rules(made, "cuda"))]
+
+    on = {"name": "eager", "onednn": True}
+    assert said(engine=on) == ["does nothing on cuda: it is for torch's products on a CPU; leave it out"]
+    assert said(engine=on, precision="bf16")[0].startswith("does nothing with bf16")
+    assert said(engine={**on, "matmul_precision": "medium"})[0].startswith("does nothing with matmul_precision medium")
+    own = said(engine={"name": "ort", "onednn": True, "torch_matmul": False})
+    assert own[0].startswith("does nothing with torch_matmul: false")
 
 
 def test_parity_is_compared_at_highest() -> None:
