@@ -24,8 +24,8 @@ class Meter:
     def __init__(self, session: Session) -> None:
         self.group, self.batch = session.group, session.plan.batch
         self.flops_per_token = session.engine.flops_per_token
-        dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[session.recipe.precision]
-        self.peak = measured_peak_flops(self.group.device, dtype) if self.flops_per_token else 0.0
+        self.dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[session.recipe.precision]
+        self.peak = measured_peak_flops(self.group.device, self.dtype) if self.flops_per_token else 0.0
         self.restart()
 
     @contextlib.contextmanager
@@ -58,6 +58,12 @@ class Meter:
         if tokens:
             values["tokens_per_second"] = tokens / seconds
             if self.flops_per_token:
-                values["mfu"] = self.flops_per_token * tokens / seconds / (self.peak * self.group.size)
+                values["mfu"] = self._utilization(self.flops_per_token * tokens / seconds / self.group.size)
         self.restart()
         return values
+
+    def _utilization(self, rate: float) -> float:
+        """Share of the rate that the device was found to have; where it is more, that was found beside other work."""
+        if rate > self.peak:
+            self.peak = max(self.peak, measured_peak_flops(self.group.device, self.dtype))
+        return rate / self.peak

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import nn
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
 from ortlaunch.units import duration
+from ortlaunch.worker import meter as meter_module
 from ortlaunch.worker import metrics as metrics_module
 from ortlaunch.worker import trackers
 from ortlaunch.worker.metrics import Metrics, flops_per_token, measured_peak_flops
@@ -309,6 +311,22 @@ def test_flops_of_a_classifier() -> None:
 def test_flops_that_nobody_knows(model: nn.Module, length: int | None) -> None:
     """A model of one's own, or samples that are no texts, have no count."""
     assert flops_per_token(model, length) is None
+
+
+def test_a_rate_above_the_measured_one_has_it_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first was measured while other work ran; a reading below it measures nothing."""
+    peaks, tokens = iter([100.0, 400.0]), 32
+    monkeypatch.setattr(meter_module, "measured_peak_flops", lambda device, dtype: next(peaks))
+    monkeypatch.setattr(meter_module.time, "perf_counter", itertools.count().__next__)  # a second a reading
+    session = SimpleNamespace(
+        group=SimpleNamespace(device=torch.device("cpu"), size=1, mean=float),
+        plan=SimpleNamespace(batch=SimpleNamespace(tokens_per_step=tokens, global_samples=1)),
+        engine=SimpleNamespace(flops_per_token=200.0 / tokens), recipe=SimpleNamespace(precision="fp32"),
+    )  # fmt: skip
+    meter = meter_module.Meter(session)
+    for _ in range(2):
+        meter.took(torch.tensor(1.0))
+        assert meter.read()["mfu"] == 0.5
 
 
 def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -> None:
