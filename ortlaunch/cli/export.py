@@ -15,9 +15,17 @@ def export(
     form: Annotated[
         str, typer.Option("--format", help="What to write: huggingface, or onnx, held against PyTorch.")
     ] = "huggingface",
+    push: Annotated[
+        Optional[str],
+        typer.Option("--push", metavar="OWNER/NAME", help="Upload it to this model repository, with a model card."),
+    ] = None,
 ) -> None:
-    """Write a checkpoint of a run as a model for others, without starting the run; on one process, on the CPU."""
+    """Write a checkpoint of a run as a model for others, without starting the run; on one process, on the CPU.
+
+    With --push: to the Hugging Face hub (HF_ENDPOINT) with the token of HF_TOKEN or `hf auth login`; a new repository
+    is private. An export of that step that is there already is uploaded as it is.
+    """
     from ortlaunch.run.export import export as write
     from ortlaunch.run.folder import RunDir
 
-    raise typer.Exit(write(RunDir(run), step, to, form))
+    raise typer.Exit(write(RunDir(run), step, to, form, push))

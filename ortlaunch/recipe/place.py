@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple, Union
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Union
 
 Key = Union[str, int]
 KeyPath = tuple[Key, ...]
 Problem = tuple[tuple[str, ...], str]  # dotted paths involved, the first is where it is reported; what is wrong
 # Names whose values are never shown.
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$", re.IGNORECASE)
+
+
+HIDDEN = "(not shown)"
+
+
+def without_secrets(value: Any) -> Any:
+    """Plain values without those of keys that name a secret, for what is passed on."""
+    if isinstance(value, Mapping):
+        return {k: HIDDEN if SECRET.search(str(k)) and item else without_secrets(item) for k, item in value.items()}
+    return [without_secrets(item) for item in value] if isinstance(value, list) else value
 
 
 class Place(NamedTuple):

@@ -11,12 +11,10 @@ from typing import Any
 import yaml
 
 from ortlaunch.errors import InputError, OrtlaunchError
-from ortlaunch.recipe.place import SECRET
+from ortlaunch.recipe.place import HIDDEN, SECRET, without_secrets
 from ortlaunch.run import status
 from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.run.status import Status
-
-HIDDEN = "(not shown)"
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class _Files:
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """The same of the recipe, without what must not be seen."""
-        return dict(shown(self._mapping(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))))
+        return dict(without_secrets(self._mapping(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))))
 
     def lines(self, path: Path) -> list[dict[str, Any]]:
         """Every whole line; the last may be half written, of a run that goes on."""
@@ -149,13 +147,6 @@ class _Files:
             self.unreadable.append(f"{path.name}:{number} cannot be read: {error}")
             return None
         return value if isinstance(value, dict) else None
-
-
-def shown(value: Any) -> Any:
-    """The same without the values of keys that name a secret: a report is passed on."""
-    if isinstance(value, Mapping):
-        return {key: HIDDEN if SECRET.search(str(key)) and item else shown(item) for key, item in value.items()}
-    return [shown(item) for item in value] if isinstance(value, list) else value
 
 
 def command(line: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from ortlaunch.run.folder import RunDir
 FORMATS = ("huggingface", "onnx")
 
 
-def export(run: RunDir, step: int | None, to: Path | None, form: str) -> int:
-    """Write a checkpoint as a model; returns the exit status of the process that does it.
+def export(run: RunDir, step: int | None, to: Path | None, form: str, push: str | None = None) -> int:
+    """Write a checkpoint as a model, and upload it; returns the exit status of the process that does it.
 
     Raises:
         InputError: there is no such run, checkpoint or format, or the folder is there already.
@@ -22,10 +23,27 @@ def export(run: RunDir, step: int | None, to: Path | None, form: str) -> int:
         raise InputError(f"--format: got {form!r}; one of {', '.join(FORMATS)}")
     chosen = chosen_step(run, step)
     folder = to or run.exported(chosen, form)
+    if push and (refused := _work("push", push)):
+        return refused
+    if push and _is_written(run, chosen, folder, form):
+        return _work("push", push, str(run), str(chosen), str(folder), form)
     if folder.exists():
         raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
-    words = start.command("ortlaunch.worker.export_checkpoint")
-    return subprocess.run([*words, str(run), str(chosen), str(folder), form], check=False).returncode
+    failed = _work("export_checkpoint", str(run), str(chosen), str(folder), form)
+    return failed if failed or not push else _work("push", push, str(run), str(chosen), str(folder), form)
+
+
+def _work(module: str, *words: str) -> int:
+    """A process with torch, or the hub's client, in it; returns its exit status."""
+    return subprocess.run([*start.command(f"ortlaunch.worker.{module}"), *words], check=False).returncode
+
+
+def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
+    """Whether an earlier command wrote this very export there."""
+    if not folder.exists() or not run.exports.exists():
+        return False
+    lines = [json.loads(line) for line in run.exports.read_text(encoding="utf-8").splitlines()]
+    return (step, form, str(folder.absolute())) in [(line["step"], line["format"], line["folder"]) for line in lines]
 
 
 def chosen_step(run: RunDir, step: int | None) -> int:

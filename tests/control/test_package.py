@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 # Modules whose distribution has another name.
 DISTRIBUTIONS = {
     "yaml": "pyyaml", "onnxruntime": "onnxruntime-training-cpu", "pydantic_core": "pydantic-core",
-    "mlflow": "mlflow-skinny",
+    "mlflow": "mlflow-skinny", "huggingface_hub": "huggingface-hub",
 }  # fmt: skip
 # Imported only where a recipe, a launcher or a verb asks for them; everything else must come with a bare install.
 OPTIONAL = {

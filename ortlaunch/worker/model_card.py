@@ -1,0 +1,138 @@
+"""README.md of a model that is shared: what it is, what it was trained on and how, from the run's own records.
+
+huggingface_hub's classes make the metadata; values of keys that name a secret are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.place import without_secrets
+from ortlaunch.recipe.yaml_text import dump
+from ortlaunch.run.folder import RunDir, read_json
+
+_PIPELINES = {
+    "masked-lm": "fill-mask", "pretraining": "fill-mask", "causal-lm": "text-generation",
+    "sequence-classification": "text-classification", "sequence-regression": "text-classification",
+    "token-classification": "token-classification",
+}  # fmt: skip
+_METRICS = {"classification_accuracy": "accuracy", "f1_macro": "f1"}
+
+
+def model_card(run: RunDir, step: int, repo: str, form: str) -> ModelCard:
+    """The card of a checkpoint's export."""
+    recipe = parse_resolved(run.recipe.read_text(encoding="utf-8"))
+    engine = read_json(run.engine) if run.engine.exists() else {}
+    lines = [line for line in _metrics(run) if line["step"] <= step]
+    metadata = _metadata(recipe, engine, lines, repo, form)
+    text = "\n\n".join(_parts(recipe, engine, lines, repo, step))
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
+
+
+def _metadata(
+    recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], repo: str, form: str
+) -> ModelCardData:
+    library = "peft" if recipe.model.lora and not recipe.model.lora.merge else "transformers"
+    own = recipe.model.task == "custom"
+    return ModelCardData(
+        base_model=_of_hub(recipe.model.pretrained),
+        datasets=sorted({name for _, source in recipe.data.sources() if (name := _named(source))}) or None,
+        library_name=None if own else "onnx" if form == "onnx" else library,
+        pipeline_tag=_PIPELINES.get(recipe.model.task),
+        tags=sorted({"ortlaunch", *([f"engine:{engine['engine']['used']}"] if engine else []), form}),
+        model_name=repo.rpartition("/")[2],
+        eval_results=_results(recipe, lines),
+    )
+
+
+def _of_hub(name: str | None) -> str | None:
+    """A hub id; a folder of this machine means nothing elsewhere."""
+    return (
+        name
+        if name and not Path(name).exists() and name.count("/") <= 1 and not name.startswith((".", "/", "~"))
+        else None
+    )
+
+
+def _named(source: str | Corpus) -> str | None:
+    return source.name if isinstance(source, Corpus) and source.format == "hub" else None
+
+
+def _results(recipe: Recipe, lines: list[dict[str, Any]]) -> list[EvalResult] | None:
+    """The last evaluation up to this step."""
+    last = next((line for line in reversed(lines) if "evaluation_loss" in line), None)
+    if last is None or recipe.data.evaluation is None or recipe.model.task not in _PIPELINES:
+        return None
+    about = _about(recipe.data.evaluation)
+    names = {name.removeprefix("evaluation_"): value for name, value in last.items() if name.startswith("evaluation_")}
+    return [
+        EvalResult(
+            task_type=_PIPELINES[recipe.model.task], dataset_type=about.split(" ")[0], dataset_name=about,
+            metric_type=_METRICS.get(name, name), metric_name=name.replace("_", " "), metric_value=value,
+        )
+        for name, value in names.items()
+    ]  # fmt: skip
+
+
+def _about(source: str | Corpus) -> str:
+    """A corpus by its name; of files their names alone, not the folders they lie in."""
+    if isinstance(source, str):
+        return source
+    if source.format == "hub":
+        return f"{source.name}" + (f" ({source.subset})" if source.subset else "")
+    if source.format == "custom":
+        return f"{source.factory}"
+    return ", ".join(Path(path).name for path in source.path or ())
+
+
+def _parts(recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], repo: str, step: int) -> Iterator[str]:
+    base = f", from {recipe.model.pretrained}" if recipe.model.pretrained else ""
+    yield f"# {repo.rpartition('/')[2]}"
+    yield f"Task {recipe.model.task}{base}, trained for {step:,} steps with ortlaunch."
+    yield "## Data\n\n" + "\n".join(f"- `{key}`: {_about(source)}" for key, source in recipe.data.sources())
+    last: dict[str, Any] = {}
+    for line in lines:
+        last.update({name: value for name, value in line.items() if value is not None})
+    yield "## How it went\n\n" + _table(last)
+    if engine:
+        yield "## Engine\n\n" + "\n".join(_engine(engine))
+    yield "## Recipe\n\n" + _fenced(
+        dump(without_secrets(recipe.model_dump(mode="json", exclude_defaults=True))), "yaml"
+    )
+
+
+def _engine(engine: dict[str, Any]) -> Iterator[str]:
+    chosen, optimizer = engine["engine"], engine["optimizer"]
+    yield f"- engine: {chosen['used']}" + (f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else "")
+    if engine.get("onnxruntime"):
+        yield f"- passes that fell back to PyTorch: {engine['onnxruntime']['fallbacks']}"
+    yield f"- {engine['precision']} on {engine['device']}, {engine['ranks']} ranks, sharding: {engine['sharding']}"
+    yield f"- optimizer: {optimizer['used']}"
+    yield f"- parameters: {engine['trained_parameters']:,} trained of {engine['parameters']:,}"
+    yield "- versions: " + ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
+
+
+def _table(values: dict[str, Any]) -> str:
+    said = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in values.items()}
+    rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in said.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
+
+
+def _fenced(text: str, language: str) -> str:
+    """In a fence that is longer than any in the text."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text}{fence}"
+
+
+def _metrics(run: RunDir) -> Iterator[dict[str, Any]]:
+    lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if run.metrics.exists() else []
+    yield from (json.loads(line) for line in lines if line.endswith("\n"))

@@ -1,0 +1,98 @@
+"""`python ortlaunch/start.py ortlaunch.worker.push REPO [RUN STEP FOLDER FORMAT]`: an export to the hub, with its card.
+
+With REPO alone: whether it could be done, before the export is made. The token is huggingface_hub's own affair: it is
+taken from HF_TOKEN or `hf auth login`, and printed nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+from ortlaunch.errors import InputError, LaunchError, MissingDependency, OrtlaunchError
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.child import die_with_parent
+
+
+def main() -> int:
+    """Do it, or say why not."""
+    die_with_parent(signal.SIGTERM, os.getppid())
+    try:
+        if len(sys.argv) == 2:
+            check(sys.argv[1])
+        else:
+            repo, run, step, folder, form = sys.argv[1:6]
+            print(f"pushed: {push(repo, RunDir(run), int(step), Path(folder), form)}")
+    except OrtlaunchError as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def check(repo: str) -> None:
+    """Whether there is a token, a network, and a repository that it may write; a new one is made, private.
+
+    Raises:
+        InputError: there is no token, or it may not; or the name is none.
+        LaunchError: the hub cannot be reached.
+    """
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import constants, errors, utils
+    except ImportError:
+        raise MissingDependency("--push needs huggingface_hub, which comes with transformers") from None
+    if constants.HF_HUB_OFFLINE:
+        raise InputError("--push: HF_HUB_OFFLINE is set: nothing is sent to the hub")
+    try:
+        utils.validate_repo_id(repo)
+    except errors.HFValidationError as error:
+        raise InputError(f"--push: {error}") from None
+    if not hub.get_token():
+        raise InputError("--push: there is no token; export HF_TOKEN, or log in with `hf auth login`")
+    try:
+        hub.HfApi().create_repo(repo, private=True, exist_ok=True)
+    except errors.HfHubHTTPError as error:
+        raise InputError(f"--push {repo}: {_said(error)}") from None
+    except Exception as error:  # the HTTP library's own, which is another one in each version
+        raise LaunchError(f"--push: {constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}") from None
+
+
+def push(repo: str, run: RunDir, step: int, folder: Path, form: str) -> str:
+    """Write the card into the export, unless it has one, and upload it all in one commit; returns where it is.
+
+    Raises:
+        LaunchError: the upload failed; the export stays.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import errors, utils
+
+    from ortlaunch.worker.model_card import model_card
+
+    card = folder / "README.md"
+    if not card.exists():
+        model_card(run, step, repo, form).save(card)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            utils.disable_progress_bars()
+            done = hub.HfApi().upload_folder(
+                repo_id=repo, folder_path=folder, commit_message=f"Step {step} of {run.path.name}, by ortlaunch"
+            )
+    except errors.HfHubHTTPError as error:
+        raise LaunchError(f"--push {repo}: {_said(error)}; the export is in {folder}") from None
+    except Exception as error:  # also of card metadata that the hub refuses
+        raise LaunchError(f"--push {repo}: {error}; the export is in {folder}") from None
+    return str(done.commit_url)
+
+
+def _said(error: Exception) -> str:
+    """The hub's answer on one line."""
+    message = getattr(error, "server_message", None) or str(error)
+    return " ".join(str(message).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

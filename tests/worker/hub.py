@@ -1,0 +1,82 @@
+"""The few endpoints of the Hugging Face hub that an upload asks, on loopback; what was sent is kept."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class Hub:
+    """Its address, and what it was told."""
+
+    address: str = ""
+    refuses: int = 0
+    """The status of its answer to a new repository, where that is not 200."""
+    tokens: set[str] = field(default_factory=set)
+    created: list[dict[str, object]] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def answer(self, path: str, body: str) -> tuple[int, dict[str, object]]:
+        """Status and JSON for a request."""
+        if path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return (
+                (self.refuses, {"error": "no rights"}) if self.refuses else (200, {"url": f"{self.address}/me/model"})
+            )
+        if path == "/api/validate-yaml":
+            return 200, {"warnings": [], "errors": []}
+        if "/preupload/" in path:
+            names = [each["path"] for each in json.loads(body)["files"]]
+            return 200, {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+        if "/commit/" in path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            self.files = {each["path"]: base64.b64decode(each["content"]) for each in files}
+            return 200, {
+                "commitOid": "0" * 40,
+                "commitUrl": f"{self.address}/me/model/commit/{'0' * 40}",
+                "success": True,
+            }
+        return (
+            (404, {"error": "not found"})
+            if self.refuses
+            else (200, {"sha": "0" * 40, "id": "me/model", "siblings": []})
+        )
+
+
+@contextlib.contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """The hub on a free port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            hub.tokens.add(self.headers.get("Authorization", ""))
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+            status, said = hub.answer(self.path, body)
+            text = json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        hub.address = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,134 @@
+"""`ortlaunch export --push`: the card, the upload to a hub on loopback, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import ModelCard, constants
+
+from ortlaunch.errors import InputError, LaunchError, OrtlaunchError
+from ortlaunch.recipe import to_yaml
+from ortlaunch.run.export import export
+from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker.model_card import model_card
+from ortlaunch.worker.push import check, push
+from tests.makers import bert, engine_report, onnxruntime
+from tests.worker.hub import Hub, serving
+
+LINES = (
+    {"step": 4, "loss": 2.0, "samples": 8}, {"step": 4, "evaluation_loss": 1.5, "evaluation_masked_word_accuracy": 0.5},
+    {"step": 9, "loss": 0.1, "samples": 18},
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """What a training of a BERT left, with an export of step 4."""
+    run = RunDir(tmp_path / "run")
+    corpus = {"format": "hub", "name": "wikitext", "subset": "v1"}
+    data = {"train": corpus, "evaluation": corpus, "tokenizer": "here", "sequence_length": 64}
+    model = {"task": "masked-lm", "pretrained": "google/bert"}
+    made = bert(data=data, model=model, launch={"env": {"MY_TOKEN": "secret", "FENCE": "```"}})
+    write_text(run.recipe, to_yaml(made))
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in LINES))
+    write_json(run.engine, engine_report("ort", onnxruntime=onnxruntime()).to_json())
+    write_text(run.exported(4, "huggingface") / "model.safetensors", "weights")
+    return run
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A hub with which this process, and its children, speak; it has a token."""
+    with serving(Hub()) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield hub
+
+
+def test_the_card(run: RunDir) -> None:
+    """huggingface_hub reads its metadata back; numbers are those of the checkpoint; the recipe has no secret."""
+    text = str(model_card(run, 4, "me/model", "huggingface"))
+    card = ModelCard(text)
+    data = card.data.to_dict()
+    assert (data["base_model"], data["datasets"], data["pipeline_tag"]) == (
+        "google/bert",
+        ["wikitext"],
+        "fill-mask",
+    )
+    assert (data["library_name"], data["tags"]) == ("transformers", ["engine:ort", "huggingface", "ortlaunch"])
+    assert {each.metric_type: each.metric_value for each in card.data.eval_results} == {
+        "loss": 1.5,
+        "masked_word_accuracy": 0.5,
+    }
+    assert "| samples | 8 |" in text
+    assert "````yaml\n" in text
+    assert "secret" not in text
+
+
+def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    """A private repository, one commit with the export and its card; the token is printed nowhere."""
+    check("me/model")
+    said = push("me/model", run, 4, run.exported(4, "huggingface"), "huggingface")
+    assert (said.startswith(hub.address), hub.created[0]["name"], hub.created[0]["visibility"]) == (
+        True,
+        "model",
+        "private",
+    )
+    assert sorted(hub.files) == ["README.md", "model.safetensors"]
+    assert (hub.files["model.safetensors"], b"base_model: google/bert" in hub.files["README.md"]) == (b"weights", True)
+    assert hub.tokens == {"Bearer hf_secret"}
+    assert "hf_secret" not in "".join(capfd.readouterr())
+
+
+def test_an_export_that_is_there_is_uploaded(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    """By the whole command, with a card of the user's own, which is left alone."""
+    folder = run.exported(4, "huggingface")
+    write_text(folder / "README.md", "mine")
+    write_text(run.exports, json.dumps({"step": 4, "format": "huggingface", "folder": str(folder.absolute())}) + "\n")
+    write_text(run.plan, "{}")
+    write_text(run.checkpoint(4) / "COMPLETE", "")
+    assert export(run, None, None, "huggingface", push="me/model") == 0
+    assert f"pushed: {hub.address}" in capfd.readouterr().out
+    assert hub.files["README.md"] == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "error"),
+    [
+        ({"HF_TOKEN": None}, InputError, "there is no token; export HF_TOKEN"),
+        ({"offline": True}, InputError, "HF_HUB_OFFLINE is set"),
+        ({"repo": "a b"}, InputError, "--push: Repo id must"),
+        ({"refuses": 403}, InputError, "--push me/model: no rights"),
+        ({"address": "http://127.0.0.1:9"}, LaunchError, "http://127.0.0.1:9 cannot be reached"),
+    ],
+)
+def test_what_is_refused_before_any_work(
+    change: dict[str, Any], kind: type[OrtlaunchError], error: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token, no network, a bad name, no rights; the token is in no message."""
+    if "HF_TOKEN" in change:
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", change.get("offline", False))
+    monkeypatch.setattr(constants, "ENDPOINT", change.get("address", hub.address))
+    hub.refuses = change.get("refuses", 0)
+    with pytest.raises(kind, match=error) as raised:
+        check(change.get("repo", "me/model"))
+    assert "hf_secret" not in str(raised.value)
+
+
+def test_a_refusal_ends_the_command(hub: Hub, run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    """With status 2, and no export is made."""
+    hub.refuses = 401
+    write_text(run.plan, "{}")
+    write_text(run.checkpoint(9) / "COMPLETE", "")
+    assert export(run, None, None, "huggingface", push="me/model") == 2
+    assert "ortlaunch: --push me/model:" in capfd.readouterr().err
+    assert not run.exported(9, "huggingface").exists()
