@@ -18,6 +18,7 @@ from ortlaunch.cli import (
     evaluate,
     export,
     generate,
+    import_config,
     parity,
     plan,
     ranks,
@@ -41,6 +42,7 @@ from ortlaunch.output import guarded
 # In the order of --help.
 VERBS = (
     validate.validate,
+    import_config.import_config,
     plan.plan,
     train.train,
     parity.parity,
@@ -76,7 +78,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_NAMES = {"list_runs": "list"}  # which Python has taken
+_NAMES = {"list_runs": "list", "import_config": "import"}  # which Python has taken
 for verb in VERBS:
     app.command(_NAMES.get(verb.__name__), cls=Verb)(verb)
 app.add_typer(recipes.app, name="recipes")

@@ -1,5 +1,7 @@
 """What other tools call things: tables of foreign keys and words -> ours; and which word is closest to another.
 
+Error hints read them, and `ortlaunch import`, which takes a value over where `ours` is a key and nothing more.
+
 Knows nothing of the recipe's models.
 """
 
@@ -24,13 +26,13 @@ class Foreign(NamedTuple):
 _EPOCHS = "train.epochs"
 _PACKED = "none: causal-lm samples are always packed"
 _RESUME = "the command line option --run-dir with the folder of the run to continue"
-_CHECKPOINTING = "engine.memory_optimization (engine ort)"
+_CHECKPOINTING = "model.gradient_checkpointing"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
 _STREAMS = "none: data is read once and cached"
 _QUANTIZED = "precision (there is no quantized training)"
 _WHOLE = "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
 
-_TABLE: dict[str, dict[str, str]] = {
+DIALECTS: dict[str, dict[str, str]] = {
     "an earlier ortlaunch": {
         "export_cache": "none: every start exports its own graph; a kept one could be another model's",
     },
@@ -136,13 +138,18 @@ _TABLE: dict[str, dict[str, str]] = {
         "lora_target_linear": "model.lora.target_modules",
         "load_in_8bit": _QUANTIZED,
         "load_in_4bit": _QUANTIZED,
-        "flash_attention": "model.attention",
-        "xformers_attention": "model.attention",
+        "flash_attention": "none: model.attention takes the fastest that runs by itself",
+        "xformers_attention": "none: model.attention takes the fastest that runs by itself",
         "val_set_size": "data.evaluation (a corpus of its own)",
-        "evals_per_epoch": "train.evaluate_every_steps",
-        "saves_per_epoch": "checkpoint.every_steps",
-        "wandb_project": "log.trackers",
+        "evals_per_epoch": "train.evaluate_every_steps (a number of steps)",
+        "saves_per_epoch": "checkpoint.every_steps (a number of steps)",
+        "wandb_project": "log.project (and wandb in log.trackers)",
         "dataset_prepared_path": "none: prepared data is cached by itself",
+        "tokenizer_type": "none: the tokenizer's own files say it",
+        "is_llama_derived_model": "none: the model's own config says it",
+        "chat_template": "data.chat_template (a file; null: the tokenizer's own)",
+        "wandb_entity": "none: W&B's own WANDB_ENTITY says it",
+        "dataset_processes": "none: text is tokenized in parallel by itself",
         "auto_resume_from_checkpoints": _RESUME,
     },
     "LLaMA-Factory": {
@@ -150,7 +157,6 @@ _TABLE: dict[str, dict[str, str]] = {
         "tokenizer_name": "data.tokenizer",
         "dataset": "data.train",
         "dataset_dir": "data.train.path",
-        "eval_dataset": "data.evaluation",
         "cutoff_len": "data.sequence_length",
         "packing": _PACKED,
         "neat_packing": _PACKED,
@@ -164,7 +170,10 @@ _TABLE: dict[str, dict[str, str]] = {
         "streaming": _STREAMS,
         "overwrite_cache": _STREAMS,
         "template": "none: text is taken as it is",
-        "plot_loss": "log.trackers",
+        "plot_loss": "none: `ortlaunch report` draws it",
+        "train_on_prompt": "none: answers alone count in the loss of chats",
+        "max_samples": "data.train (a smaller file: there is no limit of samples)",
+        "eval_dataset": "data.evaluation",
         "quantization_bit": _QUANTIZED,
     },
     "Hugging Face": {
@@ -195,7 +204,6 @@ _TABLE: dict[str, dict[str, str]] = {
         "fsdp": "zero.stage (DeepSpeed shards instead of FSDP)",
         "report_to": "log.trackers",
         "run_name": "name",
-        "gradient_checkpointing": _CHECKPOINTING,
         "eval_strategy": "train.evaluate_every_steps",
         "evaluation_strategy": "train.evaluate_every_steps",
         "eval_steps": "train.evaluate_every_steps",
@@ -203,7 +211,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "torch_dtype": "precision",
         "torch_compile": "engine.name: inductor",
         "do_train": "none: `ortlaunch train` always trains",
-        "do_eval": "data.evaluation",
+        "do_eval": "data.evaluation (a corpus of its own)",
         "train_file": "data.train.path",
         "validation_file": "data.evaluation.path",
         "dataset_name": "data.train.name (with format: hub)",
@@ -213,6 +221,21 @@ _TABLE: dict[str, dict[str, str]] = {
         "block_size": "data.sequence_length",
         "mlm_probability": "data.masked_lm.probability",
         "overwrite_output_dir": "none: a run folder is never overwritten",
+        "gradient_checkpointing_kwargs": "none: it is transformers' own, not reentrant",
+        "preprocessing_num_workers": "none: text is tokenized in parallel by itself",
+        "pad_to_max_length": "none: all samples have data.sequence_length tokens",
+        "use_fast_tokenizer": "none: it is always the fast one",
+        "trust_remote_code": "none: code of a model's folder is never run; a model that needs it cannot be trained",
+        "cache_dir": "none: HF_HOME says where the hub's files are kept",
+        "remove_unused_columns": "none: other columns are not read",
+        "disable_tqdm": "none: a line is printed each log.every_steps",
+        "logging_first_step": "none: lines are by log.every_steps",
+        "logging_strategy": "none: lines are by log.every_steps",
+        "dataloader_pin_memory": "none: it is always so on CUDA",
+        "ddp_timeout": "train.stall_seconds (seconds without progress, of the whole run)",
+        "push_to_hub": "none: `ortlaunch export RUN --push REPO` does it",
+        "hub_model_id": "none: `ortlaunch export RUN --push REPO` does it",
+        "model_revision": "none: it is the newest, or that of a local folder",
         "ddp_backend": "launch.device (cuda uses NCCL, cpu gloo)",
         "dataloader_num_workers": "none: samples are made in the training process",
         "group_by_length": _PACKED,
@@ -266,7 +289,9 @@ _TABLE: dict[str, dict[str, str]] = {
 }
 
 # A dotted key is foreign in that section only.
-FOREIGN: dict[str, Foreign] = {key: Foreign(tool, ours) for tool, keys in _TABLE.items() for key, ours in keys.items()}
+FOREIGN: dict[str, Foreign] = {
+    key: Foreign(tool, ours) for tool, keys in DIALECTS.items() for key, ours in keys.items()
+}
 
 # Words of other tools for our words; only where they are not alike already.
 WORDS: dict[str, str] = {
@@ -315,6 +340,7 @@ WORDS: dict[str, str] = {
     "torch": "eager",
     "flash_attention_2": "sdpa",
     "flash": "sdpa",
+    "fa2": "sdpa",
     "json": "jsonl",
     "txt": "text",
     "huggingface": "hub",

@@ -43,7 +43,7 @@ class Lora(Section):
     dropout: Decay = 0.0
     """Dropout before the adapters."""
     target_modules: OneOrMore = ("q_proj", "v_proj")
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers that get an adapter; `all-linear`: all but the head."""
     merge: bool = True
     """Export the whole model with the adapters merged into its weights; false: the adapters alone, as peft
     writes them. Checkpoints hold the adapters alone in any case."""

@@ -21,7 +21,7 @@ def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
     Raises:
         SourceError: the file is missing, is not UTF-8 or YAML, is no mapping, or extends itself.
     """
-    tree = parse(_text(path), str(path), problems)
+    tree = parse(text_of(path), str(path), problems)
     if tree.kind == "scalar" and tree.raw is None:
         raise SourceError(tree.place, "the recipe is empty; `ortlaunch recipes list` names some to start from")
     if tree.kind != "mapping":
@@ -31,7 +31,12 @@ def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
     return tree if base is None else merge(_read_base(base, path, problems, seen), tree)
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A regular file of UTF-8 text.
+
+    Raises:
+        SourceError: it is none.
+    """
     try:
         data = _bytes(path)
     except (OSError, ValueError) as error:

@@ -256,7 +256,7 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules),
+        target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
         task_type=_PEFT_TASKS.get(task),
     )
     try:

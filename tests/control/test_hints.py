@@ -56,7 +56,7 @@ def test_a_mistyped_option_is_typers_to_tell(typed: str, ortlaunch: Run) -> None
         ("trian good.yaml", "ortlaunch: there is no verb trian; did you mean train or ranks?\n"),
         ("vlaidate good.yaml", "ortlaunch: there is no verb vlaidate; did you mean validate or evaluate?\n"),
         ("recipes lst", "ortlaunch: there is no verb lst of ortlaunch recipes; did you mean list?\n"),
-        ("zzz", "ortlaunch: there is no verb zzz; the verbs are validate, plan, train, parity, bench, "),
+        ("zzz", "ortlaunch: there is no verb zzz; the verbs are validate, import, plan, train, parity, bench, "),
     ],
 )
 def test_a_verb_of_another_tool_gets_a_hint(typed: str, hint: str, ortlaunch: Run) -> None:

@@ -22,7 +22,7 @@ SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "ru
           "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors",
           "user_modules", "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
-           "report", "schedulers"}  # fmt: skip
+           "report", "other_tools", "schedulers"}  # fmt: skip
 RUN = {"__init__", "errors", "units", "machine", "rank", "process", "launchers", "user_modules", "recipe", "plan",
        "planning", "launch", "schedulers", "cache", "start", "run"}  # fmt: skip
 BENCH = {"process", "__init__", "rank", "errors", "units", "machine", "cache", "ortmodule.extensions", "recipe",
@@ -64,6 +64,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     ),
     "diagnose": ({"errors", "units", "plan", "recipe", "planning", "run", "diagnose"}, set()),
     "diagnose.words": (set(), set()),
+    "other_tools": ({"errors", "recipe", "other_tools"}, set()),
     "report": ({"__init__", "errors", "units", "recipe", "run", "report"}, {"yaml"}),
     "run.folder": (set(), set()),
     "run.origin": ({"plan", "recipe", "run.folder"}, set()),

@@ -357,6 +357,13 @@ def test_lora_trains_adapters_only() -> None:
     torch.testing.assert_close(LossModule(adapted)(**batch), LossModule(base)(**batch))
 
 
+def test_lora_takes_all_linear_layers_but_the_head() -> None:
+    """By peft's own word for them."""
+    adapted = built("causal-lm", LLAMA, lora={"target_modules": "all-linear"})
+    names = {name.split(".")[-4] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
 def test_lora_names_layers_that_are_not_there() -> None:
     """A target that no layer has is an error with the key."""
     with pytest.raises(InputError, match=r"model.lora.target_modules: .*nowhere"):

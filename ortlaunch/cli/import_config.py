@@ -1,0 +1,40 @@
+"""`ortlaunch import`: another tool's config as a recipe."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from ortlaunch.cli.options import Overrides, shipped_recipes
+
+
+def import_config(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="The other tool's YAML or JSON.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    tool: Annotated[
+        Optional[str],
+        typer.Option("--from", help="hf-trainer, axolotl, llama-factory or deepspeed; guessed where that is clear."),
+    ] = None,
+    base: Annotated[
+        Optional[Path],
+        typer.Option("--base", help="A recipe that has what the config does not say.", autocompletion=shipped_recipes),
+    ] = None,
+    to: Annotated[Optional[Path], typer.Option("--to", help="The new recipe; CONFIG-recipe.yaml here if not.")] = None,
+) -> None:
+    """Turn another tool's config into a recipe, and say what became of each of its keys.
+
+    The same account stands in the recipe, as comments.
+    """
+    from ortlaunch.errors import InputError
+    from ortlaunch.other_tools import import_config as turned
+    from ortlaunch.run.folder import write_text
+    from ortlaunch.run.shipped import locate
+
+    target = to or Path(f"{config.stem}-recipe.yaml")
+    if target.exists():
+        raise InputError(f"{target} is there already; give another file with --to")
+    found = turned(config, tool, locate(base) if base else None, overrides or [])
+    write_text(target, found.file())
+    typer.echo(f"{found}\nrecipe: {target}")

@@ -1,0 +1,141 @@
+"""`ortlaunch import`: another tool's config as a recipe, and an account of what became of each of its keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch.errors import InputError, RecipeError
+from ortlaunch.other_tools import axolotl, deepspeed, llama_factory, trainer
+from ortlaunch.other_tools.draft import Account, Draft, Remark
+from ortlaunch.other_tools.reading import config
+from ortlaunch.recipe.check import check
+from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.place import Line, SourceError, in_reading_order
+from ortlaunch.recipe.source import override, read
+from ortlaunch.recipe.tree import Tree, merge
+from ortlaunch.recipe.yaml_text import dump
+
+# Who converts, and whose words of dialects.py hold, the tool's own first.
+_TOOLS = {
+    "axolotl": (axolotl.convert, ("Axolotl", "Hugging Face")),
+    "llama-factory": (llama_factory.convert, ("LLaMA-Factory", "Hugging Face")),
+    "deepspeed": (deepspeed.convert, ("DeepSpeed",)),
+    "hf-trainer": (trainer.convert, ("Hugging Face",)),
+}
+TOOLS = tuple(_TOOLS)
+# Keys by which a config is known; LLaMA-Factory's has Trainer's, too.
+_MARKS = {
+    "axolotl": ("base_model", "sequence_len", "micro_batch_size", "datasets"),
+    "llama-factory": ("finetuning_type", "cutoff_len", "stage", "dataset_dir"),
+    "deepspeed": ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"),
+    "hf-trainer": ("per_device_train_batch_size", "num_train_epochs", "output_dir", "model_name_or_path", "train_file"),
+}
+
+
+class Imported(NamedTuple):
+    """A recipe and where it came from."""
+
+    tool: str
+    marks: tuple[str, ...]
+    """The keys that told the tool; () where it was given."""
+    name: str
+    recipe: str
+    account: Account
+    overrides: tuple[str, ...]
+    """They come before what the config says."""
+
+    def __str__(self) -> str:
+        """The account, for a person."""
+        guessed = f", by {', '.join(self.marks)}" if self.marks else ""
+        over = [f"set by the command, whatever is said above: {', '.join(self.overrides)}"] if self.overrides else []
+        return "\n".join([f"{self.name}: taken as {self.tool}'s{guessed}", *lines(self.account), *over])
+
+    def file(self) -> str:
+        """The recipe with the account as comments."""
+        return "".join(f"# {line}\n" for line in str(self).splitlines()) + self.recipe
+
+
+def import_config(path: Path, tool: str | None, base: Path | None, overrides: Sequence[str]) -> Imported:
+    """Turn a config into a valid recipe, over a recipe that has what it does not say.
+
+    Raises:
+        RecipeError: the config, the base or what comes of them is wrong; with every problem.
+        InputError: it is none of a tool's that is known, or trains in a way that there is not here.
+    """
+    tree = config(path)
+    found, marks = (tool, ()) if tool else _guess(tree, path)
+    if found not in _TOOLS:
+        raise InputError(f"--from: got {found}; one of {', '.join(TOOLS)}")
+    convert, words = _TOOLS[found]
+    draft = Draft(tree, words)
+    convert(draft)
+    draft.assume("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "imported", "the file's name")
+    draft.rest()
+    whole = _checked(_over(base, draft.recipe), overrides, draft.account)
+    ordered = {name: whole[name] for name in Recipe.model_fields if name in whole}
+    return Imported(found, marks, str(path), dump(ordered), draft.account, tuple(overrides))
+
+
+def _guess(tree: Tree, path: Path) -> tuple[str, tuple[str, ...]]:
+    seen = {tool: tuple(key for key in marks if key in tree.children) for tool, marks in _MARKS.items()}
+    tools = [tool for tool, marks in seen.items() if marks and tool != "hf-trainer"] or [t for t in seen if seen[t]]
+    if len(tools) != 1:
+        why = (
+            f"it has keys of {' and of '.join(tools)}" if tools else "none of its keys is one by which a tool is known"
+        )
+        raise InputError(f"{path}: whose config is it? {why}; say --from {' | '.join(TOOLS)}")
+    return tools[0], seen[tools[0]]
+
+
+def _over(base: Path | None, recipe: Tree) -> Tree:
+    """The recipe over a base; the config's batch, schedule and length hold whole."""
+    if base is None:
+        return recipe
+    problems: list[Line] = []
+    try:
+        below = read(base, problems)
+    except SourceError as error:
+        raise RecipeError([str(line) for line in (*problems, error.line)]) from None
+    for section in ("batch", "schedule"):
+        if recipe.find((section,)) is not None:
+            below = below.without((section,))
+    lengths = (("train", "max_steps"), ("train", "epochs"))
+    if any(recipe.find(path) is not None for path in lengths):
+        for path in lengths:
+            below = below.without(path) if below.find(path) is not None else below
+    return merge(below, recipe)
+
+
+def _checked(tree: Tree, overrides: Sequence[str], account: Account) -> dict[str, object]:
+    """The keys of a recipe that is valid."""
+    problems: list[Line] = []
+    tree = override(tree, overrides, problems)
+    problems += check(tree).problems
+    if problems:
+        said = [str(line) for line in in_reading_order(problems, tree.place.source)]
+        hint = "give what is missing behind the config, as data.train=python-docs, or by --base RECIPE"
+        dropped = [f"without a counterpart: {each}" for each in account.dropped]
+        raise RecipeError([*said, *dropped, *([hint] if any("is missing" in line for line in said) else [])])
+    return dict(tree.plain())
+
+
+def lines(account: Account) -> Iterator[str]:
+    """The account, list by list."""
+    yield from _list("means something else here", account.changed)
+    yield from _list("without a counterpart", account.dropped)
+    yield from _list("nothing to set", account.needless)
+    if account.assumed:
+        yield "not said, so set:"
+        yield from (f"  {each}" for each in account.assumed)
+    yield from _list("taken", account.taken)
+    if account.empty:
+        yield f"ask for nothing (null, false, empty): {', '.join(account.empty)}"
+
+
+def _list(title: str, remarks: Sequence[Remark]) -> Iterator[str]:
+    if remarks:
+        yield f"{title}:"
+        yield from (f"  line {each.place.line}: {each.key}: {each.value} -> {each.text}" for each in remarks)

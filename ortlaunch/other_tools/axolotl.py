@@ -1,0 +1,137 @@
+"""Axolotl's YAML: causal language models, with datasets in a list."""
+
+from __future__ import annotations
+
+from ortlaunch.other_tools import trainer
+from ortlaunch.other_tools.draft import Draft, number, word
+from ortlaunch.recipe.tree import Tree
+
+_PREFERENCES = "there is no preference training here"
+_SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "parquet": "parquet"}
+_PROMPT = "the tokenizer's chat template (data.chat_template) writes the prompt, not Axolotl's text"
+
+
+def convert(draft: Draft) -> None:
+    """One config."""
+    rl = draft.take("rl")
+    if rl is not None:
+        raise trainer.refused("rl", rl, _PREFERENCES)
+    draft.assume("model.task", "causal-lm", "Axolotl trains no other")
+    _model(draft)
+    _adapter(draft)
+    _datasets(draft)
+    _packing(draft)
+    _wandb(draft)
+    trainer.optimizer(draft, "optimizer")
+    trainer.schedule(draft, "lr_scheduler")
+    trainer.training(draft)
+    trainer.length(draft, 1)
+    for path, value in (("batch.accumulation_steps", 1), ("train.max_grad_norm", 1.0)):
+        draft.assume(path, value, "Axolotl's default")
+
+
+def _model(draft: Draft) -> None:
+    base, tokenizer = draft.take("base_model"), draft.take("tokenizer_config")
+    if base is not None:
+        draft.put("model.pretrained", base, "base_model")
+        draft.assume("data.tokenizer", word(tokenizer if tokenizer is not None else base), "it lies with the model")
+    if tokenizer is not None:
+        draft.needless("tokenizer_config", tokenizer, "data.tokenizer has it")
+    kind = draft.take("model_type")
+    if kind is not None:
+        draft.needless("model_type", kind, "the pretrained model's config says it")
+
+
+def _adapter(draft: Draft) -> None:
+    adapter = draft.take("adapter")
+    if adapter is None:
+        return
+    if adapter.scalar not in ("lora", "qlora"):
+        raise trainer.refused("adapter", adapter, "adapters here are lora")
+    if adapter.scalar == "qlora":
+        draft.drop("adapter", adapter, "model.lora, whose base weights are not quantized")
+    else:
+        draft.needless("adapter", adapter, "model.lora is there")
+    every, names = draft.take("lora_target_linear"), draft.take("lora_target_modules")
+    if every is not None:
+        draft.put("model.lora.target_modules", every, "lora_target_linear", ["all-linear"])
+    if names is not None:
+        draft.put("model.lora.target_modules", names, "lora_target_modules")
+    rank, alpha = draft.take("lora_r"), draft.take("lora_alpha")
+    for node, key, ours in ((rank, "lora_r", "r"), (alpha, "lora_alpha", "alpha")):
+        if node is not None:
+            draft.put(f"model.lora.{ours}", node, key)
+
+
+def _datasets(draft: Draft) -> None:
+    for key, part in (("datasets", "train"), ("pretraining_dataset", "train"), ("test_datasets", "evaluation")):
+        node = draft.take(key)
+        if node is None:
+            continue
+        sources = [node] if node.kind != "list" else list(node.children.values())
+        if part == "train" and len(sources) > 1:
+            parts = [{"source": _source(draft, each, f"{key}[{at}]"), "weight": 1.0} for at, each in enumerate(sources)]
+            why = "each has the same share of the samples; Axolotl puts them one after another"
+            draft.put("data.train", node, key, parts, why)
+        else:
+            draft.put(f"data.{part}", sources[0], key, _source(draft, sources[0], key))
+            for at, each in enumerate(sources[1:], 1):
+                draft.drop(f"{key}[{at}]", each, "data.evaluation is one corpus")
+
+
+def _source(draft: Draft, node: Tree, key: str) -> dict[str, object]:
+    """A data set, by its path and type; what of it has no place is dropped by name."""
+    values = node.plain() if node.kind == "mapping" else {"path": node.scalar}
+    path, kind = str(values.pop("path", "")), values.pop("type", None)
+    form = _SUFFIXES.get(str(values.pop("ds_type", path.rpartition(".")[2])))
+    source: dict[str, object] = {"format": form, "path": path} if form else {"format": "hub", "name": path}
+    for theirs, ours in (("name", "subset"), ("split", "split"), ("revision", "revision")):
+        if values.get(theirs) and not form:
+            source[ours] = values.pop(theirs)
+    source.update(_columns(draft, node, key, kind, values))
+    for name, value in values.items():
+        if value not in (None, False, ""):
+            draft.drop(f"{key}.{name}", node.find((name,)) or node, "no counterpart")
+    return source
+
+
+def _columns(draft: Draft, node: Tree, key: str, kind: object, values: dict[str, object]) -> dict[str, object]:
+    here = node.find(("type",)) or node
+    if kind == "completion":
+        return {"text_column": values.pop("field", None) or "text"}
+    if kind in ("chat_template", "sharegpt"):
+        column = "messages" if kind == "chat_template" else "conversations"
+        return {"messages_column": values.pop("field_messages", None) or column}
+    if kind == "alpaca" or isinstance(kind, dict):
+        fields = kind if isinstance(kind, dict) else {}
+        draft.drop(f"{key}.type", here, f"{_PROMPT}; the column input is not read")
+        prompt, answer = fields.get("field_instruction", "instruction"), fields.get("field_output", "output")
+        return {"prompt_column": prompt, "response_column": answer}
+    if kind is not None:
+        draft.drop(
+            f"{key}.type", here, "no counterpart; columns are named by text_column, messages_column, prompt_column"
+        )
+    return {}
+
+
+def _packing(draft: Draft) -> None:
+    """Answers alone count in chats; plain text is always packed."""
+    inputs = draft.left.pop("train_on_inputs", None)
+    if inputs is not None and inputs.scalar:
+        draft.drop("train_on_inputs", inputs, "answers alone count in the loss of chats")
+    elif inputs is not None:
+        draft.needless("train_on_inputs", inputs, "answers alone count in the loss of chats")
+    for key in ("sample_packing", "eval_sample_packing"):
+        node = draft.left.pop(key, None)
+        if node is not None:
+            draft.needless(key, node, "text is always packed, a chat is a sample of its own")
+    share = number(draft.left.get("val_set_size"))
+    if share == 0:
+        draft.needless("val_set_size", draft.left.pop("val_set_size"), "there is none by itself")
+
+
+def _wandb(draft: Draft) -> None:
+    project = draft.take("wandb_project")
+    if project is not None:
+        draft.put("log.project", project, "wandb_project")
+        draft.assume("log.trackers", ["wandb"], "wandb_project asks for it")

@@ -1,0 +1,194 @@
+"""DeepSpeed's JSON: batch, optimizer, schedule and precision are the recipe's, all else goes to zero.deepspeed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ortlaunch.other_tools.draft import NO_BF16, Draft, is_empty, number, word
+from ortlaunch.recipe.deepspeed_keys import DEEPSPEED_OWNED, NESTED, TOP
+from ortlaunch.recipe.tree import Tree
+
+_OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "fusedadam": "fused_adam",
+    "lamb": "lamb",
+    "fusedlamb": "lamb",
+    "sgd": "sgd",
+}
+_SETTINGS = {
+    "lr": "learning_rate",
+    "eps": "epsilon",
+    "betas": "betas",
+    "weight_decay": "weight_decay",
+    "momentum": "momentum",
+}
+_AUTO = "Hugging Face's Trainer fills it in from its own arguments, and so does the recipe"
+
+
+def convert(draft: Draft) -> None:
+    """A whole config: how to train, not what."""
+    _parts(draft, dict(draft.left), "")
+    draft.left = {}
+
+
+def beside(draft: Draft, node: Tree) -> None:
+    """The config that another tool's names by its path, or holds."""
+    if node.kind == "mapping":
+        return _parts(draft, {str(key): child for key, child in node.children.items()}, "deepspeed.")
+    path = next((each for each in _places(node) if each.is_file()), None)
+    if path is None:
+        draft.drop("deepspeed", node, "there is no such file here; give zero.stage, and zero.deepspeed")
+        return _shard(draft, next((n for n in (3, 2, 1) if str(n) in word(node)), 0), "by that file's name")
+    from ortlaunch.other_tools.reading import config
+
+    inner = config(path)
+    draft.needless("deepspeed", node, f"{path} is read")
+    return _parts(draft, {str(key): child for key, child in inner.children.items()}, "")
+
+
+def _places(node: Tree) -> list[Path]:
+    """Beside the config, or where one stands; an absolute path is itself."""
+    return [Path(node.place.source).parent / word(node), Path(word(node))]
+
+
+def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
+    _shard(draft, _stage(parts.get("zero_optimization")), "by zero_optimization")
+    _batch(draft, parts)
+    for key, node in parts.items():
+        if node.scalar == "auto":
+            draft.needless(f"{prefix}{key}", node, _AUTO)
+        elif key == "optimizer":
+            _optimizer(draft, node)
+        elif key == "scheduler":
+            _scheduler(draft, node)
+        elif key in ("fp16", "bf16", "bfloat16"):
+            _precision(draft, key, node)
+        elif key in DEEPSPEED_OWNED:
+            _ours(draft, f"{prefix}{key}", node, DEEPSPEED_OWNED[key])
+        elif key in TOP:
+            _raw(draft, key, node, key)
+        elif is_empty(node):
+            draft.account.empty.append(f"{prefix}{key}")
+        else:
+            draft.drop(f"{prefix}{key}", node, "DeepSpeed has no such setting, or has it no more")
+
+
+def _shard(draft: Draft, stage: int, why: str) -> None:
+    draft.assume("zero.stage", stage, why)
+    if stage == 3:
+        draft.assume("engine.name", "eager", "ONNX Runtime has no ZeRO 3; zero.stage=2 engine.name=ort runs on it")
+
+
+def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
+    """Of three sizes two decide; of none given Trainer's or the base's hold."""
+    total, micro, passes = (
+        number(parts.get(key))
+        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    if total and micro and passes:
+        draft.needless(
+            "gradient_accumulation_steps", parts.pop("gradient_accumulation_steps"), "the other two decide it"
+        )
+    elif micro and not total and not passes:
+        draft.assume("batch.accumulation_steps", 1, "DeepSpeed's default")
+
+
+def _stage(node: Tree | None) -> int:
+    stage = number(node.find(("stage",))) if node is not None else None
+    return int(stage) if stage is not None else 0
+
+
+def _ours(draft: Draft, key: str, node: Tree, path: str) -> None:
+    enabled = node.find(("enabled",))
+    if is_empty(node) or node.scalar == 0 or (enabled is not None and is_empty(enabled)):
+        draft.account.empty.append(key)
+    elif path == "log.trackers":  # of these DeepSpeed's tensorboard alone
+        draft.put(path, node, key, ["tensorboard"])
+    else:
+        draft.put(path, node, key)
+
+
+def _optimizer(draft: Draft, node: Tree) -> None:
+    kind, params = node.find(("type",)), node.find(("params",))
+    if kind is not None:
+        ours = _OPTIMIZERS.get(str(kind.scalar).lower())
+        why = "" if ours else "another optimizer: there is none of that name here"
+        draft.put("optimizer.name", kind, "optimizer.type", ours or "adamw", why)
+    for key, child in params.children.items() if params is not None else ():
+        _setting(draft, str(key), child)
+
+
+def _setting(draft: Draft, key: str, node: Tree) -> None:
+    name = f"optimizer.params.{key}"
+    if node.scalar == "auto":
+        draft.needless(name, node, _AUTO)
+    elif key in _SETTINGS:
+        draft.put(f"optimizer.{_SETTINGS[key]}", node, name)
+    elif key == "adam_w_mode" and node.scalar is False:
+        draft.drop(name, node, "weight decay is decoupled, not L2")
+    elif is_empty(node):
+        draft.account.empty.append(name)
+    else:
+        draft.drop(name, node, "no counterpart")
+
+
+def _scheduler(draft: Draft, node: Tree) -> None:
+    kind, params = node.find(("type",)), node.find(("params",))
+    forms = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    values: dict[str, Tree] = {str(key): child for key, child in params.children.items()} if params is not None else {}
+    if kind is not None:
+        curve = values.get("warmup_type")
+        bent = forms.get(str(kind.scalar)) and (curve is None or curve.scalar != "linear")
+        why = "the warm-up is linear, DeepSpeed's by itself logarithmic" if bent else ""
+        why = why if str(kind.scalar) in forms else "another schedule: there is none of that name here"
+        draft.put("schedule.name", kind, "scheduler.type", forms.get(str(kind.scalar), "linear"), why)
+    places = {"warmup_num_steps": "schedule.warmup_steps", "warmup_max_lr": "optimizer.learning_rate",
+              "total_num_steps": "train.max_steps", "cos_min_ratio": "schedule.minimum_ratio"}  # fmt: skip
+    for key, child in values.items():
+        _schedule_setting(draft, key, child, places)
+
+
+def _schedule_setting(draft: Draft, key: str, node: Tree, places: dict[str, str]) -> None:
+    name, path = f"scheduler.params.{key}", places.get(key)
+    there = draft.recipe.find(tuple(path.split("."))) if path else None
+    if node.scalar == "auto":
+        draft.needless(name, node, _AUTO)
+    elif there is not None and there.scalar == node.scalar:
+        draft.needless(name, node, f"{path} has it")
+    elif path:
+        draft.put(path, node, name)
+    elif node.scalar in (0, 0.0, "linear", "log"):
+        draft.needless(name, node, "it begins at 0" if node.scalar == 0 else "the form of the warm-up")
+    else:
+        draft.drop(name, node, "no counterpart")
+
+
+def _precision(draft: Draft, key: str, node: Tree) -> None:
+    """Whether, and how the loss is scaled."""
+    kind = "fp16" if key == "fp16" else "bf16"
+    enabled = node.find(("enabled",))
+    if enabled is None or enabled.scalar is not True:
+        why = _AUTO if enabled is not None and enabled.scalar == "auto" else "it is not enabled"
+        return draft.needless(key, node, why)
+    draft.put("precision", enabled, f"{key}.enabled", kind)
+    if kind == "bf16":
+        draft.assume(*NO_BF16)
+    for name, child in node.children.items():
+        if name != "enabled":
+            _raw(draft, f"{kind}.{name}", child, f"{kind}.{name}")
+    return None
+
+
+def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
+    """What the recipe has no field for, setting by setting."""
+    if node.kind == "mapping" and path in (*NESTED, "activation_checkpointing", "data_types"):
+        for name, child in node.children.items():
+            _raw(draft, f"{key}.{name}", child, f"{path}.{name}")
+    elif path == "zero_optimization.stage":
+        draft.needless(key, node, "zero.stage has it")
+    elif node.scalar == "auto" or (node.kind == "mapping" and "auto" in json.dumps(node.plain())):
+        draft.needless(key, node, _AUTO)
+    else:
+        draft.put(f"zero.deepspeed.{path}", node, key)

@@ -1,0 +1,67 @@
+"""LLaMA-Factory's YAML: Trainer's arguments with its own of model, method and data."""
+
+from __future__ import annotations
+
+from ortlaunch.other_tools import trainer
+from ortlaunch.other_tools.draft import Draft, number, word
+
+_STAGES = ("pt", "sft")
+
+
+def convert(draft: Draft) -> None:
+    """One config."""
+    stage, kind = draft.take("stage"), draft.take("finetuning_type")
+    if stage is not None and stage.scalar not in _STAGES:
+        raise trainer.refused("stage", stage, f"only {' and '.join(_STAGES)} can be trained here")
+    if kind is not None and kind.scalar not in ("lora", "full"):
+        raise trainer.refused("finetuning_type", kind, "only lora and full can be trained here")
+    if stage is not None:
+        draft.put("model.task", stage, "stage", "causal-lm")
+    draft.assume("model.task", "causal-lm", "LLaMA-Factory's default, sft")
+    trainer.model(draft)
+    _adapters(draft, kind is None or kind.scalar == "lora")
+    if kind is not None:
+        draft.needless("finetuning_type", kind, "model.lora says it")
+    _data(draft, stage is None or stage.scalar == "sft")
+    trainer.training(draft)
+    _defaults(draft)
+
+
+def _adapters(draft: Draft, wanted: bool) -> None:
+    target, rank = draft.take("lora_target"), number(draft.left.get("lora_rank")) or 8
+    if not wanted:
+        return
+    if target is not None:
+        names = [each.strip() for each in word(target).split(",")] if target.kind == "scalar" else target.plain()
+        draft.put("model.lora.target_modules", target, "lora_target", ["all-linear"] if names == ["all"] else names)
+    for key, ours in (("lora_rank", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
+        node = draft.take(key)
+        if node is not None:
+            draft.put(f"model.lora.{ours}", node, key)
+    values = {"r": 8, "alpha": 2 * rank, "dropout": 0.0, "target_modules": ["all-linear"]}
+    for key, value in values.items():
+        draft.assume(f"model.lora.{key}", value, "LLaMA-Factory's default")
+
+
+def _data(draft: Draft, chats: bool) -> None:
+    names, packed = draft.take("dataset"), draft.left.pop("packing", None)
+    folder = draft.take("dataset_dir")
+    if names is not None:
+        what = "chats: prompt_column and response_column, or messages_column" if chats else "text"
+        draft.drop("dataset", names, f"a name of dataset_info.json; give data.train, of {what}")
+    if folder is not None:
+        draft.drop("dataset_dir", folder, "data.train.path says it")
+    template = draft.take("template")
+    if template is not None:
+        draft.drop("template", template, "the tokenizer's own chat template is taken, or data.chat_template")
+    if packed is not None:
+        why = "a chat is a sample of its own" if chats else "text is always packed"
+        (draft.drop if bool(packed.scalar) == chats else draft.needless)("packing", packed, why)
+
+
+def _defaults(draft: Draft) -> None:
+    length = draft.take("cutoff_len")
+    if length is not None:
+        draft.put("data.sequence_length", length, "cutoff_len")
+    draft.assume("data.sequence_length", 2048, "LLaMA-Factory's default")
+    trainer.defaults(draft, "LLaMA-Factory's")

@@ -1,0 +1,30 @@
+"""Another tool's config as a tree with places: YAML, or JSON, which is YAML but for tabs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ortlaunch.errors import RecipeError
+from ortlaunch.recipe.place import Line, SourceError
+from ortlaunch.recipe.source import text_of
+from ortlaunch.recipe.tree import Tree
+from ortlaunch.recipe.yaml_text import parse
+
+
+def config(path: Path) -> Tree:
+    """Read it.
+
+    Raises:
+        RecipeError: it is missing, no YAML or JSON, or no mapping; with every duplicate key.
+    """
+    problems: list[Line] = []
+    try:
+        text = text_of(path)
+        tree = parse(text.expandtabs(1) if path.suffix == ".json" else text, str(path), problems)
+    except SourceError as error:
+        raise RecipeError([str(line) for line in (*problems, error.line)]) from None
+    if tree.kind != "mapping":
+        problems.append(Line(tree.place, "a config is a mapping of keys and values"))
+    if problems:
+        raise RecipeError([str(line) for line in problems])
+    return tree

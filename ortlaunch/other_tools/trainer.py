@@ -1,0 +1,311 @@
+"""Hugging Face's Trainer and its example scripts (run_mlm, run_clm, run_glue); LLaMA-Factory and Axolotl share most."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from ortlaunch.errors import InputError
+from ortlaunch.other_tools import deepspeed
+from ortlaunch.other_tools.draft import NO_BF16, Draft, number, word
+from ortlaunch.recipe.tree import Tree
+
+SCHEDULES = {
+    "linear": ("linear", ""),
+    "cosine": ("cosine", ""),
+    "constant_with_warmup": ("constant", ""),
+    "polynomial": ("polynomial", "it ends at 0, not at Trainer's lr_end"),
+    "cosine_with_restarts": ("cosine", "one cosine to the end, without restarts"),
+    "cosine_with_min_lr": ("cosine", ""),
+    "warmup_stable_decay": ("wsd", "the decay's length is schedule.decay_ratio"),
+}
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_hf", "adamw"), ("adamw", "")),
+    **dict.fromkeys(("adamw_torch_fused", "adamw_ort_fused", "adamw_apex_fused"), ("fused_adam", "")),
+    "sgd": ("sgd", ""),
+}
+# What Trainer takes where nothing is said; intervals of logs and checkpoints are ours.
+_DEFAULTS = {
+    "optimizer.learning_rate": 5e-5,
+    "batch.micro_size": 8,
+    "batch.accumulation_steps": 1,
+    "train.max_grad_norm": 1.0,
+}
+_METRICS = {"loss": "loss", "eval_loss": "loss", "accuracy": "classification_accuracy", "f1": "f1_macro"}
+_FORMATS = {".txt": "text", ".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
+
+
+def convert(draft: Draft) -> None:
+    """Trainer's arguments with those of an example script."""
+    _task(draft)
+    model(draft)
+    _data(draft)
+    training(draft)
+    defaults(draft, "Trainer's")
+
+
+def training(draft: Draft) -> None:
+    """What all tools on top of Trainer share."""
+    optimizer(draft, "optim")
+    schedule(draft, "lr_scheduler_type")
+    precision(draft)
+    name(draft)
+    trackers(draft)
+    evaluation(draft)
+    saves(draft)
+    config = draft.take("deepspeed")
+    if config is not None:
+        deepspeed.beside(draft, config)
+
+
+def _task(draft: Draft) -> None:
+    tasks = {"mlm_probability": "masked-lm", "block_size": "causal-lm", "task_name": "sequence-classification"}
+    for key, task in tasks.items():
+        if draft.value(key) is not None:
+            return draft.assume("model.task", task, f"{key} is of that task's script")
+    return None
+
+
+def model(draft: Draft) -> None:
+    """Where weights and tokenizer come from."""
+    source, tokenizer = draft.take("model_name_or_path"), draft.take("tokenizer_name")
+    if source is not None:
+        draft.put("model.pretrained", source, "model_name_or_path")
+    if tokenizer is not None or source is not None:
+        key = "tokenizer_name" if tokenizer is not None else "model_name_or_path"
+        draft.put("data.tokenizer", tokenizer or source, key)  # type: ignore[arg-type]
+    kind, changes = draft.take("model_type"), draft.take("config_overrides")
+    if kind is not None and source is None:
+        draft.put("model.config.model_type", kind, "model_type")
+    elif kind is not None:
+        draft.needless("model_type", kind, "the pretrained model's config says it")
+    if changes is not None:
+        _config(draft, changes)
+
+
+def _config(draft: Draft, node: Tree) -> None:
+    """run_clm's `n_embd=10,resid_pdrop=0.2`."""
+    for pair in str(node.scalar).split(","):
+        field, _, text = pair.partition("=")
+        try:
+            value = json.loads(text.lower())
+        except ValueError:
+            value = text
+        draft.put(f"model.config.{field.strip()}", node, f"config_overrides {field.strip()}", value)
+
+
+def _data(draft: Draft) -> None:
+    for key, part in (("train_file", "train"), ("validation_file", "evaluation")):
+        node = draft.take(key)
+        if node is not None:
+            files(draft, key, node, part)
+    hub, subset = draft.take("dataset_name"), draft.take("dataset_config_name")
+    if hub is not None:
+        draft.put("data.train", hub, "dataset_name", {"format": "hub", "name": hub.scalar})
+    if subset is not None:
+        draft.put("data.train.subset", subset, "dataset_config_name")
+    lines = draft.take("line_by_line")
+    if lines is not None:
+        draft.drop("line_by_line", lines, "text is cut into windows of data.sequence_length, not a sample a line")
+
+
+def files(draft: Draft, key: str, node: Tree, part: str) -> None:
+    """A data file, whose name says its format."""
+    form = _FORMATS.get(Path(str(node.scalar)).suffix)
+    if form is None:
+        return draft.drop(key, node, f"its format is none of text, jsonl and parquet; give data.{part}")
+    why = "a file of one JSON array must become one of a row a line" if str(node.scalar).endswith(".json") else ""
+    return draft.put(f"data.{part}", node, key, {"format": form, "path": node.scalar}, why)
+
+
+def optimizer(draft: Draft, key: str) -> None:
+    """Its name, and the decay of its moments."""
+    node = draft.take(key)
+    if node is not None:
+        ours, why = OPTIMIZERS.get(str(node.scalar).replace("OptimizerNames.", "").lower(), ("adamw", ""))
+        if str(node.scalar).lower() not in OPTIMIZERS:
+            eight = re.search("8bit|4bit|paged", str(node.scalar))
+            why = "with its state in 32 bits" if eight else "another optimizer: there is none of that name here"
+        draft.put("optimizer.name", node, key, ours, why)
+    first, second = draft.take("adam_beta1"), draft.take("adam_beta2")
+    given = first or second
+    if given is not None:
+        betas = [number(first) or 0.9, number(second) or 0.999]
+        draft.put("optimizer.betas", given, "adam_beta1, adam_beta2", betas)
+
+
+def schedule(draft: Draft, key: str) -> None:
+    """Decay and warm-up of the learning rate."""
+    node, extra = draft.take(key), draft.take("lr_scheduler_kwargs")
+    kind = str(node.scalar) if node is not None else "linear"
+    ratio, steps = draft.take("warmup_ratio"), draft.take("warmup_steps")
+    _warmup(draft, kind, ratio, steps)
+    if node is not None and kind == "constant":
+        draft.put("schedule.name", node, key)
+    elif node is not None and kind in SCHEDULES:
+        ours, why = SCHEDULES[kind]
+        draft.put("schedule.name", node, key, ours, why)
+    elif node is not None:
+        draft.put("schedule.name", node, key, "linear", "another schedule: there is none of that name here")
+    if extra is not None:
+        _least(draft, extra)
+
+
+def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> None:
+    """Steps come before a ratio, as in Trainer; steps below 1 are a ratio there."""
+    value = number(steps)
+    if steps is not None and value is not None and 0 < value < 1:
+        ratio, steps = steps, None
+    if steps is not None and not value:
+        draft.needless("warmup_steps", steps, "there is none by itself")
+        steps = None
+    for key, node in (("warmup_steps", steps), ("warmup_ratio", ratio)):
+        if node is not None and kind == "constant":
+            draft.drop(key, node, "Trainer's `constant` has no warm-up, whatever is given")
+        elif node is not None and key == "warmup_ratio" and steps is not None:
+            draft.drop(key, node, "warmup_steps comes first")
+        elif node is not None:
+            draft.put(f"schedule.{key}", node, key)
+
+
+def _least(draft: Draft, extra: Tree) -> None:
+    """Where a cosine ends."""
+    least, rate = number(extra.find(("min_lr",))), number(draft.left.get("learning_rate"))
+    ratio = number(extra.find(("min_lr_rate",)))
+    if ratio is None and least is not None and rate:
+        ratio = least / rate
+    others = [str(name) for name in extra.children if name not in ("min_lr", "min_lr_rate")]
+    if ratio is not None:
+        draft.put("schedule.minimum_ratio", extra, "lr_scheduler_kwargs", round(ratio, 9))
+    if others:
+        draft.drop("lr_scheduler_kwargs", extra, f"of these, not {', '.join(others)}")
+
+
+def precision(draft: Draft) -> None:
+    """bf16 or fp16; `auto` is bf16 where the hardware has it."""
+    for kind in ("bf16", "fp16"):
+        node = draft.take(kind)
+        if node is not None:
+            draft.put(
+                "precision", node, kind, kind, "auto would have asked the hardware" if node.scalar == "auto" else ""
+            )
+            if kind == "bf16":
+                draft.assume(*NO_BF16)
+
+
+def name(draft: Draft) -> None:
+    """The run's name; its folder is the command's affair."""
+    for key in ("run_name", "wandb_name", "output_dir"):
+        node = draft.take(key)
+        fit = (
+            re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(node.scalar)).name).strip("-._")[:100] if node is not None else ""
+        )
+        if node is not None and fit and draft.recipe.find(("name",)) is None:
+            draft.put("name", node, key, fit, "the run's folder is given by --run-dir" if key == "output_dir" else "")
+        elif node is not None:
+            draft.needless(key, node, "the run has a name, and --run-dir says its folder")
+
+
+def trackers(draft: Draft) -> None:
+    """Those that are here."""
+    node = draft.take("report_to")
+    if node is None:
+        return
+    asked = node.plain() if node.kind == "list" else [node.scalar]
+    ours = [each for each in asked if each in ("tensorboard", "wandb", "mlflow")]
+    others = [str(each) for each in asked if each not in (*ours, "none")]
+    if ours:
+        draft.put("log.trackers", node, "report_to", ours, f"without {', '.join(others)}" if others else "")
+    elif others:
+        draft.drop("report_to", node, "log.trackers has tensorboard, wandb, mlflow")
+    else:
+        draft.needless("report_to", node, "there are none by themselves")
+
+
+def evaluation(draft: Draft) -> None:
+    """How often, and what follows; only with data of its own, which a share of the training data is not."""
+    has_data = draft.recipe.find(("data", "evaluation")) is not None
+    wanted = draft.take("do_eval")
+    if wanted is not None and has_data:
+        draft.needless("do_eval", wanted, "data.evaluation is evaluated at the end, too")
+    elif wanted is not None:
+        draft.drop("do_eval", wanted, "there is no data.evaluation")
+    strategy = draft.take("eval_strategy") or draft.take("evaluation_strategy")
+    every = draft.take("eval_steps")
+    every = every if every is not None else draft.left.get("logging_steps") if strategy is not None else None
+    kind = "steps" if strategy is None and every is not None else strategy.scalar if strategy is not None else "no"
+    if strategy is not None and kind == "no":
+        draft.needless("eval_strategy", strategy, "data.evaluation is evaluated at the end alone")
+    elif every is not None and has_data and kind == "steps":
+        draft.put("train.evaluate_every_steps", every, "eval_steps")
+        if strategy is not None:
+            draft.needless("eval_strategy", strategy, "train.evaluate_every_steps says it")
+    elif strategy is not None or every is not None:
+        node = strategy if strategy is not None else every
+        why = "steps alone are counted: train.evaluate_every_steps" if has_data else "there is no data.evaluation"
+        draft.drop("eval_strategy" if strategy is not None else "eval_steps", node, why)  # type: ignore[arg-type]
+    _best(draft, has_data)
+
+
+def _best(draft: Draft, has_data: bool) -> None:
+    best, metric, patience = (
+        draft.take(key) for key in ("load_best_model_at_end", "metric_for_best_model", "early_stopping_patience")
+    )
+    greater = draft.left.pop("greater_is_better", None)
+    ours = _METRICS.get(str(metric.scalar)) if metric is not None else "loss"
+    for key, node in (("load_best_model_at_end", best), ("early_stopping_patience", patience)):
+        if node is not None and (not has_data or ours is None):
+            draft.drop(key, node, "there is no data.evaluation" if ours else f"no metric is called {word(metric)}")  # type: ignore[arg-type]
+        elif node is not None and key == "early_stopping_patience":
+            draft.put("train.stop_after", node, key, {"metric": ours, "evaluations": node.scalar})
+        elif node is not None:
+            draft.put("checkpoint.keep_best", node, key, {"metric": ours, "export": True})
+    if metric is not None:
+        draft.needless("metric_for_best_model", metric, "checkpoint.keep_best and train.stop_after name it")
+    if greater is not None:
+        draft.needless("greater_is_better", greater, "the metric says it")
+
+
+def saves(draft: Draft) -> None:
+    """By steps, or at the end alone."""
+    strategy, every = draft.take("save_strategy"), draft.take("save_steps")
+    kind = strategy.scalar if strategy is not None else "steps"
+    share = number(every)
+    if every is not None and (kind != "steps" or share is None or share < 1):
+        draft.drop("save_steps", every, "checkpoint.every_steps takes a number of steps, and save_strategy steps")
+    elif every is not None:
+        draft.put("checkpoint.every_steps", every, "save_steps")
+    if strategy is not None and kind == "steps":
+        draft.needless("save_strategy", strategy, "checkpoint.every_steps says it")
+    elif strategy is not None:
+        draft.drop("save_strategy", strategy, "one is saved every 30 minutes and at the end: checkpoint.every_minutes")
+
+
+def length(draft: Draft, epochs: float) -> None:
+    """Steps come before epochs, as in Trainer, where -1 steps are none."""
+    key = "num_epochs" if "num_epochs" in draft.left else "num_train_epochs"
+    steps, given = draft.take("max_steps"), draft.take(key)
+    if steps is not None and (number(steps) or 0) > 0:
+        draft.put("train.max_steps", steps, "max_steps")
+        if given is not None:
+            draft.drop(key, given, "max_steps comes first")
+        return
+    if steps is not None:
+        draft.needless("max_steps", steps, "it stands for none")
+    if given is not None:
+        draft.put("train.epochs", given, key)
+    else:
+        draft.assume("train.epochs", epochs, "the tool's default")
+
+
+def defaults(draft: Draft, whose: str) -> None:
+    """Where nothing is said."""
+    for path, value in _DEFAULTS.items():
+        draft.assume(path, value, f"{whose} default")
+    length(draft, 3)
+
+
+def refused(key: str, node: Tree, why: str) -> InputError:
+    """Something that a training here could not stand for."""
+    return InputError(f"{node.key_place or node.place}: {key}: {word(node)}: {why}")

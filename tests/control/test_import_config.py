@@ -1,0 +1,199 @@
+"""`ortlaunch import`: configs of other tools, what becomes of each key, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch.errors import InputError, RecipeError
+from ortlaunch.other_tools import TOOLS, Imported, import_config
+from ortlaunch.recipe import Recipe, load
+from tests.control.typed import Run
+
+CONFIGS = Path(__file__).parents[1] / "foreign_configs"
+SHIPPED = Path(__file__).parents[2] / "recipes"
+# file -> whose it is, and what it does not say.
+FILES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "axolotl.yml": ("axolotl", ()),
+    "llama_factory.yaml": ("llama-factory", ("data.train=python-docs",)),
+    "deepspeed.json": ("deepspeed", ("schedule.warmup_steps=10",)),
+    "run_mlm.json": ("hf-trainer", ()),
+}
+ACCOUNT = ("taken", "changed", "dropped", "needless")
+
+
+def imported(name: str, *more: str) -> Imported:
+    base = SHIPPED / "llama2-7b/tiny.yaml" if name == "deepspeed.json" else None
+    return import_config(CONFIGS / name, None, base, (*FILES[name][1], *more))
+
+
+def recipe(found: Imported, folder: Path) -> Recipe:
+    """What its file says to `load`."""
+    (folder / "made.yaml").write_text(found.file(), encoding="utf-8")
+    return load(folder / "made.yaml").recipe
+
+
+def config(folder: Path, **keys: Any) -> Path:
+    """A config of Trainer's, of these keys beside what a recipe must have."""
+    words = {"block_size": 64, "model_name_or_path": "here", "train_file": "a.txt", "learning_rate": 0.1, **keys}
+    path = folder / "config.json"
+    path.write_text(json.dumps({name: value for name, value in words.items() if value != "absent"}, indent=1))
+    return path
+
+
+def said(found: Imported, where: str) -> dict[str, str]:
+    """Key -> text, of one list of the account."""
+    return {remark.key: remark.text for remark in getattr(found.account, where)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_is_accounted_for(name: str, tmp_path: Path) -> None:
+    """Whose it is, is guessed; the recipe is valid; no key of the config is missing in the account."""
+    found = imported(name)
+    assert found.tool == FILES[name][0]
+    recipe(found, tmp_path)
+    text = (CONFIGS / name).read_text()
+    told = " ".join([*found.account.empty, *(key for where in ACCOUNT for key in said(found, where))])
+    names = told.replace(".", " ").replace(",", " ").replace("optimizer params", "optimizer").split()
+    aliases = {"optimizer": "optimizer", "scheduler": "scheduler", "zero_optimization": "zero_optimization"}
+    assert [key for key in yaml.safe_load(text) if aliases.get(key, key) not in names] == []
+
+
+def test_what_the_recipes_hold(tmp_path: Path) -> None:
+    """Sizes, rates, adapters, schedules and DeepSpeed's settings are where they belong."""
+    one = recipe(imported("axolotl.yml", "data.train=python-docs"), tmp_path)
+    assert one.model.lora is not None
+    assert (one.model.lora.r, one.model.lora.alpha, one.model.lora.target_modules) == (32, 16, ("all-linear",))
+    assert (one.batch.micro_size, one.batch.accumulation_steps, one.train.epochs) == (2, 4, 4)
+    assert (one.schedule.name, one.schedule.warmup_steps, one.engine.name) == ("cosine", 10, "eager")
+    one = recipe(imported("llama_factory.yaml"), tmp_path)
+    assert (one.model.lora and one.model.lora.alpha, one.schedule.warmup_ratio, one.precision) == (16, 0.1, "bf16")
+    one = recipe(imported("deepspeed.json"), tmp_path)
+    assert one.zero is not None
+    assert (one.batch.global_size, one.batch.micro_size, one.zero.stage) == (4, None, 2)
+    assert one.zero.deepspeed["zero_optimization"] == {"overlap_comm": True, "cpu_offload": True}
+    assert one.zero.deepspeed["fp16"]["initial_scale_power"] == 15
+    one = recipe(imported("run_mlm.json"), tmp_path)
+    assert (one.optimizer.betas, one.train.evaluate_every_steps, one.log.trackers) == (
+        (0.9, 0.98),
+        200,
+        ("tensorboard",),
+    )
+    assert (one.checkpoint.keep_best and one.checkpoint.keep_best.metric, one.model.task) == ("loss", "masked-lm")
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "key", "text"),
+    [
+        ({"optim": "paged_adamw_8bit"}, "changed", "optim", "its state in 32 bits"),
+        ({"optim": "adafactor"}, "changed", "optim", "another optimizer"),
+        ({"lr_scheduler_type": "cosine_with_restarts"}, "changed", "lr_scheduler_type", "without restarts"),
+        ({"lr_scheduler_type": "inverse_sqrt"}, "changed", "lr_scheduler_type", "another schedule"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 9}, "dropped", "warmup_steps", "has no warm-up"),
+        ({"warmup_steps": 9, "warmup_ratio": 0.1}, "dropped", "warmup_ratio", "comes first"),
+        ({"max_steps": 9, "num_train_epochs": 3}, "dropped", "num_train_epochs", "comes first"),
+        ({"save_strategy": "epoch"}, "dropped", "save_strategy", "every 30 minutes"),
+        ({"eval_strategy": "steps", "eval_steps": 9}, "dropped", "eval_strategy", "no data.evaluation"),
+        ({"train_file": "a.json"}, "changed", "train_file", "a row a line"),
+        ({"neftune_noise_alpha": 5}, "dropped", "neftune_noise_alpha", "no counterpart"),
+        ({"deepspeed": "ds_z3.json"}, "dropped", "deepspeed", "there is no such file"),
+        ({"data_seed": 7, "seed": 8}, "dropped", "seed", "is set by another key"),
+    ],
+)
+def test_what_changes_its_meaning_is_named(
+    keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path
+) -> None:
+    """Each value that Trainer takes otherwise, or that has no place here."""
+    found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
+    assert text in said(found, where)[key]
+    assert f"{key}: " in found.file()
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        ({"max_steps": -1}, {"train": {"epochs": 3, "max_grad_norm": 1.0}}),
+        ({"warmup_steps": 0.1}, {"schedule": {"warmup_ratio": 0.1}}),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
+            {"schedule": {"name": "cosine", "minimum_ratio": 0.1}},
+        ),
+        ({"bf16": True}, {"precision": "bf16", "engine": {"name": "eager"}}),
+        ({"learning_rate": "absent"}, {"optimizer": {"learning_rate": 5e-05}}),
+        ({"model_name_or_path": "absent", "tokenizer_name": "t", "model_type": "gpt2", "config_overrides": "n_embd=8"},
+         {"model": {"config": {"model_type": "gpt2", "n_embd": 8}, "task": "causal-lm"}}),
+    ],
+)  # fmt: skip
+def test_trainers_own_ways(keys: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
+    """Numbers that stand for none, shares, a least rate, defaults."""
+    found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
+    made = yaml.safe_load(found.recipe)
+    assert {name: made.get(name) for name in values} == values
+
+
+def test_deepspeeds_own_ways(tmp_path: Path) -> None:
+    """Of three sizes two decide; L2 is not decoupled decay; what it has no more is dropped."""
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    optimizer = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
+    (tmp_path / "ds.json").write_text(json.dumps({**sizes, "optimizer": optimizer, "zero_allow_it": True}))
+    found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
+    made = yaml.safe_load(found.recipe)
+    assert (made["batch"], made["zero"]) == ({"global_size": 8, "micro_size": 2}, {"stage": 0})
+    assert said(found, "dropped").keys() == {"optimizer.params.adam_w_mode", "zero_allow_it"}
+
+
+def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
+    """It is read from where the config names it; what Trainer fills in is not taken."""
+    deepspeed = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}, "train_batch_size": "auto"}
+    (tmp_path / "ds.json").write_text(json.dumps(deepspeed, indent="\t"))
+    found = import_config(config(tmp_path, deepspeed="ds.json"), "hf-trainer", None, ())
+    made = yaml.safe_load(found.recipe)
+    assert (made["zero"], made["engine"]) == ({"stage": 3}, {"name": "eager"})
+    assert "train_batch_size" in said(found, "needless")
+
+
+@pytest.mark.parametrize(
+    ("text", "tool", "error"),
+    [
+        ("learning_rate: fast\nblock_size: 64\nmodel_name_or_path: a\ntrain_file: a.txt\n", "hf-trainer",
+         r"c.yaml:1:1: optimizer.learning_rate: got fast; it must be a number"),
+        ("output_dir: a\nblock_size: 8\n", None, r"(?s)data.train: is missing.*give what is missing behind the config"),
+        ("stage: dpo\nfinetuning_type: lora\n", None, "c.yaml:1:1: stage: dpo: only pt and sft"),
+        ("base_model: a\nrl: dpo\n", None, "rl: dpo: there is no preference training"),
+        ("base_model: a\nstage: sft\n", None, "whose config is it.*keys of axolotl and of llama-factory"),
+        ("colour: red\n", None, "none of its keys"),
+        ("a: [1\n", "axolotl", r"c.yaml:1:4: is not YAML"),
+        ("seed: 1\nseed: 2\n", "axolotl", "already given in line 1"),
+        ("- a\n", None, "a config is a mapping"),
+        ("a: 1\n", "keras", f"--from: got keras; one of {', '.join(TOOLS)}"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported(text: str, tool: str | None, error: str, tmp_path: Path) -> None:
+    """With its place, and before anything is written."""
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(InputError, match=error):
+        import_config(tmp_path / "c.yaml", tool, None, ())
+
+
+def test_several_problems_at_once(tmp_path: Path) -> None:
+    """Wrong values and what is missing, together."""
+    path = config(tmp_path, learning_rate="fast", weight_decay=-1, train_file="absent")
+    with pytest.raises(RecipeError, match=r"(?s)learning_rate.*weight_decay.*data.train") as raised:
+        import_config(path, "hf-trainer", None, ())
+    assert "config.json:4:2: optimizer.learning_rate" in str(raised.value)
+
+
+def test_the_command(ortlaunch: Run) -> None:
+    """It writes the recipe with the account as comments, prints the same, and writes over nothing."""
+    words = ("import", str(CONFIGS / "llama_factory.yaml"), "data.train=python-docs", "--to=made.yaml")
+    status, out, _ = ortlaunch(*words)
+    assert (status, "recipe: made.yaml" in out, "without a counterpart:" in out) == (0, True, True)
+    text = Path("made.yaml").read_text()
+    assert "#   line 11: max_samples: 1000 -> no counterpart" in text
+    assert load("made.yaml").recipe.data.train == "python-docs"
+    status, _, error = ortlaunch(*words)
+    assert (status, "made.yaml is there already" in error) == (2, True)

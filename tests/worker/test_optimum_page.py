@@ -1,0 +1,29 @@
+"""docs/optimum.md names every argument of transformers' Trainer, and keys of the recipe that there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from transformers import TrainingArguments
+
+from ortlaunch.other_tools.draft import is_key
+from ortlaunch.recipe.fields import names_in
+
+PAGE = (Path(__file__).parents[2] / "docs/optimum.md").read_text(encoding="utf-8")
+ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| `")]
+
+
+def test_every_argument_has_a_row() -> None:
+    """Those of the installed transformers; older names may stand there, too."""
+    named = {name for row in ROWS for name in re.findall(r"`(\w+)", row[0])}
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} - named == set()
+
+
+def test_the_keys_are_the_recipes() -> None:
+    """Each dotted name in the second column that begins as a section does."""
+    said = {name for row in ROWS for name in re.findall(r"`([a-z_]+\.[a-z_.]+)", row[1])}
+    keys = {name for name in said if name.split(".")[0] in names_in(())}
+    assert len(keys) > 30
+    assert {name for name in keys if not is_key(name)} == set()
