@@ -20,6 +20,7 @@ from ortlaunch.worker.child import die_with_parent
 def main() -> int:
     """Do it, or say why not."""
     die_with_parent(signal.SIGTERM, os.getppid())
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
         if len(sys.argv) == 2:
             check(sys.argv[1])
@@ -41,19 +42,17 @@ def check(repo: str) -> None:
     """
     try:
         import huggingface_hub as hub
-        from huggingface_hub import constants, errors, utils
+        from huggingface_hub import constants, errors
     except ImportError:
         raise MissingDependency("--push needs huggingface_hub, which comes with transformers") from None
     if constants.HF_HUB_OFFLINE:
         raise InputError("--push: HF_HUB_OFFLINE is set: nothing is sent to the hub")
-    try:
-        utils.validate_repo_id(repo)
-    except errors.HFValidationError as error:
-        raise InputError(f"--push: {error}") from None
     if not hub.get_token():
         raise InputError("--push: there is no token; export HF_TOKEN, or log in with `hf auth login`")
     try:
         hub.HfApi().create_repo(repo, private=True, exist_ok=True)
+    except errors.HFValidationError as error:
+        raise InputError(f"--push: {error}") from None
     except errors.HfHubHTTPError as error:
         raise InputError(f"--push {repo}: {_said(error)}") from None
     except Exception as error:  # the HTTP library's own, which is another one in each version
@@ -67,7 +66,7 @@ def push(repo: str, run: RunDir, step: int, folder: Path, form: str) -> str:
         LaunchError: the upload failed; the export stays.
     """
     import huggingface_hub as hub
-    from huggingface_hub import errors, utils
+    from huggingface_hub import errors
 
     from ortlaunch.worker.model_card import model_card
 
@@ -77,7 +76,6 @@ def push(repo: str, run: RunDir, step: int, folder: Path, form: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default")
-            utils.disable_progress_bars()
             done = hub.HfApi().upload_folder(
                 repo_id=repo, folder_path=folder, commit_message=f"Step {step} of {run.path.name}, by ortlaunch"
             )
