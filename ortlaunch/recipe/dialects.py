@@ -147,7 +147,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "dataset_prepared_path": "none: prepared data is cached by itself",
         "tokenizer_type": "none: the tokenizer's own files say it",
         "is_llama_derived_model": "none: the model's own config says it",
-        "chat_template": "data.chat_template (a file; null: the tokenizer's own)",
+        "chat_template": "none: chats are written by the tokenizer's own template",
         "wandb_entity": "none: W&B's own WANDB_ENTITY says it",
         "dataset_processes": "none: text is tokenized in parallel by itself",
         "auto_resume_from_checkpoints": _RESUME,

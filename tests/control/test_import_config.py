@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).parents[1] / "foreign_configs"
 SHIPPED = Path(__file__).parents[2] / "recipes"
 # file -> whose it is, and what it does not say.
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "axolotl.yml": ("axolotl", ()),
+    "axolotl.yml": ("axolotl", ("data.train=python-docs",)),
     "llama_factory.yaml": ("llama-factory", ("data.train=python-docs",)),
     "deepspeed.json": ("deepspeed", ("schedule.warmup_steps=10",)),
     "run_mlm.json": ("hf-trainer", ()),
@@ -65,7 +65,7 @@ def test_every_key_is_accounted_for(name: str, tmp_path: Path) -> None:
 
 def test_what_the_recipes_hold(tmp_path: Path) -> None:
     """Sizes, rates, adapters, schedules and DeepSpeed's settings are where they belong."""
-    one = recipe(imported("axolotl.yml", "data.train=python-docs"), tmp_path)
+    one = recipe(imported("axolotl.yml"), tmp_path)
     assert one.model.lora is not None
     assert (one.model.lora.r, one.model.lora.alpha, one.model.lora.target_modules) == (32, 16, ("all-linear",))
     assert (one.batch.micro_size, one.batch.accumulation_steps, one.train.epochs) == (2, 4, 4)
