@@ -125,8 +125,13 @@ def renew(record: Path, make: Callable[[], Sequence[Path]]) -> None:
         seal(record, make())
 
 
+def note(text: str) -> None:
+    """Let the run say this once, whichever rank found it."""
+    _NOTES.append(text)
+
+
 def take_notes() -> list[str]:
-    """What was found changed since the last call."""
+    """What was found since the last call: files of the cache that were changed, and what else was noted."""
     notes, _NOTES[:] = [*_NOTES], []
     return notes
 

@@ -30,6 +30,7 @@ from ortlaunch.run.records import as_json
 from ortlaunch.run.resolve import ResolvedRun
 
 SHORT = Length(rounds=3, steps=3)
+_SHAPES = ("sequence_length", "bucket_lengths", "attend_across_documents", "tokenizer")
 # Fields of `engine` that change no measured figure.
 _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")
@@ -182,7 +183,7 @@ def key(resolved: ResolvedRun) -> dict[str, Any]:
     own = recipe.data.factories
     return {
         "model": whole["model"],
-        "data": {name: whole["data"][name] for name in ("sequence_length", "tokenizer")},
+        "data": {name: whole["data"][name] for name in _SHAPES},
         "custom_data": whole["data"]["train"] if own else None,
         "code": [_code(plan.modules, each) for each in (recipe.model.factory, *own) if each],
         "batch": [plan.batch.micro_samples, plan.batch.accumulation_steps],

@@ -14,7 +14,7 @@ from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.activations import layer_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import TokenizerTraining
-from ortlaunch.recipe.families import FAMILIES, complete
+from ortlaunch.recipe.families import FAMILIES, LABELLED_TASKS, LANGUAGE_TASKS, complete
 from ortlaunch.recipe.models import Lora
 from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.pretrained import config_of
@@ -42,7 +42,7 @@ def chunk_rows(asked: int | str, rows: int, vocabulary: int, device: str) -> int
 
 def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
     """Rows of a chunk where the recipe lets the loss be made in chunks, else 0; the model may still refuse."""
-    whole = recipe.model.task in ("custom", "sequence-classification") or (recipe.zero and recipe.zero.stage == 3)
+    whole = recipe.model.task not in LANGUAGE_TASKS or (recipe.zero and recipe.zero.stage == 3)
     return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary, device)
 
 
@@ -77,6 +77,8 @@ def _bert(c: dict[str, Any], task: str) -> list[int]:
         "masked-lm": words,
         "causal-lm": words,
         "sequence-classification": [*pooler, labels * h, labels],
+        "sequence-regression": [*pooler, h, 1],
+        "token-classification": [labels * h, labels],
     }
     return [*embeddings, *layer * c["num_hidden_layers"], *heads[task]]
 
@@ -88,9 +90,10 @@ def _llama(c: dict[str, Any], task: str) -> list[int]:
     attention = [h * heads * width, h * kv * width, h * kv * width, heads * width * h]
     attention += [heads * width, kv * width, kv * width, h] if c["attention_bias"] else []
     mlp = [h * i, h * i, i * h, *([i, i, h] if c["mlp_bias"] else [])]
-    head = [c.get("num_labels", 2) * h if task == "sequence-classification" else vocab * h]
-    if task != "sequence-classification" and c.get("tie_word_embeddings", False):
-        head = []
+    labels = 1 if task == "sequence-regression" else c.get("num_labels", 2)
+    head = [] if c.get("tie_word_embeddings", False) else [vocab * h]
+    if task in LABELLED_TASKS:
+        head = [labels * h, *([labels] if task == "token-classification" else [])]
     return [vocab * h, *[*attention, *mlp, h, h] * c["num_hidden_layers"], h, *head]
 
 
@@ -220,7 +223,7 @@ def _activations(recipe: Recipe, c: dict[str, Any], micro: int, width: int, devi
 
 def _logits(recipe: Recipe, c: dict[str, Any], tokens: int, device: str) -> int:
     """Bytes of head and loss beside the weights, in float32."""
-    if recipe.model.task == "sequence-classification":
+    if recipe.model.task in LABELLED_TASKS:
         return 0
     vocabulary = int(c["vocab_size"])
     chunk = chunked(recipe, tokens, vocabulary, device)

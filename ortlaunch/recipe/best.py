@@ -15,10 +15,12 @@ METRICS = {
     "masked-lm": ("loss", "perplexity", "masked_word_accuracy"),
     "pretraining": ("loss", "perplexity", "masked_word_accuracy", "next_sentence_accuracy"),
     "sequence-classification": ("loss", "classification_accuracy", "f1_macro"),
+    "sequence-regression": ("loss", "mse", "pearson"),
+    "token-classification": ("loss", "classification_accuracy", "f1_macro"),
     "custom": ("loss",),
 }
 Mode = Optional[Literal["min", "max"]]
-_LESS_IS_BETTER = ("loss", "perplexity")
+_LESS_IS_BETTER = ("loss", "perplexity", "mse")
 
 
 class KeepBest(Section):
@@ -26,9 +28,9 @@ class KeepBest(Section):
 
     metric: Text = "loss"
     """Of an evaluation: `loss`; `perplexity` of language models; `masked_word_accuracy`; `next_sentence_accuracy` of
-    pretraining; `classification_accuracy` or `f1_macro` of sequence-classification."""
+    pretraining; `classification_accuracy` or `f1_macro` of classes; `mse` or `pearson` of sequence-regression."""
     mode: Mode = None
-    """`min`: less is better, `max`: more is. null: min for loss and perplexity, max for the others."""
+    """`min`: less is better, `max`: more is. null: min for loss, perplexity and mse, max for the others."""
     export: bool = False
     """Make the run's export/ from it, not from the last step."""
 

@@ -38,13 +38,26 @@ class Corpus(Section):
     """Configuration of the hub data set, as `wikitext-2-raw-v1`."""
     revision: Optional[Text] = None
     """Commit, tag or branch of the hub data set; null: its newest. A whole commit also finds cached tokens offline."""
+    document: Literal["paragraph", "line", "file"] = "paragraph"
+    """What one document is in format text: a `paragraph`, up to a blank line (BERT's own form: a sentence a line, a
+    blank line between documents), a `line`, or a `file`. Rows of the other formats are documents. An end mark of causal
+    language models, the pairs of pretraining and `attend_across_documents` go by them."""
     split: Text = "train"
     """Split of the hub data set."""
     text_column: Text = "text"
-    """Column that holds the text."""
+    """Column that holds the text; for token-classification a list of words."""
     label_column: Text = "label"
     """Column that holds the class, for sequence-classification: an integer from 0, or a word; words are numbered in the
-    order of the alphabet, and stand in the exported model's config (`id2label`)."""
+    order of the alphabet, and stand in the exported model's config (`id2label`). For sequence-regression a number. For
+    token-classification a list of classes, one for each word; of a word's pieces the first is counted."""
+    messages_column: Optional[Text] = None
+    """Column that holds a chat, for instruction tuning with causal-lm: a list of messages, each with `role` and
+    `content`. The tokenizer's chat template writes it (`data.chat_template`), a chat a sample, and the loss is that of
+    answers alone: what the template writes for messages of role assistant, with their end mark."""
+    prompt_column: Optional[Text] = None
+    """In place of messages: column that holds a prompt, which the template writes as the user's message."""
+    response_column: Optional[Text] = None
+    """Column that holds the answer to it."""
     factory: Optional[Text] = None
     """`package.module:function` for format custom: returns an object with `__len__` and `__getitem__`; each
     item is a mapping from the names that the model's forward takes to tensors (or numbers)."""
@@ -67,12 +80,18 @@ class MaskedLm(Section):
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of tokens to predict."""
     max_predictions: Optional[Positive] = None
-    """At most this many predictions a sequence; null: no limit."""
+    """At most this many predictions a sequence; null: no limit. Each has exactly as many as in BERT's own data: the
+    smaller of this and `probability` x its tokens, [CLS] and [SEP] among them, rounded (19 of 128, 77 of 512)."""
+    whole_words: bool = False
+    """Mask all pieces of a word or none, as BERT's whole-word models; for tokenizers whose pieces begin with ##. A
+    sequence may then have a prediction less, where no word is left that fits."""
 
 
+BucketLength = Annotated[int, Field(ge=8, le=MOST)]
+BuiltIn = Literal["python-docs", "python-chats"]
 Source = Annotated[
     Union[
-        Annotated[Literal["python-docs"], Tag(WORD)],
+        Annotated[BuiltIn, Tag(WORD)],
         Annotated[Corpus, Tag(MAPPING)],
     ],
     Discriminator(_kind_of_one),
@@ -95,7 +114,7 @@ class Part(Section):
 
 TrainingSource = Annotated[
     Union[
-        Annotated[Literal["python-docs"], Tag(WORD)],
+        Annotated[BuiltIn, Tag(WORD)],
         Annotated[Corpus, Tag(MAPPING)],
         Annotated[tuple[Part, ...], BeforeValidator(tuple_of), Field(min_length=1), Tag(LIST)],
     ],
@@ -107,15 +126,31 @@ class Data(Section):
     """What it is trained on."""
 
     train: TrainingSource
-    """The training corpus: a mapping, or `python-docs`, the language reference inside every CPython. Or a mixture, a
-    list as `[{source: python-docs, weight: 1}, {source: {format: text, path: a.txt}, weight: 3}]`: every 65,536 samples
+    """The training corpus: a mapping, or `python-docs`, the language reference inside every CPython, or `python-chats`,
+    the same as questions and answers, to try instruction tuning. Or a mixture, a list as `[{source: python-docs,
+    weight: 1}, {source: {format: text, path: a.txt}, weight: 3}]`: every 65,536 samples
     hold the weights to the sample. An epoch of it is as many samples as all its sources have together."""
     evaluation: Optional[Source] = None
     """Held-out corpus for the evaluation loss; null: none."""
     tokenizer: Optional[TokenizerChoice] = None
     """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom data."""
+    chat_template: Optional[Text] = None
+    """How chats are written: a Jinja file, or its text; null: the tokenizer's own. It goes into the export with the
+    tokenizer. Where it marks answers by {% generation %}, those are learned; else what it writes for messages of role
+    assistant, after its prompt for one (`add_generation_prompt`)."""
     sequence_length: Optional[Annotated[int, Field(ge=8, le=MOST)]] = None
-    """Tokens a sample; null only for custom data."""
+    """Tokens a sample, the same for all: shorter texts are padded, longer ones cut. So all steps run one graph, which
+    ONNX Runtime and torch.compile plan and keep memory for once; null only for custom data."""
+    bucket_lengths: Optional[Annotated[tuple[BucketLength, ...], BeforeValidator(tuple_of), Field(max_length=3)]] = None
+    """Up to three lengths below `sequence_length`, for chats and texts with labels, as [64, 128]: a step's samples are
+    dealt out to its passes and ranks by their lengths, and each micro batch is padded to the shortest length that holds
+    it. For padding that costs more than more shapes do: inductor compiles each, ONNX Runtime and GPUs keep memory for
+    each. The step's samples are the same, and so are its loss and gradients. null: none."""
+    attend_across_documents: bool = True
+    """Of causal-lm on text, whose samples are packed with documents one after another: whether a token sees those of
+    documents before its own in the sample. false: each document is as alone, by a block-diagonal mask of fixed shape
+    and positions that begin anew; its first token is not predicted. Attention then takes a mask, which fused kernels
+    without one outrun."""
     masked_lm: Optional[MaskedLm] = None
     """Masking; null takes BERT's (15 %, no limit)."""
 
@@ -141,6 +176,13 @@ class Data(Section):
             yield f"data.train[{number}].source" if isinstance(self.train, tuple) else "data.train", part.source
         if self.evaluation is not None:
             yield "data.evaluation", self.evaluation
+
+
+def is_chat(source: str | Corpus) -> bool:
+    """Whether its rows are chats."""
+    if isinstance(source, str):
+        return source == "python-chats"
+    return bool(source.messages_column or source.prompt_column or source.response_column)
 
 
 def is_custom(source: str | Corpus) -> bool:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.recipe.data import Corpus, Data, TokenizerTraining, is_custom
+from ortlaunch.recipe.data import Corpus, Data, TokenizerTraining, is_chat, is_custom
+from ortlaunch.recipe.families import LABELLED_TASKS
 from ortlaunch.recipe.model_rules import function
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.place import Problem
-from ortlaunch.recipe.section import DOES_NOTHING, chosen
+from ortlaunch.recipe.section import DOES_NOTHING, MOST, chosen
 
+_COLUMNS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column")
 _FORMAT_FIELDS = {
-    "text": ("path",),
-    "jsonl": ("path", "text_column", "label_column"),
-    "parquet": ("path", "text_column", "label_column"),
-    "hub": ("name", "subset", "revision", "split", "text_column", "label_column"),
+    "text": ("path", "document"),
+    "jsonl": ("path", *_COLUMNS),
+    "parquet": ("path", *_COLUMNS),
+    "hub": ("name", "subset", "revision", "split", *_COLUMNS),
     "custom": ("factory", "arguments"),
 }
 _FORMAT_NEEDS = {"text": "path", "jsonl": "path", "parquet": "path", "hub": "name", "custom": "factory"}
@@ -30,6 +32,9 @@ def data_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _mixture(recipe.data)
     yield from _kinds(recipe)
     yield from _words(recipe.data, recipe.model.task)
+    yield from _chats(recipe.data, recipe.model.task)
+    yield from _packing(recipe.data, recipe.model.task)
+    yield from _buckets(recipe.data, recipe.model.task)
 
 
 def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
@@ -40,6 +45,15 @@ def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
     for key in sorted(chosen(corpus) - {"format"} - set(takes)):
         yield (f"{path}.{key}", kind), DOES_NOTHING.format(f"format {corpus.format}", ", ".join(takes))
     yield from function(f"{path}.factory", corpus.factory)
+    pair = [key for key in ("prompt_column", "response_column") if getattr(corpus, key)]
+    if corpus.messages_column and pair:
+        yield (
+            (f"{path}.{pair[0]}", f"{path}.messages_column"),
+            "is another form of chats than messages_column; give one",
+        )
+    elif len(pair) == 1:
+        other = "response_column" if pair == ["prompt_column"] else "prompt_column"
+        yield (f"{path}.{other}", f"{path}.{pair[0]}"), f"is missing: {pair[0]} goes with it"
 
 
 def _mixture(data: Data) -> Iterator[Problem]:
@@ -73,11 +87,44 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
         yield paths, f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}"
     for key, source in data.sources():
         labels = isinstance(source, Corpus) and source.format != "text"
-        if task == "sequence-classification" and not labels:
-            yield (
-                (key, "model.task", f"{key}.format"),
-                "has no labels; sequence-classification takes format jsonl, parquet, hub or custom",
-            )
+        if task in LABELLED_TASKS and not labels:
+            message = f"has no labels; {task} takes format jsonl, parquet, hub or custom"
+            yield (key, "model.task", f"{key}.format"), message
+
+
+def _chats(data: Data, task: str) -> Iterator[Problem]:
+    """Sources of chats, and the template that writes them."""
+    chats = [key for key, source in data.sources() if is_chat(source)]
+    for key in chats if task != "causal-lm" else ():
+        yield (key, "model.task"), f"holds chats, which are for task causal-lm, not for {task}"
+    if data.chat_template is not None and not chats:
+        yield ("data.chat_template", "data.train"), "does nothing without chats: no source has a messages_column"
+    if chats and isinstance(data.tokenizer, TokenizerTraining) and data.chat_template is None:
+        paths = ("data.chat_template", "data.tokenizer.train", chats[0])
+        yield paths, "is missing: a tokenizer that is trained here has no chat template of its own"
+
+
+def _packing(data: Data, task: str) -> Iterator[Problem]:
+    if data.attend_across_documents:
+        return
+    path = "data.attend_across_documents"
+    if data.is_custom or task != "causal-lm":
+        own = "custom data" if data.is_custom else task
+        yield (path, "model.task", "data.train.format"), f"is for causal-lm on text, not for {own}"
+    for key in (key for key, source in data.sources() if is_chat(source)):
+        yield (path, key), "does nothing with chats, of which each is a sample of its own"
+
+
+def _buckets(data: Data, task: str) -> Iterator[Problem]:
+    path, lengths = "data.bucket_lengths", data.bucket_lengths
+    if lengths is None:
+        return
+    if task not in LABELLED_TASKS and not any(is_chat(source) for _, source in data.sources()):
+        yield (path, "model.task"), f"does nothing for {task} on text, whose samples are windows without padding"
+    most = data.sequence_length or MOST
+    if list(lengths) != sorted(set(lengths)) or not lengths or lengths[-1] >= most:
+        shown = ", ".join(map(str, lengths))
+        yield (path, "data.sequence_length"), f"got {shown}; they must rise, below sequence_length: {most}"
 
 
 def _words(data: Data, task: str) -> Iterator[Problem]:

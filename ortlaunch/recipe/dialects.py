@@ -24,7 +24,9 @@ class Foreign(NamedTuple):
 
 
 _EPOCHS = "train.epochs"
-_PACKED = "none: causal-lm samples are always packed"
+_PACKED = (
+    "none: causal-lm samples of text are always packed (data.attend_across_documents: whether they see each other)"
+)
 _RESUME = "the command line option --run-dir with the folder of the run to continue"
 _CHECKPOINTING = "model.gradient_checkpointing"
 _RAW_ZERO = "zero.stage, and zero.deepspeed for raw settings"
@@ -159,7 +161,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "dataset_dir": "data.train.path",
         "cutoff_len": "data.sequence_length",
         "packing": _PACKED,
-        "neat_packing": _PACKED,
+        "neat_packing": "data.attend_across_documents: false",
         "stage": "model.task (for ZeRO's stage: zero.stage)",
         "finetuning_type": "model.lora (leave it out to train all weights)",
         "lora_rank": "model.lora.r",
@@ -169,7 +171,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "val_size": "data.evaluation (a corpus of its own)",
         "streaming": _STREAMS,
         "overwrite_cache": _STREAMS,
-        "template": "none: text is taken as it is",
+        "template": "data.chat_template (Jinja; null: the tokenizer's own)",
         "plot_loss": "none: `ortlaunch report` draws it",
         "train_on_prompt": "none: answers alone count in the loss of chats",
         "max_samples": "data.train (a smaller file: there is no limit of samples)",
@@ -238,7 +240,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "model_revision": "none: it is the newest, or that of a local folder",
         "ddp_backend": "launch.device (cuda uses NCCL, cpu gloo)",
         "dataloader_num_workers": "none: samples are made in the training process",
-        "group_by_length": _PACKED,
+        "group_by_length": "data.bucket_lengths",
         "use_cpu": "launch.device: cpu",
         "mixed_precision": "precision",
         "num_processes": "launch.processes_per_node",
@@ -315,6 +317,9 @@ WORDS: dict[str, str] = {
     "nsp": "pretraining",
     "text_classification": "sequence-classification",
     "seq_cls": "sequence-classification",
+    "token_cls": "token-classification",
+    "ner": "token-classification",
+    "regression": "sequence-regression",
     "adam": "adamw",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "fused_adam",

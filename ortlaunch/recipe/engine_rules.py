@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ortlaunch.recipe.families import LANGUAGE_TASKS
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.ort_variables import contradictions
 from ortlaunch.recipe.place import Problem
@@ -52,7 +53,7 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
 def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(recipe.engine.chunked_loss, str):
         return
-    if recipe.model.task in ("custom", "sequence-classification"):
+    if recipe.model.task not in LANGUAGE_TASKS:
         path = ("engine.chunked_loss", "model.task")
         yield path, f"does nothing with task {recipe.model.task}, which has no head over a vocabulary; leave it out"
     if recipe.zero and recipe.zero.stage == 3:

@@ -61,7 +61,8 @@ def missing(path: KeyPath) -> str:
     """For a key that must be given."""
     example = f", for example {path[-1]}: {EXAMPLES[path]}" if path in EXAMPLES else ""
     words = choices(path)
-    about = f"one of {', '.join(words)}" if len(words) > 1 and not example else description(path)
+    alone = len(words) > 1 and not example and path[-1] != "source"  # which may be a mapping, too
+    about = f"one of {', '.join(words)}" if alone else description(path)
     return "is missing" + (f": {about}" if about else "") + example
 
 
@@ -90,7 +91,8 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
     kind, context = details["type"], details.get("ctx", {})
     if path in (("data", "train"), ("data", "evaluation")):
         lists = ", or a list of {source, weight}" if path[-1] == "train" else ""
-        return f"it must be python-docs or a mapping, as {_CORPUS}{lists}{_guess(closest(raw, choices(path)))}"
+        near = _guess(closest(raw, choices(path)))
+        return f"it must be python-docs, python-chats or a mapping, as {_CORPUS}{lists}{near}"
     if path == ("data", "tokenizer"):
         return f"it must be a folder, a hub id, or a mapping, as {EXAMPLES[path]}"
     if kind == "literal_error":

@@ -122,6 +122,8 @@ def _task(model: Model) -> Iterator[Problem]:
     paths = ("model.task", f"{_CONFIG}.model_type")
     if family == "llama" and model.task in ("pretraining", "masked-lm"):
         yield paths, f"got {model.task} with llama, which predicts the next token; use causal-lm"
+    if model.task == "sequence-regression" and config.get("num_labels", 1) != 1:
+        yield (f"{_CONFIG}.num_labels", "model.task"), f"got {config['num_labels']}; sequence-regression has one output"
     if family == "bert" and model.task == "causal-lm" and not config.get("is_decoder"):
         yield paths, "got causal-lm with bert, which sees the words it should predict; use masked-lm or pretraining"
 

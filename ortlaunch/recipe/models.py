@@ -52,8 +52,17 @@ class Lora(Section):
 class Model(Section):
     """What is trained."""
 
-    task: Literal["pretraining", "masked-lm", "causal-lm", "sequence-classification", "custom"]
-    """`pretraining` is BERT's: masked words and next sentence. `custom` takes `factory`."""
+    task: Literal[
+        "pretraining",
+        "masked-lm",
+        "causal-lm",
+        "sequence-classification",
+        "sequence-regression",
+        "token-classification",
+        "custom",
+    ]
+    """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class for a text;
+    `sequence-regression`: a number; `token-classification`: a class for each word. `custom` takes `factory`."""
     pretrained: Optional[Text] = None
     """Local folder or hub id of a transformers model to start from; null: random weights from `config`."""
     config: Optional[dict[str, Any]] = None
@@ -155,8 +164,8 @@ class Train(Section):
     that are not -100, without the first of each sample where the model predicts the next word), or a key of the batch,
     whose numbers are summed (a number a sample, or a mask). Loss and gradients are then the mean over all that counts
     in the global batch, over passes and ranks: the model itself must return the mean over what counts in its micro
-    batch. The key goes to the model only where its forward names it. null: labels for transformers' tasks, samples
-    for task custom."""
+    batch. The key goes to the model only where its forward names it. null: labels for transformers'
+    tasks (of pretraining on text the masked words, whose weight the sentence pairs take), samples for task custom."""
     evaluate_every_steps: Optional[Positive] = None
     """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
     stop_after: Optional[StopAfter] = None

@@ -49,10 +49,13 @@ RULES: dict[str, RuleOf] = {
     **_all(_MODEL, "lora lora.r lora.alpha lora.dropout lora.target_modules", "model"),
     "model.lora.merge": Rule(EFFECT, why="it is of the export alone"),
     **_all(_DATA, "train train.format train.path train.name train.subset train.revision train.split", "data"),
-    **_all(_DATA, "train.text_column train.label_column train.factory train.arguments", "data"),
+    **_all(_DATA, "train.document train.text_column train.label_column train.factory train.arguments", "data"),
+    **_all(_DATA, "train.messages_column train.prompt_column train.response_column", "data"),
+    **_all(_DATA, "chat_template attend_across_documents", "data"),
+    "data.bucket_lengths": Rule(EFFECT, why="the same samples, with less padding"),
     "data.evaluation": _EFFECT,
     **_all(_DATA, "tokenizer tokenizer.train tokenizer.vocab_size sequence_length", "data"),
-    **_all(_DATA, "masked_lm masked_lm.probability masked_lm.max_predictions", "data"),
+    **_all(_DATA, "masked_lm masked_lm.probability masked_lm.max_predictions masked_lm.whole_words", "data"),
     **_all(
         _EFFECT, "global_size micro_size accumulation_steps", "batch"
     ),  # world.global_samples tells what comes of it

@@ -31,6 +31,12 @@ def missing_files(recipe: Recipe) -> Iterator[Problem]:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             if not any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
                 yield (f"{key}.path",), f"got {pattern}, which matches no file here (seen from {_here()})"
+    template = recipe.data.chat_template
+    if template is not None and "{" not in template and not os.path.isfile(template):
+        yield (
+            ("data.chat_template",),
+            f"got {template}, and there is no such file here (a template itself has {{{{ }}}})",
+        )
     for key, value in (("model.pretrained", recipe.model.pretrained), ("data.tokenizer", recipe.data.tokenizer)):
         if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not os.path.exists(value):
             yield (key,), f"got {value}, and there is no such folder here"

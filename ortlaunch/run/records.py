@@ -256,9 +256,13 @@ class EvaluationLine:
     evaluation_next_sentence_accuracy: float | None = None
     """Share of the sentence pairs."""
     evaluation_classification_accuracy: float | None = None
-    """Share of the samples."""
+    """Share of the samples; of token-classification, of the words."""
     evaluation_f1_macro: float | None = None
     """Mean of the classes' F1, over those that were given or meant."""
+    evaluation_mse: float | None = None
+    """Mean squared error of sequence-regression."""
+    evaluation_pearson: float | None = None
+    """Its correlation with the labels; "nan" where either is constant."""
 
 
 @dataclass
@@ -336,6 +340,10 @@ class Evaluation:
     next_sentence_accuracy: float | None = None
     """Share of the sentence pairs."""
     classification_accuracy: float | None = None
-    """Share of the samples."""
+    """Share of the samples; of token-classification, of the words."""
     f1_macro: float | None = None
     """Mean of the classes' F1, over those that were given or meant."""
+    mse: float | None = None
+    """Mean squared error of sequence-regression."""
+    pearson: float | None = None
+    """Its correlation with the labels; "nan" where either is constant."""

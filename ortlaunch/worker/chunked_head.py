@@ -18,12 +18,12 @@ from torch.nn import functional
 
 from ortlaunch.planning.memory import chunk_rows
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.families import LANGUAGE_TASKS
 from ortlaunch.run.engine_report import ChunkedLoss
 from ortlaunch.worker.chunked_loss import IGNORED, chunked_loss
 from ortlaunch.worker.matmul_precision import matmul_precision
 
 Batch = Mapping[str, Tensor]
-TASKS = ("causal-lm", "masked-lm", "pretraining")
 _TOKENS = 16  # of the trial
 _TOLERANCE = 1e-5
 LABELS = ("labels", "next_sentence_label")
@@ -102,7 +102,7 @@ def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
     """What can be known without a pass."""
     if recipe.engine.chunked_loss == "off":
         return "off"
-    if recipe.model.task not in TASKS:
+    if recipe.model.task not in LANGUAGE_TASKS:
         return f"task {recipe.model.task} has no head over a vocabulary"
     if recipe.zero and recipe.zero.stage == 3:
         return "ZeRO 3 keeps the head's weight in pieces"

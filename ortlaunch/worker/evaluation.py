@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ortlaunch.recipe.families import LABELLED_TASKS
 from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.chunked_head import LABELS, ChunkedHead
-from ortlaunch.worker.data import IGNORED, Samples, collate
+from ortlaunch.worker.data import IGNORED, Samples, collate, cut_padding
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
 Batch = dict[str, torch.Tensor]
 Counts = dict[str, torch.Tensor]
-WITH_LOGITS = ("pretraining", "masked-lm", "sequence-classification")
+WITH_LOGITS = ("pretraining", "masked-lm", *LABELLED_TASKS)
 _ROWS = 1024  # of logits at a time
 
 
@@ -37,11 +38,12 @@ def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
 
     A rank without samples left still runs one: with ZeRO 3 a forward pass is a collective.
     """
-    group, micro = session.group, session.plan.batch.micro_samples
+    group, micro, buckets = session.group, session.plan.batch.micro_samples, session.recipe.data.bucket_lengths
     for turn in range(0, len(samples), group.size * micro):
         first = turn + group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
-        yield collate([samples.sample(i, epoch=0) for i in counted or range(1)]), counted
+        batch = collate([samples.sample(i, epoch=0) for i in counted or range(1)])
+        yield cut_padding(batch, buckets) if buckets else batch, counted
 
 
 @torch.no_grad()
@@ -61,7 +63,8 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
             taken = engine.take(batch)
             total, seen = total + float(engine.eval_module(**taken)) * weight, seen + weight
             labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}  # without an added one
-            _add(counts, counts_of(output_of(taken), labels, engine.plain), counts_them=bool(counted))
+            found = counts_of(output_of(taken), labels, engine.plain, session.recipe.model.task)
+            _add(counts, found, counts_them=bool(counted))
     losses, weights = zip(*group.gather_numbers([total, seen]))  # not reduced, so that all ranks have the same bits
     if not sum(weights):
         raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
@@ -101,8 +104,8 @@ def _outputs(session: Session) -> Iterator[Callable[[Batch], Any]]:
         yield lambda taken: model(**{name: value for name, value in taken.items() if name not in LABELS})
 
 
-def counts_of(output: Any, labels: Batch, plain: Any = None) -> Counts:
-    """Of one batch: words and sentence pairs with how many are right, or samples by class; each (numbers,).
+def counts_of(output: Any, labels: Batch, plain: Any = None, task: str = "") -> Counts:
+    """Of one batch: words and sentence pairs with how many are right, what has a class by class, or sums.
 
     Args:
         output: of the model; where `plain`, its LossModule, makes head and loss in chunks, with what goes into the head
@@ -111,9 +114,13 @@ def counts_of(output: Any, labels: Batch, plain: Any = None) -> Counts:
     """
     found, words = Counts(), labels.get("labels")
     logits = output and output.get("prediction_logits", output.get("logits"))
-    if words is None or logits is None or words.is_floating_point():
+    if words is None or logits is None:
         return found
-    if words.dim() == 2 and logits.dim() == 3:
+    if words.is_floating_point():
+        return _sums(logits, words) if logits.numel() == words.numel() else found
+    if task == "token-classification":
+        found |= _classes(logits[words != IGNORED], words[words != IGNORED])
+    elif words.dim() == 2 and logits.dim() == 3:
         found |= _words(logits, words, plain)
     elif words.dim() == 1 and logits.dim() == 2 and logits.size(1) > 1:
         found |= _classes(logits, words)
@@ -144,6 +151,19 @@ def _classes(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
         name: torch.bincount(each, minlength=classes)
         for name, each in (("right", right), ("given", given), ("meant", meant))
     }
+
+
+def _sums(given: torch.Tensor, meant: torch.Tensor) -> Counts:
+    """What the mean squared error and Pearson's correlation are made of."""
+    x, y = given.reshape(-1).double(), meant.reshape(-1).double()
+    ones = torch.ones_like(x)
+    return {"sums": torch.stack([each.sum() for each in (ones, x, y, x * x, y * y, x * y)])}
+
+
+def pearson(count: float, x: float, y: float, xx: float, yy: float, xy: float) -> float:
+    """Correlation from sums; nan where one of both does not vary."""
+    spread = (count * xx - x * x) * (count * yy - y * y)
+    return (count * xy - x * y) / math.sqrt(spread) if spread > 0 else math.nan
 
 
 def f1_macro(right: list[float], given: list[float], meant: list[float]) -> float:
@@ -177,6 +197,9 @@ def _metrics(session: Session, loss: float, counts: dict[str, list[float]]) -> d
     if "meant" in counts:
         found["classification_accuracy"] = sum(counts["right"]) / sum(counts["meant"])
         found["f1_macro"] = f1_macro(counts["right"], counts["given"], counts["meant"])
+    if "sums" in counts:
+        count, _, _, xx, yy, xy = counts["sums"]
+        found |= {"mse": max(0.0, xx + yy - 2 * xy) / count, "pearson": pearson(*counts["sums"])}
     return found
 
 

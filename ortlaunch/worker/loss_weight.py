@@ -36,8 +36,8 @@ class LossWeight:
         self.declared = recipe.train.loss_weight is not None
         self.by = recipe.train.loss_weight or ("samples" if task == "custom" else "labels")
         self.shifted = shifts(model)
-        self.two_means = task == "pretraining" and not self.declared
-        # Corpora that ortlaunch reads have as many counted labels in each sample.
+        # A corpus of ours may have documents shorter than a sample: the words decide then, as said at the field.
+        self.two_means = task == "pretraining" and recipe.data.is_custom and not self.declared
         self.varies = recipe.data.is_custom and self.by != "samples"
         self.key = None if self.by in ("samples", "labels") else self.by
         self.taken_out = self.key and self.key not in inspect.signature(model.model.forward).parameters
@@ -52,7 +52,7 @@ class LossWeight:
             DataError: a weight is negative or not finite, or nothing counts in the whole step.
         """
         numbers = range(batches.batch.accumulation_steps)
-        if not self.varies:
+        if not (self.varies or (getattr(batches.samples, "varies", False) and self.by != "samples")):
             yield from ((batches.micro_batch(step, number, group.rank), 1.0) for number in numbers)
             return
         taken = [batches.micro_batch(step, number, group.rank) for number in numbers]
@@ -92,7 +92,7 @@ class LossWeight:
         if self.taken_out:
             batch = {name: value for name, value in batch.items() if name != self.key}
         labels = batch.get("labels")
-        if not self.varies or self.by != "labels" or labels is None or self._labels(labels):
+        if self.by != "labels" or labels is None or self._labels(labels):
             return batch
         labels = labels.clone()
         labels.view(len(labels), -1)[0, -1] = 0

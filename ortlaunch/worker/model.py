@@ -14,6 +14,7 @@ from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.models import Lora
+from ortlaunch.worker import packing
 from ortlaunch.worker.chunked_head import ChunkedHead
 from ortlaunch.worker.data import Data, call
 from ortlaunch.worker.pretrained import Loaded, load_pretrained
@@ -23,6 +24,8 @@ _AUTO_CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
     "causal-lm": "AutoModelForCausalLM",
     "sequence-classification": "AutoModelForSequenceClassification",
+    "sequence-regression": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
 }
 _SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 
@@ -38,6 +41,8 @@ class LossModule(nn.Module):
         self.chunked: ChunkedHead | None = None
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        if packing.DOCUMENTS in batch:
+            batch = packing.with_mask(batch, next(self.model.parameters()).dtype)
         if self.chunked is not None:
             return self.chunked.loss(self.model, batch, self.training)
         return _loss_of(self.model(**batch))
@@ -97,6 +102,8 @@ def build_model(recipe: Recipe, data: Data) -> LossModule:
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
     if recipe.model.gradient_checkpointing:  # after the adapters, for which peft would change the embeddings' output
         _checkpoint_gradients(model)
+    if not recipe.data.attend_across_documents:
+        packing.require_separate(model)
     whole = LossModule(model.train())
     whole.generates_with_cache, whole.loaded = generates_with_cache, loaded
     return whole
@@ -179,6 +186,8 @@ def config_of(recipe: Recipe, data: Data) -> Any:
     if data.label_names and fields.setdefault("num_labels", len(data.label_names)) != len(data.label_names):
         told = f"got {fields['num_labels']}, and the labels are {len(data.label_names)} words"
         raise InputError(f"model.config.num_labels: {told}")
+    if recipe.model.task == "sequence-regression":
+        fields = {**fields, "num_labels": 1, "problem_type": "regression"}
     fields = {**_from_data(data, config, source is None), **fields}
     try:
         if source is None:
@@ -244,7 +253,9 @@ def attention_of(recipe: Recipe) -> str | None:
 
 
 # With these peft trains a new head, too.
-_PEFT_TASKS = {"sequence-classification": "SEQ_CLS"}
+_PEFT_TASKS = {
+    "sequence-classification": "SEQ_CLS", "sequence-regression": "SEQ_CLS", "token-classification": "TOKEN_CLS"
+}  # fmt: skip
 
 
 def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:

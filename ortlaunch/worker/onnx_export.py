@@ -24,7 +24,7 @@ from ortlaunch.worker.model import LossModule, give_back_cache
 OPSET = 17
 LIMIT = 1e-4  # of the largest difference of a logit
 _MOST_IN_ONE_FILE = 2**31 - 2**16  # protobuf's 2 GiB, and room for the graph itself
-_LABELS = ("labels", "next_sentence_label")
+_LABELS = ("labels", "next_sentence_label", "position_ids", "document_ids")  # and what packing adds
 
 Batch = dict[str, torch.Tensor]
 

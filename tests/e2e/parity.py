@@ -97,17 +97,17 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = o.learning_rate * _factor(recipe, step)
-        passes = []
-        for i in range(total // micro):
-            batch = {name: tensor.to(device) for name, tensor in batches.micro_batch(step, i, 0).items()}
-            loss = model(**batch).loss
-            (loss / (total // micro)).backward()
+        passes, taken = [], [batches.micro_batch(step, i, 0) for i in range(total // micro)]
+        counts = [int((batch["labels"] != -100).sum()) for batch in taken]  # a short document has fewer masked words
+        for batch, count in zip(taken, counts):
+            loss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss * (count / sum(counts))
+            loss.backward()
             passes.append(loss.item())
         if recipe.train.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.train.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(sum(passes) / len(passes))
+        losses.append(sum(passes))
     return losses
 
 

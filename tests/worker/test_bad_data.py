@@ -42,6 +42,13 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         ("masked-lm", GOOD + b'{"text": "\xff"}', {}, r"a.jsonl:4: is not UTF-8"),
         ("masked-lm", GOOD * 9, {"vocab_size": 5}, r"model.config.vocab_size: got 5, and the tokenizer has \d+ words"),
         (CLASSES, GOOD + b'{"text": "a", "label": -1}', {}, r"a.jsonl:4: label is -1"),
+        (
+            "sequence-regression",
+            GOOD + b'{"text": "a", "label": "b"}',
+            {},
+            r"a.jsonl:4: label is 'b'; sequence-regression",
+        ),
+        ("token-classification", GOOD, {}, r"a.jsonl:1: text is 'some words'; token-classification takes a list"),
         (CLASSES, GOOD, {"num_labels": 1}, r"model.config.num_labels: got 1, and the data has 2 classes"),
     ],
 )

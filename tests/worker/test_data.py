@@ -116,7 +116,11 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpora:
     ("task", "trained", "keys"),
     [
         ("masked-lm", "wordpiece", {"input_ids", "labels"}),
-        ("pretraining", "wordpiece", {"input_ids", "labels", "token_type_ids", "next_sentence_label"}),
+        (
+            "pretraining",
+            "wordpiece",
+            {"input_ids", "attention_mask", "labels", "token_type_ids", "next_sentence_label"},
+        ),
         ("causal-lm", "bpe", {"input_ids", "labels", "attention_mask"}),
         ("custom", "bpe", {"input_ids", "labels"}),
     ],

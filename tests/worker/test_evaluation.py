@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ortlaunch.rank import Rank
 from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
-from ortlaunch.worker.evaluation import counts_of, evaluate, f1_macro
+from ortlaunch.worker.evaluation import _metrics, counts_of, evaluate, f1_macro, pearson
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.progress import Progress
 from tests.makers import plan, recipe
@@ -57,13 +58,46 @@ def test_classes() -> None:
 
 @pytest.mark.parametrize(
     ("output", "labels"),
-    [({"loss": 1}, torch.zeros(3)), ({"logits": torch.zeros(3, 1)}, torch.zeros(3)),
+    [({"loss": 1}, torch.zeros(3)), ({"logits": torch.zeros(3, 2)}, torch.zeros(3)),
      ({"logits": torch.zeros(3, 1)}, torch.zeros(3, dtype=torch.int64))],
-    ids=["no logits", "numbers", "one output"],
+    ids=["no logits", "other numbers", "one output"],
 )  # fmt: skip
 def test_regressions_have_no_classes(output: dict[str, torch.Tensor], labels: torch.Tensor) -> None:
     """Nothing is counted where there is nothing to be right about."""
     assert counts_of(output, {"labels": labels}) == {}
+
+
+def test_numbers() -> None:
+    """Mean squared error and Pearson's correlation are torchmetrics'; of what does not vary there is no correlation."""
+    metrics = pytest.importorskip("torchmetrics.functional")
+    draw = torch.Generator().manual_seed(0)
+    meant = 5 + torch.randn(50, generator=draw)
+    given = meant + torch.randn(50, generator=draw)
+    halves = [
+        counts_of({"logits": x[:, None]}, {"labels": y})["sums"] for x, y in zip(given.split(20), meant.split(20))
+    ]
+    sums = sum(halves).tolist()
+    found = _metrics(SimpleNamespace(recipe=recipe(), engine=None), 0.0, {"sums": sums})
+    assert found["mse"] == pytest.approx(float(metrics.mean_squared_error(given, meant)), rel=1e-5)
+    assert found["pearson"] == pytest.approx(float(metrics.pearson_corrcoef(given, meant)), rel=1e-5)
+    constant = counts_of({"logits": given[:, None]}, {"labels": torch.ones(50)})["sums"].tolist()
+    assert math.isnan(pearson(*constant))
+
+
+def test_tagged_words_are_counted_where_they_have_a_tag() -> None:
+    """Accuracy and macro F1 over first pieces, as torchmetrics' with ignore_index."""
+    metrics = pytest.importorskip("torchmetrics.functional.classification")
+    draw = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(6, 9, 4, generator=draw), torch.randint(4, (6, 9), generator=draw)
+    labels[torch.rand(6, 9, generator=draw) < 0.5] = IGNORED
+    counts = counts_of({"logits": logits}, {"labels": labels}, task="token-classification")
+    found = _metrics(
+        SimpleNamespace(recipe=recipe(), engine=None), 0.0, {name: each.tolist() for name, each in counts.items()}
+    )
+    both, options = (logits.transpose(1, 2), labels), {"num_classes": 4, "ignore_index": IGNORED}
+    accuracy = metrics.multiclass_accuracy(*both, average="micro", **options)
+    assert found["classification_accuracy"] == pytest.approx(float(accuracy))
+    assert found["f1_macro"] == pytest.approx(float(metrics.multiclass_f1_score(*both, average="macro", **options)))
 
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

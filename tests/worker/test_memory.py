@@ -12,7 +12,7 @@ from torch import nn
 from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.memory import estimate, full_config, padded_vocabulary, tensor_sizes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.families import complete
+from ortlaunch.recipe.families import LABELLED_TASKS, complete
 from tests.makers import BERT, WORDS, bert
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -26,6 +26,8 @@ CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
     "causal-lm": "AutoModelForCausalLM",
     "sequence-classification": "AutoModelForSequenceClassification",
+    "sequence-regression": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
 }
 
 
@@ -33,7 +35,7 @@ def transformers_model(config: dict[str, Any], task: str) -> nn.Module:
     """transformers' own model of this config, without memory for its weights."""
     import transformers
 
-    fields = dict(config)
+    fields = {**config, **({"num_labels": 1} if task == "sequence-regression" else {})}
     kind = fields.pop("model_type")
     with torch.device("meta"):
         made: nn.Module = getattr(transformers, CLASSES[task]).from_config(
@@ -47,7 +49,7 @@ def parameters(model: nn.Module, trained: bool = False) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
-@pytest.mark.parametrize("task", ["pretraining", "masked-lm", "sequence-classification"])
+@pytest.mark.parametrize("task", ["pretraining", "masked-lm", *LABELLED_TASKS])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -70,7 +72,7 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(transformers_model(config, task))
 
 
-@pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
+@pytest.mark.parametrize("task", ["causal-lm", *LABELLED_TASKS])
 @pytest.mark.parametrize(
     "fields",
     [

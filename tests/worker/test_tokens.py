@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ortlaunch.cache import take_notes
@@ -66,7 +67,9 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     assert 16 <= len(second.seen) <= 24  # at most two chunks of those before are noted late
     assert told[-1].startswith("tokenizing 100%: 40 documents, ")
     cache = Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens"
-    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".seal", ".u32"]
+    assert sorted(path.suffix for path in cache.iterdir()) == [".ends", ".lock", ".seal", ".u32"]
+    ends = tokens.tokenized_documents(source, Counting(), True).ends
+    assert [found[end - 1] for end in ends] == [7] * 40
 
 
 def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None:
@@ -76,9 +79,10 @@ def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None
     content = path.read_bytes()
     for left in (content[:400] + b"rubbish", content[:100]):
         path.unlink()
-        path.with_suffix(".partial").write_bytes(left)
+        path.with_suffix(".u32.partial").write_bytes(left)
+        path.with_suffix(".ends.partial").write_bytes(np.cumsum([len(text) for text in TEXTS[:5]]).tobytes())
         counted = sum(len(text) for text in TEXTS[:5])
-        path.with_suffix(".written.json").write_text(f'{{"documents": 5, "tokens": {counted}}}')
+        path.with_suffix(".written").write_text(f'{{"documents": 5, "tokens": {counted}}}')
         assert counted * 4 <= 400 or len(left) < counted * 4
         assert tokens.tokenized(source, Letters(), True).tolist() == whole
     assert len(take_notes()) == 2

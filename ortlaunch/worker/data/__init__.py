@@ -6,21 +6,25 @@ from typing import Any
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.data import Corpus, MaskedLm
+from ortlaunch.recipe.data import Corpus, MaskedLm, is_chat
 from ortlaunch.worker.data.batches import Batches
-from ortlaunch.worker.data.labelled import LabelledTexts, number_labels
+from ortlaunch.worker.data.chats import Conversations, tokenized_chats
+from ortlaunch.worker.data.labelled import OF_ROWS, LabelledTexts, ScoredTexts, TaggedWords, number_labels
+from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.mixture import Mixture, source_seed
 from ortlaunch.worker.data.own import OwnSamples, call
+from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data.samples import IGNORED, Samples, collate
+from ortlaunch.worker.data.samples import IGNORED, Samples, collate, cut_padding
 from ortlaunch.worker.data.tokenizer import load_tokenizer
-from ortlaunch.worker.data.tokens import Tell, begin_of_text, silent, tokenized
-from ortlaunch.worker.data.windows import Blocks, MaskedBlocks
+from ortlaunch.worker.data.tokens import Documents, Tell, begin_of_text, silent, tokenized_documents
+from ortlaunch.worker.data.windows import Blocks, SeparateDocuments
 from ortlaunch.worker.distributed import DistributedContext
 
 __all__ = [
-    "IGNORED", "Batches", "Blocks", "Data", "LabelledTexts", "MaskedBlocks", "Mixture", "OwnSamples", "Samples",
-    "begin_of_text", "call", "collate", "load_data", "make_samples",
+    "IGNORED", "Batches", "Blocks", "Conversations", "Data", "LabelledTexts", "MaskedBlocks", "Masking", "Mixture",
+    "OwnSamples", "Samples", "ScoredTexts", "SentencePairs", "TaggedWords", "begin_of_text", "call", "collate",
+    "cut_padding", "load_data", "make_samples",
 ]  # fmt: skip
 
 
@@ -32,7 +36,9 @@ class Data:
         self.tokenizer = load_tokenizer(recipe.data) if recipe.data.tokenizer else None
         self.train = _training(recipe, self.tokenizer, tell)
         evaluation = recipe.data.evaluation
-        self.evaluation = None if evaluation is None else make_samples(recipe, evaluation, self.tokenizer, tell=tell)
+        self.evaluation = None
+        if evaluation is not None:
+            self.evaluation = make_samples(recipe, evaluation, self.tokenizer, tell=tell, key="data.evaluation")
         self.label_names = number_labels(self.train, self.evaluation)
 
 
@@ -55,24 +61,40 @@ def _training(recipe: Recipe, tokenizer: Any, tell: Tell) -> Samples:
 
 
 def make_samples(
-    recipe: Recipe, source: str | Corpus, tokenizer: Any, seed: int | None = None, tell: Tell = silent
+    recipe: Recipe,
+    source: str | Corpus,
+    tokenizer: Any,
+    seed: int | None = None,
+    tell: Tell = silent,
+    key: str = "data.train",
 ) -> Samples:
     """The samples of one corpus for the recipe's task; what is drawn in them comes from `seed`, else the recipe's."""
     if isinstance(source, Corpus) and source.format == "custom":
         return OwnSamples(call("data.factory", str(source.factory), source.arguments))
     seed = recipe.seed if seed is None else seed
     length, task = recipe.data.sequence_length or 0, recipe.model.task
-    if task == "sequence-classification":
-        return LabelledTexts(source, tokenizer, length)
+    if task in OF_ROWS:
+        return OF_ROWS[task](source, tokenizer, length)
+    if is_chat(source):
+        pad = next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
+        return Conversations(tokenized_chats(source, tokenizer, tell), length, pad, key)
     pretrained = task == "causal-lm" and isinstance(recipe.data.tokenizer, str)
     begin = begin_of_text(tokenizer) if pretrained else []
-    tokens = tokenized(source, tokenizer, end_of_text=task in ("causal-lm", "custom"), begin=begin, tell=tell)
-    if task in ("causal-lm", "custom"):
-        samples: Samples = Blocks(tokens, length, with_mask=task == "causal-lm")
-    else:
-        samples = MaskedBlocks(
-            tokens, length, tokenizer, recipe.data.masked_lm or MaskedLm(), seed, task == "pretraining"
-        )
+    end = task in ("causal-lm", "custom")
+    documents = tokenized_documents(source, tokenizer, end_of_text=end, begin=begin, tell=tell)
+    samples: Samples = _of_text(recipe, documents, tokenizer, seed)
     if len(samples) == 0:
-        raise DataError(f"the corpus has {len(tokens)} tokens, fewer than one sample of {length}")
+        raise DataError(f"the corpus has {len(documents.tokens)} tokens, fewer than one sample of {length}")
     return samples
+
+
+def _of_text(recipe: Recipe, documents: Documents, tokenizer: Any, seed: int) -> Samples:
+    length, task = recipe.data.sequence_length or 0, recipe.model.task
+    if task in ("causal-lm", "custom"):
+        if not recipe.data.attend_across_documents:
+            return SeparateDocuments(documents, length)
+        return Blocks(documents.tokens, length, with_mask=task == "causal-lm")
+    masking = Masking(tokenizer, recipe.data.masked_lm or MaskedLm())
+    if task == "pretraining":
+        return SentencePairs(documents, length, masking, tokenizer.pad_token_id or 0, seed)
+    return MaskedBlocks(documents.tokens, length, masking, seed)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,14 +13,16 @@ from ortlaunch.plan import BatchPlan
 from ortlaunch.worker.data.left_out import LeftOut
 from ortlaunch.worker.data.mixture import Mixture
 from ortlaunch.worker.data.order import Order
-from ortlaunch.worker.data.samples import Samples, collate
+from ortlaunch.worker.data.samples import Samples, collate, cut_padding
 
 
 class Batches:
     """Micro batches by step; the order of samples depends on the seed alone."""
 
-    def __init__(self, samples: Samples, batch: BatchPlan, seed: int) -> None:
-        self.samples, self.batch, self.seed = samples, batch, seed
+    def __init__(self, samples: Samples, batch: BatchPlan, seed: int, buckets: Sequence[int] = ()) -> None:
+        """buckets: lengths that padded samples are cut to, a step's samples being dealt out by theirs."""
+        self.samples, self.batch, self.seed, self.buckets = samples, batch, seed, buckets
+        self._dealt: tuple[int, list[tuple[int, int]]] | None = None
         self.left_out = LeftOut()
         self._step, self._seen = 0, 0
         self.order = samples.order(seed) if isinstance(samples, Mixture) else Order(len(samples), seed)
@@ -42,7 +47,8 @@ class Batches:
     def micro_batch(self, step: int, accumulation: int, rank: int) -> dict[str, torch.Tensor]:
         """What `rank` takes in pass `accumulation` of step `step` (both from 0); tensors are (micro_samples, ...)."""
         places = self._places(step, accumulation, rank)
-        return collate([self.samples.sample(index, epoch) for index, epoch in places])
+        batch = collate([self.samples.sample(index, epoch) for index, epoch in places])
+        return cut_padding(batch, self.buckets) if self.buckets else batch
 
     def indices(self, step: int, accumulation: int, rank: int) -> list[int]:
         """Which samples of the data set `micro_batch` takes."""
@@ -56,6 +62,21 @@ class Batches:
     def _places(self, step: int, accumulation: int, rank: int) -> list[tuple[int, int]]:
         """(index, epoch) of each sample."""
         b = self.batch
-        first = (step - self._step) * b.global_samples + (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
-        numbers = range(first, first + b.micro_samples)
+        within = (accumulation * b.data_parallel_ranks + rank) * b.micro_samples
+        first = (step - self._step) * b.global_samples
+        if self.buckets:
+            return self._by_length(first, b.global_samples)[within : within + b.micro_samples]
+        return self._at(range(first + within, first + within + b.micro_samples))
+
+    def _at(self, numbers: range) -> list[tuple[int, int]]:
         return self.order.at([self.left_out.place(self._seen, number) for number in numbers])
+
+    def _by_length(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Of a whole step, the shortest first; those of one bucket as they come."""
+        place = self.left_out.place(self._seen, first)
+        if self._dealt is None or self._dealt[0] != place:
+            found = self._at(range(first, first + count))
+            padded: Any = self.samples
+            buckets = [bisect.bisect_left(self.buckets, padded.size(index)) for index, _ in found]
+            self._dealt = place, [found[i] for i in sorted(range(count), key=buckets.__getitem__)]
+        return self._dealt[1]

@@ -21,12 +21,15 @@ PYTHON_DOCS = "python-docs"
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
-    """Texts of a corpus in a fixed order; of plain text files, paragraphs (a blank line ends one)."""
+    """Texts of a corpus in a fixed order; of plain text files, what `document` says."""
     return (text for text, _ in documents_read(source))
 
 
-def documents_read(source: str | Corpus) -> Iterator[tuple[str, float]]:
-    """The same, each with the share of the corpus that is read by then (0 where nobody knows)."""
+def documents_read(source: str | Corpus, lists: bool = False) -> Iterator[tuple[str, float]]:
+    """The same, each with the share of the corpus that is read by then (0 where nobody knows).
+
+    lists: of words are taken, too, as text.
+    """
     if isinstance(source, str):
         from pydoc_data.topics import topics
 
@@ -35,6 +38,8 @@ def documents_read(source: str | Corpus) -> Iterator[tuple[str, float]]:
     column = source.text_column if source.format != "text" else "text"
     for row in rows(source):
         text = value(row, column)
+        if lists and isinstance(text, list):
+            text = " ".join(map(str, text))
         if not isinstance(text, (str, type(None))):
             raise DataError(f"{row.place}: column {column!r} holds {text!r:.80}; it must be text")
         if text:
@@ -64,7 +69,7 @@ def rows(source: Corpus) -> Iterator[Row]:
     found = files(source)
     sizes = [os.path.getsize(path) for path in found]
     for path, before, size in zip(found, itertools.accumulate([0, *sizes]), sizes):
-        for row in read_file(path, source.format):
+        for row in read_file(path, source.format, source.document):
             yield row._replace(share=(before + row.share * size) / sum(sizes))
 
 
@@ -109,11 +114,18 @@ def fingerprint(source: str | Corpus) -> str:
     if isinstance(source, str):
         parts = [source, sys.version]
     elif source.format == "hub":
-        parts = [str(source.name), str(source.subset), source.split, source.text_column, _commit(source)]
+        parts = [str(source.name), str(source.subset), source.split, _columns(source), _commit(source)]
     else:
         stats = ((path, os.stat(path)) for path in files(source))
-        parts = [source.format, source.text_column, *(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats)]
+        kind = source.format if source.document == "paragraph" else f"{source.format} by {source.document}"
+        parts = [kind, _columns(source), *(f"{path} {s.st_size} {s.st_mtime_ns}" for path, s in stats)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _columns(source: Corpus) -> str:
+    if source.messages_column or source.prompt_column:
+        return f"{source.messages_column} {source.prompt_column} {source.response_column}"
+    return source.text_column
 
 
 def _commit(source: Corpus) -> str:

@@ -41,9 +41,19 @@ class Mixture:
         number = bisect.bisect_right(self.ends, index)
         return self.parts[number].sample(index - self.ends[number] + len(self.parts[number]), epoch)
 
+    def size(self, index: int) -> int:
+        """Tokens of a sample, for those that have them counted."""
+        number = bisect.bisect_right(self.ends, index)
+        part: Any = self.parts[number]
+        return int(part.size(index - self.ends[number] + len(part)))
+
     @property
     def classes(self) -> int:
         return max(getattr(part, "classes", 0) for part in self.parts)
+
+    @property
+    def varies(self) -> bool:
+        return any(getattr(part, "varies", False) for part in self.parts)
 
     def order(self, seed: int) -> MixedOrder:
         return MixedOrder([len(part) for part in self.parts], self.weights, seed)

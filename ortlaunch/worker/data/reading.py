@@ -32,8 +32,8 @@ class Row(NamedTuple):
     """How much of the file is read with it, from 0 to 1; 0 where nobody knows."""
 
 
-def read_file(path: str, form: str) -> Iterator[Row]:
-    """Rows of a file of format text, jsonl or parquet.
+def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row]:
+    """Rows of a file of format text, jsonl or parquet; `document` is what a row of text is.
 
     Raises:
         DataError: it cannot be read, or is not of this format, or is empty.
@@ -41,8 +41,8 @@ def read_file(path: str, form: str) -> Iterator[Row]:
     try:
         if os.path.getsize(path) == 0:
             raise DataError(f"{path}: is empty; leave it out")
-        known = None if path.endswith(_COMPRESSED) else _READERS.get(form)
-        yield from known(path) if known else _by_datasets(path, form)
+        known = None if path.endswith(_COMPRESSED) else _READERS.get(document if form == "text" else form)
+        yield from known(path) if known else _by_datasets(path, form, document)
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}") from None
     except StopIteration:  # `datasets` looks for a first row of JSON
@@ -52,8 +52,7 @@ def read_file(path: str, form: str) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
 
 
-def _text(path: str) -> Iterator[Row]:
-    """Paragraphs."""
+def _paragraphs(path: str) -> Iterator[Row]:
     line, rest, size, read = 1, "", os.path.getsize(path), 0
     with open(path, encoding="utf-8") as file:
         while chunk := file.read(_LETTERS_AT_ONCE):
@@ -65,6 +64,20 @@ def _text(path: str) -> Iterator[Row]:
                 line += paragraph.count("\n") + 2
     if rest:
         yield Row({"text": rest}, f"{path}:{line}", 1.0)
+
+
+def _lines(path: str) -> Iterator[Row]:
+    size, read = os.path.getsize(path), 0
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            read += len(line)
+            if line.strip():
+                yield Row({"text": line.rstrip("\n")}, f"{path}:{number}", min(1.0, read / size))
+
+
+def _whole(path: str) -> Iterator[Row]:
+    with open(path, encoding="utf-8") as file:
+        yield Row({"text": file.read()}, f"{path}:1", 1.0)
 
 
 def _jsonl(path: str) -> Iterator[Row]:
@@ -87,10 +100,11 @@ def _object(text: str, place: str) -> dict[str, Any]:
     return found
 
 
-def _by_datasets(path: str, form: str) -> Iterator[Row]:
+def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
     import datasets
 
-    options: dict[str, Any] = {"sample_by": "paragraph"} if form == "text" else {}
+    by = "document" if document == "file" else document
+    options: dict[str, Any] = {"sample_by": by} if form == "text" else {}
     found = datasets.load_dataset(_LOADER[form], data_files=[path], split="train", streaming=True, **options)
     yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))
 
@@ -105,4 +119,4 @@ def _line_without_text(path: str) -> int:
     return 1
 
 
-_READERS = {"text": _text, "jsonl": _jsonl}
+_READERS = {"paragraph": _paragraphs, "line": _lines, "file": _whole, "jsonl": _jsonl}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +13,32 @@ IGNORED = -100  # the label that cross entropy leaves out
 
 
 class Samples(Protocol):
-    """A data set; the epoch lets masking differ from one pass over the data to the next."""
+    """A data set; the epoch lets masking differ from one pass over the data to the next.
+
+    One whose samples differ in how many labels count has `varies`, true.
+    """
 
     def __len__(self) -> int: ...
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]: ...
+
+
+class Padded(Samples, Protocol):
+    """A data set whose samples are padded, with `attention_mask`."""
+
+    def size(self, index: int) -> int: ...
+
+
+def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[str, torch.Tensor]:
+    """A batch of padded samples, (samples, length), to the shortest of the lengths that holds its longest sample."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return batch
+    whole, needed = mask.shape[1], int(mask.sum(1).max())
+    length = next((bucket for bucket in buckets if bucket >= needed), whole)
+    kept = slice(whole - length, whole) if mask[:, 0].eq(0).any() else slice(length)  # some tokenizers pad on the left
+    return {
+        name: value[:, kept].contiguous() if value.shape[1:2] == (whole,) else value for name, value in batch.items()
+    }
 
 
 def collate(samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -13,8 +13,9 @@ from filelock import FileLock
 
 from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.data import Data, TokenizerTraining
-from ortlaunch.worker.data.corpus import documents, fingerprint
+from ortlaunch.recipe.data import Data, TokenizerTraining, is_chat
+from ortlaunch.worker.data.chat_rows import chat_texts
+from ortlaunch.worker.data.corpus import documents_read, fingerprint
 
 _BERT_WORDS = {
     "pad_token": "[PAD]",
@@ -33,6 +34,24 @@ def load_tokenizer(data: Data) -> Any:
     Raises:
         InputError: it is neither a folder nor reachable on the hub.
     """
+    tokenizer = _loaded(data)
+    if data.chat_template is not None:
+        tokenizer.chat_template = _template(data.chat_template)
+    return tokenizer
+
+
+def _template(given: str) -> str:
+    """The text of a chat template, or the file's that is named."""
+    if "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"data.chat_template: cannot read {given}: {why}; a template itself has {{{{ }}}}") from None
+
+
+def _loaded(data: Data) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if isinstance(data.tokenizer, TokenizerTraining):
@@ -68,7 +87,10 @@ def _train_into(folder: Path, data: Data, training: TokenizerTraining) -> list[P
 def _texts(data: Data) -> Iterator[str]:
     """Of all sources, one after the other, whatever their weights."""
     for part in data.parts:
-        yield from documents(part.source)
+        if is_chat(part.source):
+            yield from chat_texts(part.source)
+        else:
+            yield from (text for text, _ in documents_read(part.source, lists=True))
 
 
 def _wordpiece(data: Data, vocab_size: int) -> Any:

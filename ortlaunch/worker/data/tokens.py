@@ -1,4 +1,4 @@
-"""A corpus as one long row of token ids in a file that is mapped into memory, cached by content.
+"""A corpus as one long row of token ids, and where each document ends, in files mapped into memory, cached by content.
 
 One process of all that share the cache folder writes, under a lock file: tokenizing may outlast any collective's
 timeout. What it has written is noted every few seconds, and whoever is next after it was killed goes on from there.
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -34,11 +34,38 @@ def silent(text: str) -> None:
     """Tell nobody."""
 
 
+class Documents(NamedTuple):
+    """A corpus in tokens."""
+
+    tokens: np.ndarray[Any, Any]
+    """(tokens,) uint32, document after document."""
+    ends: np.ndarray[Any, Any]
+    """(documents,) int64: where each ends in the tokens. One without tokens ends where it begins."""
+
+
+class Work(NamedTuple):
+    """What is turned into tokens: texts, or whatever has a length and `encode` knows."""
+
+    key: str
+    """Of the cache: all that the tokens depend on."""
+    items: Callable[[], Iterable[tuple[Any, float]]]
+    """From the first on, each with the share of the corpus that is read by then."""
+    encode: Callable[[list[Any]], Iterable[Sequence[int]]]
+
+
 class Chunk(NamedTuple):
     """Some documents, and which share of the corpus is read with them."""
 
-    texts: list[str]
+    items: list[Any]
     share: float
+
+
+class Encoded(NamedTuple):
+    """Their tokens, one after another, and how many each has."""
+
+    tokens: np.ndarray[Any, Any]
+    sizes: list[int]
+    chunk: Chunk
 
 
 class Written(NamedTuple):
@@ -59,17 +86,40 @@ def begin_of_text(tokenizer: Any) -> list[int]:
 def tokenized(
     source: str | Corpus, tokenizer: Any, end_of_text: bool, begin: Sequence[int] = (), tell: Tell = silent
 ) -> np.ndarray[Any, Any]:
-    """Token ids of a corpus, (tokens,) uint32 on disk; written by whoever comes first, the others wait."""
+    """Token ids of a corpus, (tokens,) uint32 on disk."""
+    return tokenized_documents(source, tokenizer, end_of_text, begin, tell).tokens
+
+
+def tokenized_documents(
+    source: str | Corpus, tokenizer: Any, end_of_text: bool, begin: Sequence[int] = (), tell: Tell = silent
+) -> Documents:
+    """The same, with the places where documents end."""
     end = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
-    vocabulary = (
-        tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
-    )
-    marks = f"{[*begin]} {end}" if begin else f"{end}"  # tokens cached before there were begin marks stay good
-    key = hashlib.sha256(f"{fingerprint(source)} {marks} {vocabulary}".encode()).hexdigest()[:16]
-    path = cache_folder("tokens") / f"{key}.u32"
+    key = f"texts with ends {fingerprint(source)} {[*begin]} {end} {vocabulary_of(tokenizer)}"
+    encode = _encoder(tokenizer)
+
+    def between_marks(texts: list[str]) -> Iterator[list[int]]:
+        return ([*begin, *ids, *end] for ids in encode(texts))
+
+    return stored(Work(key, lambda: documents_read(source), between_marks), tell)
+
+
+def vocabulary_of(tokenizer: Any) -> str:
+    """All that a tokenizer does to a text, as text."""
+    return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
+
+
+def stored(work: Work, tell: Tell = silent) -> Documents:
+    """The tokens, from the cache; written by whoever comes first, the others wait."""
+    path = cache_folder("tokens") / f"{hashlib.sha256(work.key.encode()).hexdigest()[:16]}.u32"
+    ends = path.with_suffix(".ends")
     with _alone(path, tell):
-        renew(path.with_suffix(".seal"), lambda: _write_tokens(path, source, tokenizer, (begin, end), tell))
-    return np.memmap(path, dtype=np.uint32, mode="r") if path.stat().st_size else np.zeros(0, np.uint32)
+        renew(path.with_suffix(".seal"), lambda: _write_tokens(path, ends, work, tell))
+    return Documents(_mapped(path, np.uint32), _mapped(ends, np.int64))
+
+
+def _mapped(path: Path, dtype: Any) -> np.ndarray[Any, Any]:
+    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
 def _alone(path: Path, tell: Tell) -> Any:
@@ -83,40 +133,44 @@ def _alone(path: Path, tell: Tell) -> Any:
             tell(f"waiting for another process that tokenizes, {seconds} s")
 
 
-def _write_tokens(
-    path: Path, source: str | Corpus, tokenizer: Any, marks: tuple[Sequence[int], Sequence[int]], tell: Tell
-) -> list[Path]:
-    """Every document between its begin and end marks; the file."""
-    partial, note = path.with_suffix(".partial"), path.with_suffix(".written.json")
+def _write_tokens(path: Path, ends: Path, work: Work, tell: Tell) -> list[Path]:
+    """Every document; the files."""
+    partial, note = [each.with_suffix(f"{each.suffix}.partial") for each in (path, ends)], path.with_suffix(".written")
     before = _written(partial, note)
-    chunks = _chunks(itertools.islice(documents_read(source), before.documents, None))
-    with partial.open("r+b" if before.documents else "wb") as file:
-        file.truncate(before.tokens * 4)
-        file.seek(0, os.SEEK_END)
-        _write(file, note, before, _encoded(chunks, _encoder(tokenizer), marks), tell)
-    partial.replace(path)
+    chunks = _chunks(itertools.islice(work.items(), before.documents, None))
+    mode = "r+b" if before.documents else "wb"
+    with partial[0].open(mode) as tokens, partial[1].open(mode) as after:
+        for opened, size in ((tokens, before.tokens * 4), (after, before.documents * 8)):
+            opened.truncate(size)
+            opened.seek(0, os.SEEK_END)
+        _write((tokens, after), note, before, _encoded(chunks, work.encode), tell)
+    for file, whole in zip(partial, (path, ends)):
+        file.replace(whole)
     note.unlink(missing_ok=True)
-    return [path]
+    return [path, ends]
 
 
-def _written(partial: Path, note: Path) -> Written:
-    """What an earlier process has left of this file, if it can be gone on with."""
-    if not (partial.exists() and note.exists()):
+def _written(partial: list[Path], note: Path) -> Written:
+    """What an earlier process has left of these files, if it can be gone on with."""
+    if not all(path.exists() for path in (*partial, note)):
         return Written()
     found = Written(**read_json(note))
-    return found if partial.stat().st_size >= found.tokens * 4 else Written()
+    sizes = (found.tokens * 4, found.documents * 8)
+    return found if all(path.stat().st_size >= size for path, size in zip(partial, sizes)) else Written()
 
 
 def _write(
-    file: BinaryIO, note: Path, done: Written, encoded: Iterable[tuple[np.ndarray[Any, Any], Chunk]], tell: Tell
+    files: tuple[IO[bytes], IO[bytes]], note: Path, done: Written, encoded: Iterable[Encoded], tell: Tell
 ) -> None:
     began, before, saved, told = time.monotonic(), done.tokens, time.monotonic(), 0.0
-    for ids, chunk in encoded:
-        ids.tofile(file)
-        done, now = Written(done.documents + len(chunk.texts), done.tokens + len(ids)), time.monotonic()
+    for ids, sizes, chunk in encoded:
+        ids.tofile(files[0])
+        (done.tokens + np.cumsum(sizes, dtype=np.int64)).tofile(files[1])
+        done, now = Written(done.documents + len(chunk.items), done.tokens + len(ids)), time.monotonic()
         if now - saved >= _SAVE_SECONDS:
-            file.flush()
-            os.fsync(file.fileno())
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
             write_json(note, done._asdict())
             saved = now
         if now - told >= _TELL_SECONDS:
@@ -125,26 +179,27 @@ def _write(
             told = now
 
 
-def _encoded(
-    chunks: Iterator[Chunk],
-    encode: Callable[[list[str]], Iterable[Sequence[int]]],
-    marks: tuple[Sequence[int], Sequence[int]],
-) -> Iterator[tuple[np.ndarray[Any, Any], Chunk]]:
+def _encoded(chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Sequence[int]]]) -> Iterator[Encoded]:
     """Token ids of each chunk; while one is tokenized the next is read."""
-    begin, end = marks
 
-    def ids_of(chunk: Chunk) -> np.ndarray[Any, Any]:
-        rows = (itertools.chain(begin, ids, end) for ids in encode(chunk.texts))
-        found: np.ndarray[Any, Any] = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.uint32)
-        return found
+    def ids_of(chunk: Chunk) -> Encoded:
+        sizes: list[int] = []
+
+        def counted() -> Iterator[Sequence[int]]:
+            for ids in encode(chunk.items):
+                sizes.append(len(ids))
+                yield ids
+
+        found = np.fromiter(itertools.chain.from_iterable(counted()), dtype=np.uint32)
+        return Encoded(found, sizes, chunk)
 
     with ThreadPoolExecutor(1) as thread:
         first = next(chunks, None)
-        waiting = first and (thread.submit(ids_of, first), first)
+        waiting = thread.submit(ids_of, first) if first else None
         while waiting:
             found, following = waiting, next(chunks, None)
-            waiting = following and (thread.submit(ids_of, following), following)
-            yield found[0].result(), found[1]
+            waiting = thread.submit(ids_of, following) if following else None
+            yield found.result()
 
 
 def _encoder(tokenizer: Any) -> Callable[[list[str]], Iterable[Sequence[int]]]:
@@ -152,20 +207,26 @@ def _encoder(tokenizer: Any) -> Callable[[list[str]], Iterable[Sequence[int]]]:
     if not tokenizer.is_fast:
         options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         return lambda texts: tokenizer(texts, **options)["input_ids"]
+    backend = plain_backend(tokenizer)
+    return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False))
+
+
+def plain_backend(tokenizer: Any) -> Any:
+    """A copy of a fast tokenizer's own, which neither cuts off nor pads."""
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
-    return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False))
+    return backend
 
 
-def _chunks(texts: Iterable[tuple[str, float]]) -> Iterator[Chunk]:
+def _chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
     """Bounded in documents and letters, so that memory is too."""
-    taken, letters = list[str](), 0
-    for text, share in texts:
-        taken.append(text)
-        letters += len(text)
+    taken, letters = list[Any](), 0
+    for item, share in items:
+        taken.append(item)
+        letters += len(item)
         if len(taken) == _DOCUMENTS_AT_ONCE or letters >= _LETTERS_AT_ONCE:
             yield Chunk(taken, share)
             taken, letters = [], 0

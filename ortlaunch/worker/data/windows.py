@@ -1,8 +1,4 @@
-"""Samples that are windows of one long row of tokens: packed text, and BERT's masked words and segments.
-
-Every sample has the same length and the same number of predictions, so that the mean over micro batches is the mean
-over the global batch.
-"""
+"""Samples that are windows of one long row of tokens: packed text for causal language models."""
 
 from __future__ import annotations
 
@@ -12,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ortlaunch.recipe.data import MaskedLm
-from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
+from ortlaunch.worker.data.tokens import Documents
 
 
 class Blocks:
@@ -28,64 +23,45 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.tokens) // self.length
 
+    def size(self, index: int) -> int:
+        """Tokens of a sample, which are all the same."""
+        return self.length
+
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        block = _window(self.tokens, index * self.length, self.length)
+        block = window(self.tokens, index * self.length, self.length)
         return {"input_ids": block, **self.mask, "labels": block}
 
 
-class MaskedBlocks:
-    """BERT's samples: masked words and, for pretraining, two segments that follow each other or do not."""
+class SeparateDocuments:
+    """The same, but that no document sees another (worker/packing.py makes the mask); each begins at position 0."""
 
-    def __init__(
-        self, tokens: np.ndarray[Any, Any], length: int, tokenizer: Any, masking: MaskedLm, seed: int, pairs: bool
-    ) -> None:
-        missing = [name for name in ("cls_token", "sep_token", "mask_token") if getattr(tokenizer, name) is None]
-        if missing:
-            raise DataError(
-                f"data.tokenizer has no {', '.join(missing)}, which masked language models need; train wordpiece"
-            )
-        self.tokens, self.length, self.tokenizer, self.seed, self.pairs = tokens, length, tokenizer, seed, pairs
-        self.body = length - (3 if pairs else 2)
-        wanted = max(1, round(length * masking.probability))
-        self.predictions = min(wanted, masking.max_predictions or wanted, self.body)
+    varies = True
+
+    def __init__(self, documents: Documents, length: int) -> None:
+        self.tokens, self.ends = documents
+        self.length = length
 
     def __len__(self) -> int:
-        return len(self.tokens) // self.body
+        return len(self.tokens) // self.length
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        random = np.random.Generator(np.random.Philox([self.seed, epoch, index]))
-        return self._pair(index, random) if self.pairs else self._single(index, random)
-
-    def _single(self, index: int, random: np.random.Generator) -> Mapping[str, Any]:
-        cls, sep = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
-        body = _window(self.tokens, index * self.body, self.body)
-        return self._masked(torch.cat([torch.tensor([cls]), body, torch.tensor([sep])]), random)
-
-    def _pair(self, index: int, random: np.random.Generator) -> Mapping[str, Any]:
-        cls, sep = torch.tensor([self.tokenizer.cls_token_id]), torch.tensor([self.tokenizer.sep_token_id])
-        body = _window(self.tokens, index * self.body, self.body)
-        cut = int(random.integers(self.body // 4, self.body * 3 // 4 + 1))
-        first, second, unrelated = body[:cut], body[cut:], int(random.integers(2))
-        if unrelated:
-            second = _window(self.tokens, int(random.integers(len(self.tokens) - len(second) + 1)), len(second))
-        ids = torch.cat([cls, first, sep, second, sep])
-        segments = torch.zeros_like(ids)
-        segments[cut + 2 :] = 1
-        return {**self._masked(ids, random), "token_type_ids": segments, "next_sentence_label": torch.tensor(unrelated)}
-
-    def _masked(self, ids: torch.Tensor, random: np.random.Generator) -> dict[str, torch.Tensor]:
-        """Choose exactly `predictions` places; 80 % become [MASK], 10 % a random word, 10 % stay."""
-        special = (ids == self.tokenizer.cls_token_id) | (ids == self.tokenizer.sep_token_id)
-        places = random.permutation(torch.nonzero(~special).flatten().numpy())[: self.predictions]
-        labels = torch.full_like(ids, IGNORED)
-        labels[places] = ids[places]
-        fate = random.random(len(places))
-        masked = ids.clone()
-        masked[places[fate < 0.8]] = self.tokenizer.mask_token_id
-        other = places[fate >= 0.9]
-        masked[other] = torch.from_numpy(random.integers(len(self.tokenizer), size=len(other)))
-        return {"input_ids": masked, "labels": labels}
+        first, after = index * self.length, (index + 1) * self.length
+        known, last = (int(np.searchsorted(self.ends, place, side="right")) for place in (first, after))
+        begins = [place for place in (self.ends[known:last] - first).tolist() if 0 < place < self.length]
+        places = torch.arange(self.length)
+        begun = torch.zeros(self.length, dtype=torch.int64)
+        begun[begins] = places[begins]
+        block = window(self.tokens, first, self.length)
+        labels = block.clone()
+        labels[begins] = IGNORED  # the document before does not tell how this one begins
+        return {
+            "input_ids": block,
+            "position_ids": places - begun.cummax(0).values,
+            "document_ids": (begun > 0).cumsum(0),
+            "labels": labels,
+        }
 
 
-def _window(tokens: np.ndarray[Any, Any], start: int, length: int) -> torch.Tensor:
+def window(tokens: np.ndarray[Any, Any], start: int, length: int) -> torch.Tensor:
+    """(length,) int64."""
     return torch.from_numpy(tokens[start : start + length].astype(np.int64))

@@ -1,0 +1,93 @@
+"""Chats as rows have them: messages, or a prompt and its response; and those made of the built-in text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data.corpus import documents_read, rows, value
+from ortlaunch.worker.data.reading import DataError, Row
+
+_TURNS = 3  # of a built-in chat
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages with `role` and `content`, of which one at least is the assistant's."""
+
+    messages: list[dict[str, Any]]
+    place: str
+
+    def __len__(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
+
+
+def chats_read(source: str | Corpus) -> Iterator[tuple[Chat, float]]:
+    """Chats in a fixed order, each with the share of the corpus that is read by then.
+
+    Raises:
+        DataError: a row has none; with file and line.
+    """
+    if isinstance(source, str):
+        yield from _built_in()
+        return
+    for row in rows(source):
+        messages = _messages(row, source.messages_column) if source.messages_column else _pair(row, source)
+        yield Chat(messages, row.place), row.share
+
+
+def chat_texts(source: str | Corpus) -> Iterator[str]:
+    """What is written in them, to train a tokenizer on."""
+    return (message["content"] for chat, _ in chats_read(source) for message in chat.messages)
+
+
+def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+    found = value(row, column)
+    if not isinstance(found, list) or not found:
+        raise DataError(f"{row.place}: {column} is {found!r:.80}; it must be a list of messages")
+    messages = [_message(row, f"message {number} of {column}", each) for number, each in enumerate(found, 1)]
+    if all(each["role"] != "assistant" for each in messages):
+        roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
+        raise DataError(f"{row.place}: {column} has no message of role assistant, and nothing to learn; it has {roles}")
+    return messages
+
+
+def _message(row: Row, name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise DataError(f"{row.place}: {name} is {message!r:.80}; it must have a role and a content")
+    for key in ("role", "content"):
+        if key not in message:
+            raise DataError(f"{row.place}: {name} has no {key!r}; it has {', '.join(map(str, message)) or 'nothing'}")
+        if not isinstance(message[key], str):
+            raise DataError(f"{row.place}: {name}: {key} is {message[key]!r:.80}; it must be text")
+    return {key: each for key, each in message.items() if each is not None}
+
+
+def _pair(row: Row, source: Corpus) -> list[dict[str, Any]]:
+    found = []
+    for role, column in (("user", source.prompt_column), ("assistant", source.response_column)):
+        assert column is not None, "the recipe's rules ask for both"
+        content = value(row, column)
+        if not isinstance(content, str) or not content:
+            raise DataError(f"{row.place}: {column} is {content!r:.80}; it must be text")
+        found.append({"role": role, "content": content})
+    return found
+
+
+def _built_in() -> Iterator[tuple[Chat, float]]:
+    """Of each topic of the language reference its paragraphs, some a chat."""
+    from pydoc_data.topics import topics
+
+    for name, (text, share) in zip(sorted(topics), documents_read("python-docs")):
+        parts = [part.strip() for part in text.split("\n\n") if part.strip()]
+        for first in range(0, len(parts), _TURNS):
+            asked = [f"What does Python's reference say about {name!r}, part {first + 1}?", *["Go on."] * (_TURNS - 1)]
+            turns = zip(asked, parts[first : first + _TURNS])
+            messages = [
+                {"role": role, "content": content}
+                for turn in turns
+                for role, content in zip(("user", "assistant"), turn)
+            ]
+            yield Chat(messages, f"python-chats: {name}"), share

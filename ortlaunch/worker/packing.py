@@ -1,0 +1,67 @@
+"""`data.attend_across_documents: false`: the mask by which documents packed into one sample do not see each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ortlaunch.errors import InputError
+
+DOCUMENTS = "document_ids"
+_TRIED = 8  # tokens
+
+
+def with_mask(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """A batch as transformers' models take it: `attention_mask` in place of `document_ids`.
+
+    document_ids: (samples, length). The mask is (samples, 1, length, length), of the weights' dtype: 0 where a token
+    sees another, the lowest number elsewhere, which is added to attention's scores.
+    """
+    documents = batch[DOCUMENTS]
+    places = torch.arange(documents.shape[1], device=documents.device)
+    seen = (documents[:, None, :, None] == documents[:, None, None, :]) & (places[:, None] >= places[None, :])
+    hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=documents.device)
+    mask = torch.where(seen, torch.zeros_like(hidden), hidden)
+    return {**{name: value for name, value in batch.items() if name != DOCUMENTS}, "attention_mask": mask}
+
+
+@torch.no_grad()
+def require_separate(model: nn.Module) -> None:
+    """Try on some tokens that another first document changes nothing of the second.
+
+    Raises:
+        InputError: it does, or the model does not take such a mask.
+    """
+    ids = torch.arange(2 * _TRIED).reshape(2, _TRIED) % 3
+    ids[:, _TRIED // 2 :] = ids[0, _TRIED // 2 :]
+    half = torch.arange(_TRIED) // (_TRIED // 2)
+    batch = {"input_ids": ids, "position_ids": (torch.arange(_TRIED) % (_TRIED // 2)).expand(2, -1),
+             DOCUMENTS: half.expand(2, -1)}  # fmt: skip
+    name, masked = type(model).__name__, with_mask(batch, next(model.parameters()).dtype)
+    try:
+        with _evaluating(model):
+            apart, without = (_largest(model(**each).logits) for each in (masked, {**masked, "attention_mask": None}))
+    except Exception as error:  # whatever a model raises that knows no such argument
+        why = " ".join(str(error).split())[:200]
+        raise InputError(f"data.attend_across_documents: {name} takes no mask of documents: {why}") from error
+    if apart > max(without / 100, 1e-6):
+        raise InputError(f"data.attend_across_documents: {name} lets a document see another in spite of the mask")
+
+
+def _largest(logits: Tensor) -> float:
+    """Difference of the second documents' logits, as a share of the largest logit."""
+    second = logits[:, _TRIED // 2 :].float()
+    return float((second[0] - second[1]).abs().max() / second.abs().max())
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -1,0 +1,79 @@
+"""`data.bucket_lengths`: the same samples a step with less padding, whatever the ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from ortlaunch.plan import BatchPlan
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data import Batches, LabelledTexts, Mixture, cut_padding
+
+BUCKETS = (4, 8)
+
+
+@pytest.fixture(params=["right", "left"])
+def texts(request: Any, tmp_path: Path) -> LabelledTexts:
+    """Of 1 to 12 tokens, some cut off there."""
+    lines = [{"text": " ".join("ab"[n % 2] * (1 + n * n % 15)), "label": n % 2} for n in range(48)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    backend = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1, "b": 2}, unk_token="[PAD]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]", padding_side=request.param)
+    return LabelledTexts(Corpus(format="jsonl", path=(str(tmp_path / "a.jsonl"),)), tokenizer, 12)
+
+
+def step_of(batches: Batches, step: int) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+    """All micro batches of a step."""
+    plan = batches.batch
+    places = [(step, n, rank) for n in range(plan.accumulation_steps) for rank in range(plan.data_parallel_ranks)]
+    return [(batches.indices(*place), batches.micro_batch(*place)) for place in places]
+
+
+def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> None:
+    """On 1 and 2 ranks: each step those of a run without, shortest first, cut to the length that holds them."""
+    for ranks in (1, 2):
+        plan = BatchPlan(16, 4, 4 // ranks, ranks, None)
+        without, with_buckets = Batches(texts, plan, 7), Batches(texts, plan, 7, BUCKETS)
+        for step in range(4):
+            taken = step_of(with_buckets, step)
+            assert sorted(i for indices, _ in taken for i in indices) == sorted(without.indices_of_step(step))
+            sizes = [max(texts.size(index) for index in indices) for indices, _ in taken]
+            assert sizes == sorted(sizes, key=lambda size: (size > 4) + (size > 8))
+            for size, (_, batch) in zip(sizes, taken):
+                length = next(length for length in (*BUCKETS, 12) if length >= size)
+                assert batch["input_ids"].shape == batch["attention_mask"].shape == (4, length)
+                assert int(batch["attention_mask"].sum(1).max()) == size
+    assert [texts.size(index) for index in range(4)] == [1, 2, 5, 10]
+    assert Mixture([texts, texts], [1, 1]).size(48 + 2) == 5
+
+
+def test_gradients_are_the_same(texts: LabelledTexts) -> None:
+    """Of a whole step, to float32's rounding."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model, found = BertForSequenceClassification(BertConfig(vocab_size=8, **sizes)).eval(), []
+    if texts.tokenizer.padding_side == "left":
+        pytest.skip("absolute positions count padding on the left")
+    for buckets in ((), BUCKETS):
+        model.zero_grad()
+        for _, batch in step_of(Batches(texts, BatchPlan(16, 4, 4, 1, None), 7, buckets), 0):
+            (model(**batch).loss / 4).backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+def test_what_has_no_mask_is_left_alone() -> None:
+    """As the user's own samples, and what is not of the texts' length."""
+    assert cut_padding({"x": torch.ones(2, 9)}, (4,))["x"].shape == (2, 9)
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0]])
+    found = cut_padding({"attention_mask": mask, "labels": torch.ones(1), "y": torch.ones(1, 2)}, (4,))
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        "attention_mask": (1, 4), "labels": (1,), "y": (1, 2)
+    }  # fmt: skip

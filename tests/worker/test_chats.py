@@ -1,0 +1,194 @@
+"""Chats: answers alone have labels, those that transformers marks; bad rows are named by file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from ortlaunch.cache import take_notes
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data.chat_rows import chats_read
+from ortlaunch.worker.data.chats import ANSWER, Conversations, tokenized_chats
+from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.samples import IGNORED
+
+# As published: Llama 2's and ChatML's; and a plain one, which knows no prompt for an answer and no end mark.
+LLAMA = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}"
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must "
+    "alternate user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}"
+    "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
+    "{GEN}{{ ' ' + content.strip() + ' ' + eos_token }}{END}{% endif %}{% endfor %}"
+)
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}"
+    "{GEN}{{ message['content'] + '<|im_end|>' }}{END}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+PLAIN = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{GEN}{{ 'A: ' + message['content'] + '\\n' }}"
+    "{END}{% else %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endif %}{% endfor %}"
+)
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is a dog? "},
+    {"role": "assistant", "content": " A näïve animal, the dog.\nIt barks."},
+    {"role": "user", "content": "The dog?"},
+    {"role": "assistant", "content": "A"},
+]
+
+
+def marked(template: str) -> str:
+    """With its {% generation %}."""
+    return template.replace("{GEN}", "{% generation %}").replace("{END}", "{% endgeneration %}")
+
+
+def plain(template: str) -> str:
+    return template.replace("{GEN}", "").replace("{END}", "")
+
+
+def tokenizer_of(kind: str, template: str | None) -> Any:
+    """Byte-level as GPT-2's and Llama 3's, or with spaces as signs, as Llama 2's."""
+    if kind == "byte-level":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        letters = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.decoder = decoders.Metaspace()
+        letters = []
+    special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    text = [
+        "What is a dog? [INST] [/INST] <<SYS>> <</SYS>> A näïve animal, the dog. It barks. Be brief.\n user assistant"
+    ]
+    options = {"vocab_size": 400, "special_tokens": special, "initial_alphabet": letters, "show_progress": False}
+    backend.train_from_iterator(text * 3, trainers.BpeTrainer(**options))
+    words = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **words)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+
+
+def corpus(folder: Path, *rows: Any, **columns: str) -> Corpus:
+    """A file of rows; those that are lists are messages."""
+    lines = [json.dumps({"messages": row} if isinstance(row, list) else row) + "\n" for row in rows]
+    (folder / "chats.jsonl").write_text("".join(lines))
+    columns = columns or {"messages_column": "messages"}
+    return Corpus(format="jsonl", path=(str(folder / "chats.jsonl"),), **columns)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "spaces"])
+@pytest.mark.parametrize("template", [LLAMA, CHATML, PLAIN], ids=["llama 2", "chatml", "plain"])
+def test_answers_are_those_that_transformers_marks(template: str, kind: str, tmp_path: Path) -> None:
+    """Ids are apply_chat_template's. Marked by {% generation %} the answers are transformers' assistant masks, over
+    several turns; without marks they are found to be the same.
+    """
+    source = corpus(tmp_path, TURNS, TURNS[1:3], [*TURNS[1:], *TURNS[1:3]])
+    by_marks, found = (tokenized_chats(source, tokenizer_of(kind, form(template)), print) for form in (marked, plain))
+    tokenizer, begin = tokenizer_of(kind, marked(template)), 0
+    for end, turns in zip(by_marks.ends.tolist(), (TURNS, TURNS[1:3], [*TURNS[1:], *TURNS[1:3]])):
+        theirs = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        tokens = by_marks.tokens[begin:end]
+        assert (tokens & (ANSWER - 1)).tolist() == theirs["input_ids"]
+        mask = (tokens >= ANSWER).astype(int).tolist()
+        assert mask == theirs["assistant_masks"]
+        texts = tokenizer.decode([each for each, chosen in zip(theirs["input_ids"], mask) if chosen])
+        assert "barks" in texts
+        assert "What" not in texts
+        begin = end
+    assert found.ends.tolist() == by_marks.ends.tolist()
+    assert found.tokens.tolist() == by_marks.tokens.tolist()
+
+
+def test_samples_have_one_length(tmp_path: Path) -> None:
+    """Labels are the answers' tokens; padding has none and is masked; chats cut off before an answer are left out."""
+    tokenizer = tokenizer_of("byte-level", plain(CHATML))
+    long = [{"role": "user", "content": "dog " * 50}, {"role": "assistant", "content": "no"}]
+    documents = tokenized_chats(corpus(tmp_path, TURNS[1:3], long, TURNS[3:]), tokenizer, print)
+    samples = Conversations(documents, 40, pad=2, name="data.train")
+    assert len(samples) == 2
+    longer = int((np.diff(documents.ends, prepend=0) > 40).sum())
+    assert take_notes() == [
+        f"data.train: {longer} of 3 chats are longer than data.sequence_length (40) and cut off; 1 are left out, whose "
+        "answers are all behind that"
+    ]
+    sample = samples.sample(1, 0)
+    size = int(sample["attention_mask"].sum())
+    ids, labels = sample["input_ids"], sample["labels"]
+    assert {len(value) for value in sample.values()} == {40}
+    assert sample["attention_mask"].tolist() == [1] * size + [0] * (40 - size)
+    assert ids[size:].tolist() == [2] * (40 - size)
+    assert tokenizer.decode(labels[labels != IGNORED]) == "A<|im_end|>"
+    assert (labels == ids)[labels != IGNORED].all()
+    with pytest.raises(DataError, match=r"data.train: no chat has an answer within its first 5 tokens"):
+        Conversations(documents, 5, pad=2, name="data.train")
+
+
+def test_prompt_and_response(tmp_path: Path) -> None:
+    """Two columns are a chat of one turn."""
+    tokenizer = tokenizer_of("spaces", plain(LLAMA))
+    row = {"ask": TURNS[1]["content"], "say": TURNS[2]["content"]}
+    pair = tokenized_chats(corpus(tmp_path, row, prompt_column="ask", response_column="say"), tokenizer, print)
+    assert pair.tokens.tolist() == tokenized_chats(corpus(tmp_path, TURNS[1:3]), tokenizer, print).tokens.tolist()
+
+
+def test_built_in_chats() -> None:
+    """python-chats: questions about the language reference, each with its answer, some turns a chat."""
+    chats = [chat for chat, _ in chats_read("python-chats")]
+    assert len(chats) > 500
+    assert {tuple(each["role"] for each in chat.messages) for chat in chats} == {
+        ("user", "assistant") * turns for turns in (1, 2, 3)
+    }
+
+
+NO_TEMPLATE = r"data.tokenizer has no chat template; give one, .*: data.chat_template, a Jinja file or its text"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        (TURNS, None, NO_TEMPLATE),
+        (TURNS, "{% for m in messages %}{{ m['content'] }", r"data.chat_template: line 1: unexpected '}'"),
+        ({"other": 1}, CHATML, r"chats.jsonl:2: no column 'messages'; it has other"),
+        ({"messages": "hello"}, CHATML, r"chats.jsonl:2: messages is 'hello'; it must be a list of messages"),
+        ([], CHATML, r"chats.jsonl:2: messages is \[\]; it must be a list"),
+        (["hello"], CHATML, r"chats.jsonl:2: message 1 of messages is 'hello'; it must have a role and a content"),
+        ([{"from": "human", "value": "x"}], CHATML, r"jsonl:2: message 1 of messages has no 'role'; it has from, v"),
+        ([*TURNS[:2], {"role": "assistant", "content": None}], CHATML, r"jsonl:2: message 3 of .*: content is None"),
+        (TURNS[:2], CHATML, r"jsonl:2: messages has no message of role assistant, .*; it has system, user"),
+        ([*TURNS[1:3], *TURNS[2:3]], LLAMA, r"jsonl:2: the chat template refuses it: Conversation roles must"),
+        (TURNS, "{{ messages|length }}", r"jsonl:2: the chat template writes message 3 in another way .*generation"),
+        (TURNS, "{% generation %}{% endgeneration %}x", r"jsonl:2: the chat template writes no answer of it"),
+    ],
+)  # fmt: skip
+def test_bad_chats_are_named(row: Any, template: str | None, message: str, tmp_path: Path) -> None:
+    """A template that is absent, broken or refuses a chat, and rows that hold none, are told by file and line."""
+    source = corpus(tmp_path, *([TURNS[1:3]] if template else []), row)
+    if template in (CHATML, LLAMA):
+        template = plain(template)
+    elif template and "jsonl:2" in message:
+        source, message = corpus(tmp_path, row), message.replace("jsonl:2", "jsonl:1")
+    with pytest.raises(DataError, match=message):
+        tokenized_chats(source, tokenizer_of("byte-level", template), print)
+
+
+def test_columns_of_pairs_hold_text(tmp_path: Path) -> None:
+    """An empty response is none."""
+    source = corpus(tmp_path, {"ask": "a", "say": ""}, prompt_column="ask", response_column="say")
+    with pytest.raises(DataError, match=r"chats.jsonl:1: say is ''; it must be text"):
+        list(chats_read(source))

@@ -1,0 +1,36 @@
+"""What one document is in files of text, by `document`: pairs and packing go by it."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data.corpus import documents, fingerprint
+
+TEXT = "One. A line\nof it.\n\nTwo, ünd more.\n"
+EXPECTED = {
+    "paragraph": ["One. A line\nof it.", "Two, ünd more.\n"],
+    "line": ["One. A line", "of it.", "Two, ünd more."],
+    "file": [TEXT],
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_documents_of_a_file(kind: str, tmp_path: Path) -> None:
+    """A paragraph up to a blank line, a line, or the whole file; tokens of one kind are not taken for another's."""
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    source = Corpus(format="text", path=(str(tmp_path / "a.txt"),), document=kind)
+    assert list(documents(source)) == EXPECTED[kind]
+    assert len({fingerprint(source.model_copy(update={"document": each})) for each in EXPECTED}) == 3
+
+
+def test_documents_of_a_compressed_file(tmp_path: Path) -> None:
+    """Read by `datasets`, the same."""
+    with gzip.open(tmp_path / "a.txt.gz", "wt", encoding="utf-8") as file:
+        file.write(TEXT)
+    for kind, expected in EXPECTED.items():
+        source = Corpus(format="text", path=(str(tmp_path / "a.txt.gz"),), document=kind)
+        assert [text.strip() for text in documents(source)] == [text.strip() for text in expected]

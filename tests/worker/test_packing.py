@@ -1,0 +1,136 @@
+"""Documents packed into one sample that do not see each other have the losses that they have alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ortlaunch.errors import InputError
+from ortlaunch.worker.data import IGNORED, collate
+from ortlaunch.worker.data.tokens import Documents
+from ortlaunch.worker.data.windows import SeparateDocuments
+from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.packing import require_separate, with_mask
+from tests.ort import needs_ort
+
+LENGTH, SIZES = 24, [5, 30, 1, 0, 7, 24, 2, 2, 40, 9]
+
+
+def packed() -> SeparateDocuments:
+    tokens = np.random.default_rng(0).integers(3, 60, sum(SIZES)).astype(np.uint32)
+    return SeparateDocuments(Documents(tokens, np.cumsum(SIZES)), LENGTH)
+
+
+def model(family: str = "llama", attention: str = "eager") -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "initializer_range": 0.5,
+    }
+    config = AutoConfig.for_model(family, **sizes, use_cache=False)
+    if family == "llama":
+        config.intermediate_size = 64
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def test_places_of_documents() -> None:
+    """Positions begin anew with each document and with each sample; its first token has no label."""
+    samples = packed()
+    ends, first = set(np.cumsum(SIZES).tolist()), {0}
+    assert len(samples) == 5
+    for index in range(5):
+        sample, begun, document = samples.sample(index, 0), index * LENGTH, -1
+        for place in range(LENGTH):
+            token = index * LENGTH + place
+            if token in ends | first or place == 0:
+                begun, document = token, document + 1
+            assert int(sample["position_ids"][place]) == token - begun
+            assert int(sample["document_ids"][place]) == document
+            assert int(sample["labels"][place]) == (IGNORED if token in ends and place else int(samples.tokens[token]))
+
+
+def alone(net: nn.Module, samples: list[Any]) -> float:
+    """Mean loss of all documents of the samples, one after another in plain PyTorch, without mask or padding."""
+    total, count = 0.0, 0
+    for sample in samples:
+        for document in sample["document_ids"].unique():
+            ids = sample["input_ids"][sample["document_ids"] == document][None]
+            with torch.no_grad():
+                logits = net(ids).logits[0, :-1]
+            total += float(functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+            count += ids.shape[1] - 1
+    return total / count
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "eager"), ("llama", "sdpa"), ("gpt2", "eager")])
+def test_losses_are_those_of_documents_alone(family: str, attention: str) -> None:
+    """To 1e-5, in plain PyTorch; without the mask they are not."""
+    net, samples = model(family, attention).eval(), [packed().sample(index, 0) for index in range(5)]
+    batch = collate(samples)
+    require_separate(net)
+    with torch.no_grad():
+        found = float(LossModule(net)(**batch))
+        names = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+        mixed = float(LossModule(net)(**names, attention_mask=torch.ones(5, LENGTH)))
+    assert found == pytest.approx(alone(net, samples), rel=1e-5)
+    assert mixed != pytest.approx(found, rel=1e-2)
+
+
+@needs_ort
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_onnx_runtime_has_them_too(witness: Any, attention: str) -> None:
+    """Loss and gradients of ORT's own graph, which makes the mask; it has run, and another batch is another mask."""
+    from ortlaunch.ortmodule import ORTModule
+
+    net, samples = model(attention=attention), [packed().sample(index, 0) for index in range(5)]
+    module, plain = ORTModule(LossModule(net)), LossModule(net)
+    for chosen in (samples[:3], samples[2:]):
+        losses, gradients = [], []
+        for each in (module, plain):
+            net.zero_grad()
+            loss = each(**collate(chosen))
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]))
+        assert losses == pytest.approx([alone(net, chosen)] * 2, rel=1e-5)
+        assert (gradients[0] - gradients[1]).abs().max() < 1e-4 * gradients[1].abs().max()
+    assert witness.counts()["forward_passes"] == 2
+
+
+def test_a_model_that_sees_through_the_mask_is_refused() -> None:
+    """And one that takes none."""
+
+    class Deaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(9, 4)
+
+        def forward(self, input_ids: Any, position_ids: Any, attention_mask: Any) -> Any:
+            class Output:
+                logits = self.words(input_ids).cumsum(1)
+
+            return Output
+
+    with pytest.raises(InputError, match=r"data.attend_across_documents: Deaf lets a document see another in spite"):
+        require_separate(Deaf())
+    with pytest.raises(InputError, match=r"data.attend_across_documents: Linear takes no mask of documents"):
+        require_separate(nn.Linear(2, 2))
+
+
+def test_the_mask_is_of_the_weights_dtype() -> None:
+    """0 where a token sees another; what has no documents is left as it is."""
+    found = with_mask({"document_ids": torch.tensor([[0, 0, 1]]), "input_ids": torch.ones(1, 3)}, torch.float16)
+    low = torch.finfo(torch.float16).min
+    assert found["attention_mask"].dtype == torch.float16
+    assert found["attention_mask"].tolist() == [[[[0, low, low], [0, 0, low], [low, low, 0]]]]
+    assert set(found) == {"input_ids", "attention_mask"}
