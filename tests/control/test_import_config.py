@@ -12,13 +12,14 @@ import yaml
 from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.other_tools import TOOLS, Imported, import_config
 from ortlaunch.recipe import Recipe, load
+from ortlaunch.recipe.data import Corpus
 from tests.control.typed import Run
 
 CONFIGS = Path(__file__).parents[1] / "foreign_configs"
 SHIPPED = Path(__file__).parents[2] / "recipes"
 # file -> whose it is, and what it does not say.
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "axolotl.yml": ("axolotl", ("data.train=python-docs",)),
+    "axolotl.yml": ("axolotl", ()),
     "llama_factory.yaml": ("llama-factory", ("data.train=python-docs",)),
     "deepspeed.json": ("deepspeed", ("schedule.warmup_steps=10",)),
     "run_mlm.json": ("hf-trainer", ()),
@@ -70,6 +71,8 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
     assert (one.model.lora.r, one.model.lora.alpha, one.model.lora.target_modules) == (32, 16, ("all-linear",))
     assert (one.batch.micro_size, one.batch.accumulation_steps, one.train.epochs) == (2, 4, 4)
     assert (one.schedule.name, one.schedule.warmup_steps, one.engine.name) == ("cosine", 10, "eager")
+    assert isinstance(one.data.train, Corpus)
+    assert (one.data.train.name, one.data.train.response_column) == ("mhenrichsen/alpaca_2k_test", "output")
     one = recipe(imported("llama_factory.yaml"), tmp_path)
     assert (one.model.lora and one.model.lora.alpha, one.schedule.warmup_ratio, one.precision) == (16, 0.1, "bf16")
     one = recipe(imported("deepspeed.json"), tmp_path)
