@@ -24,6 +24,7 @@ _SETTINGS = {
     "weight_decay": "weight_decay",
     "momentum": "momentum",
 }
+_CPU_ADAM = ("fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
 _AUTO = "Hugging Face's Trainer fills it in from its own arguments, and so does the recipe"
 
 
@@ -186,6 +187,10 @@ def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
     if node.kind == "mapping" and path in (*NESTED, "activation_checkpointing", "data_types"):
         for name, child in node.children.items():
             _raw(draft, f"{key}.{name}", child, f"{path}.{name}")
+    elif path in _CPU_ADAM and not is_empty(node):
+        draft.drop(
+            key, node, "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's"
+        )
     elif path == "zero_optimization.stage":
         draft.needless(key, node, "zero.stage has it")
     elif node.scalar == "auto" or (node.kind == "mapping" and "auto" in json.dumps(node.plain())):

@@ -142,11 +142,14 @@ def test_deepspeeds_own_ways(tmp_path: Path) -> None:
     """Of three sizes two decide; L2 is not decoupled decay; what it has no more is dropped."""
     sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     optimizer = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
-    (tmp_path / "ds.json").write_text(json.dumps({**sizes, "optimizer": optimizer, "zero_allow_it": True}))
+    fp16 = {"enabled": True, "fp16_master_weights_and_grads": True}
+    text = json.dumps({**sizes, "optimizer": optimizer, "fp16": fp16, "zero_allow_it": True})
+    (tmp_path / "ds.json").write_text(text)
     found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
     made = yaml.safe_load(found.recipe)
     assert (made["batch"], made["zero"]) == ({"global_size": 8, "micro_size": 2}, {"stage": 0})
-    assert said(found, "dropped").keys() == {"optimizer.params.adam_w_mode", "zero_allow_it"}
+    dropped = {"optimizer.params.adam_w_mode", "fp16.fp16_master_weights_and_grads", "zero_allow_it"}
+    assert said(found, "dropped").keys() == dropped
 
 
 def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:
