@@ -26,11 +26,11 @@ def export(run: RunDir, step: int | None, to: Path | None, form: str, push: str 
     if push and (refused := _work("push", push)):
         return refused
     if push and _is_written(run, chosen, folder, form):
-        return _work("push", push, str(run), str(chosen), str(folder), form)
+        return _work("push", push, str(run), str(chosen), str(folder))
     if folder.exists():
         raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
     failed = _work("export_checkpoint", str(run), str(chosen), str(folder), form)
-    return failed if failed or not push else _work("push", push, str(run), str(chosen), str(folder), form)
+    return failed if failed or not push else _work("push", push, str(run), str(chosen), str(folder))
 
 
 def _work(module: str, *words: str) -> int:

@@ -26,30 +26,37 @@ _PIPELINES = {
 _METRICS = {"classification_accuracy": "accuracy", "f1_macro": "f1"}
 
 
-def model_card(run: RunDir, step: int, repo: str, form: str) -> ModelCard:
+def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
     """The card of a checkpoint's export."""
     recipe = parse_resolved(run.recipe.read_text(encoding="utf-8"))
     engine = read_json(run.engine) if run.engine.exists() else {}
     lines = [line for line in _metrics(run) if line["step"] <= step]
-    metadata = _metadata(recipe, engine, lines, repo, form)
+    metadata = _metadata(recipe, engine, lines, repo, _library(folder))
     text = "\n\n".join(_parts(recipe, engine, lines, repo, step))
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
 
 
 def _metadata(
-    recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], repo: str, form: str
+    recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], repo: str, library: str | None
 ) -> ModelCardData:
-    library = "peft" if recipe.model.lora and not recipe.model.lora.merge else "transformers"
-    own = recipe.model.task == "custom"
     return ModelCardData(
         base_model=_of_hub(recipe.model.pretrained),
         datasets=sorted({name for _, source in recipe.data.sources() if (name := _named(source))}) or None,
-        library_name=None if own else "onnx" if form == "onnx" else library,
+        library_name=library,
         pipeline_tag=_PIPELINES.get(recipe.model.task),
-        tags=sorted({"ortlaunch", *([f"engine:{engine['engine']['used']}"] if engine else []), form}),
+        tags=["ortlaunch", *([f"engine:{engine['engine']['used']}"] if engine else [])],
         model_name=repo.rpartition("/")[2],
         eval_results=_results(recipe, lines),
     )
+
+
+def _library(folder: Path) -> str | None:
+    """What loads the export, by its files; a model of the user's own none does."""
+    if any(folder.glob("*.onnx")):
+        return "onnx"
+    if (folder / "adapter_config.json").exists():
+        return "peft"
+    return "transformers" if (folder / "config.json").exists() else None
 
 
 def _of_hub(name: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""`python ortlaunch/start.py ortlaunch.worker.push REPO [RUN STEP FOLDER FORMAT]`: an export to the hub, with its card.
+"""`python ortlaunch/start.py ortlaunch.worker.push REPO [RUN STEP FOLDER]`: an export to the hub, with its card.
 
 With REPO alone: whether it could be done, before the export is made. The token is huggingface_hub's own affair: it is
 taken from HF_TOKEN or `hf auth login`, and printed nowhere.
@@ -25,8 +25,8 @@ def main() -> int:
         if len(sys.argv) == 2:
             check(sys.argv[1])
         else:
-            repo, run, step, folder, form = sys.argv[1:6]
-            print(f"pushed: {push(repo, RunDir(run), int(step), Path(folder), form)}")
+            repo, run, step, folder = sys.argv[1:5]
+            print(f"pushed: {push(repo, RunDir(run), int(step), Path(folder))}")
     except OrtlaunchError as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
@@ -59,7 +59,7 @@ def check(repo: str) -> None:
         raise LaunchError(f"--push: {constants.ENDPOINT} cannot be reached: {type(error).__name__}: {error}") from None
 
 
-def push(repo: str, run: RunDir, step: int, folder: Path, form: str) -> str:
+def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
     """Write the card into the export, unless it has one, and upload it all in one commit; returns where it is.
 
     Raises:
@@ -72,7 +72,7 @@ def push(repo: str, run: RunDir, step: int, folder: Path, form: str) -> str:
 
     card = folder / "README.md"
     if not card.exists():
-        model_card(run, step, repo, form).save(card)
+        model_card(run, step, repo, folder).save(card)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default")

@@ -37,6 +37,7 @@ def run(tmp_path: Path) -> RunDir:
     write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in LINES))
     write_json(run.engine, engine_report("ort", onnxruntime=onnxruntime()).to_json())
     write_text(run.exported(4, "huggingface") / "model.safetensors", "weights")
+    write_text(run.exported(4, "huggingface") / "config.json", "{}")
     return run
 
 
@@ -54,7 +55,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_card(run: RunDir) -> None:
     """huggingface_hub reads its metadata back; numbers are those of the checkpoint; the recipe has no secret."""
-    text = str(model_card(run, 4, "me/model", "huggingface"))
+    text = str(model_card(run, 4, "me/model", run.exported(4, "huggingface")))
     card = ModelCard(text)
     data = card.data.to_dict()
     assert (data["base_model"], data["datasets"], data["pipeline_tag"]) == (
@@ -62,7 +63,7 @@ def test_the_card(run: RunDir) -> None:
         ["wikitext"],
         "fill-mask",
     )
-    assert (data["library_name"], data["tags"]) == ("transformers", ["engine:ort", "huggingface", "ortlaunch"])
+    assert (data["library_name"], data["tags"]) == ("transformers", ["ortlaunch", "engine:ort"])
     assert {each.metric_type: each.metric_value for each in card.data.eval_results} == {
         "loss": 1.5,
         "masked_word_accuracy": 0.5,
@@ -75,13 +76,13 @@ def test_the_card(run: RunDir) -> None:
 def test_an_upload(run: RunDir, hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     """A private repository, one commit with the export and its card; the token is printed nowhere."""
     check("me/model")
-    said = push("me/model", run, 4, run.exported(4, "huggingface"), "huggingface")
+    said = push("me/model", run, 4, run.exported(4, "huggingface"))
     assert (said.startswith(hub.address), hub.created[0]["name"], hub.created[0]["visibility"]) == (
         True,
         "model",
         "private",
     )
-    assert sorted(hub.files) == ["README.md", "model.safetensors"]
+    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors"]
     assert (hub.files["model.safetensors"], b"base_model: google/bert" in hub.files["README.md"]) == (b"weights", True)
     assert hub.tokens == {"Bearer hf_secret"}
     assert "hf_secret" not in "".join(capfd.readouterr())
