@@ -50,12 +50,16 @@ def _builder(model: Model) -> Iterator[Problem]:
         for name in ("pretrained", "config", "lora"):
             if getattr(model, name) is not None:
                 yield (f"model.{name}", "model.task"), "does nothing with task custom: the factory builds the model"
+        if model.allow_partial:
+            yield ("model.allow_partial", "model.task"), "does nothing with task custom: the factory builds the model"
         if model.attention != "auto":
             yield ("model.attention", "model.task"), "does nothing with task custom: the factory builds the model"
         return
     if model.factory or model.arguments:
         name = "factory" if model.factory else "arguments"
         yield (f"model.{name}", "model.task"), f"is for task custom, and task is {model.task}"
+    if model.allow_partial and not model.pretrained:
+        yield ("model.allow_partial",), "does nothing without model.pretrained"
     if not model.pretrained and not model.config:
         yield (
             ("model", "model.pretrained", "model.config"),

@@ -66,7 +66,11 @@ class Model(Section):
     pretrained: Optional[Text] = None
     """Local folder or hub id of a transformers model to start from; null: random weights from `config`."""
     config: Optional[dict[str, Any]] = None
-    """Fields of the transformers config, `model_type` first (with `pretrained`: fields to change)."""
+    """Fields of the transformers config, `model_type` first (with `pretrained`: fields to change; its vocabulary is
+    resized to another `vocab_size`, new words near the mean of the others)."""
+    allow_partial: bool = False
+    """Train on from `pretrained` though some of its weights have no place in the model, or some of the model's are not
+    in it and start at random. False: only a head that is new for the task may start so, or be left out."""
     factory: Optional[Text] = None
     """`package.module:function` that returns the model when task is custom; its forward takes a batch's
     keys and returns the loss (or an object, mapping or tuple that holds it). The module may lie beside

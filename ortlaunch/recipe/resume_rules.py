@@ -44,6 +44,7 @@ RULES: dict[str, RuleOf] = {
     "name": _EFFECT,
     "seed": Rule(REFUSED, "data", "order, masking and dropout are drawn from it"),
     **_all(_MODEL, "task pretrained config factory arguments", "model"),
+    "model.allow_partial": Rule(EFFECT, why="a checkpoint has all weights"),
     "model.attention": Rule(EFFECT, why="the same function by other kernels"),
     "model.gradient_checkpointing": Rule(EFFECT, why="the same numbers in other memory"),
     **_all(_MODEL, "lora lora.r lora.alpha lora.dropout lora.target_modules", "model"),

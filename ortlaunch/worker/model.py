@@ -27,6 +27,7 @@ _AUTO_CLASSES = {
     "sequence-regression": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
 }
+_WORD_TASKS = ("pretraining", "masked-lm", "causal-lm")  # the others have labels, and a head for them
 _SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 
 
@@ -156,8 +157,9 @@ def _transformers_model(recipe: Recipe, data: Data) -> tuple[nn.Module, Loaded |
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
         return load_pretrained(
-            auto, recipe.model.pretrained, config=config, attn_implementation=attention, torch_dtype=torch.float32
-        )
+            auto, recipe.model.pretrained, config, new_head=recipe.model.task not in _WORD_TASKS,
+            partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
+        )  # fmt: skip
     except (OSError, ValueError) as error:
         raise InputError(f"model: {str(error).splitlines()[0]}") from error
     except (TypeError, KeyError, AttributeError) as error:  # a value that the config's class let through
@@ -234,7 +236,9 @@ def _refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
     """A word, a place or a class that the model has not would end the run in the middle of a pass."""
     words = getattr(config.get_text_config(), "vocab_size", None)
     if data.tokenizer is not None and words is not None and words < len(data.tokenizer):
-        raise InputError(f"model.config.vocab_size: got {words}, and the tokenizer has {len(data.tokenizer)} words")
+        mend = "" if recipe.model.pretrained is None else f"; {padded_vocabulary(len(data.tokenizer))} adds new ones"
+        told = f"got {words}, and the tokenizer has {len(data.tokenizer)} words"
+        raise InputError(f"model.config.vocab_size: {told}{mend}")
     places, length = getattr(config, "max_position_embeddings", None), recipe.data.sequence_length
     if places is not None and length is not None and length > places:
         raise InputError(f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}")

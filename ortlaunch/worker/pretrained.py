@@ -1,4 +1,8 @@
-"""Weights from a folder or the hub, and what of them was not taken, in our words instead of transformers' report."""
+"""Weights from a folder or the hub, and what of them was not taken, in our words instead of transformers' report.
+
+A head that is new for the task starts at random, another task's head is left out; any other weight that is missing or
+has no place is refused. A vocabulary that model.config.vocab_size changes is resized.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,94 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 
-Loaded = Mapping[str, list[str]]  # names of weights: `missing` in the source, `unexpected` there
-_REPORTS = ("LOAD REPORT", "Some weights of")  # transformers 5, and before
+Loaded = Mapping[str, list[str]]  # names of weights: `missing` in the source, `unexpected` there; what was `resized`
+_REPORTS = ("LOAD REPORT", "Some weights of", "The new ")  # transformers 5, before, and of resized embeddings
+_OLD_BUFFERS = ("position_ids", "inv_freq", "masked_bias")  # in files of earlier releases; they are computed now
 _NAMED = 6
 
 
-def load_pretrained(auto: Any, source: str, **options: Any) -> tuple[nn.Module, Loaded]:
+def load_pretrained(
+    auto: Any, source: str, config: Any, *, new_head: bool, partial: bool, **options: Any
+) -> tuple[nn.Module, Loaded]:
     """The model of an auto class with the weights of `source`.
 
+    Args:
+        config: of the model; a vocabulary of another size than that of `source` is resized to.
+        new_head: whether the task's head may be missing.
+        partial: whether any weights may be missing, or left over.
+
     Raises:
-        InputError: weights have another shape than the model's.
+        InputError: weights have another shape than the model's, are missing or left over, or cannot be read.
     """
-    with _without_reports():
-        model, info = auto.from_pretrained(source, **options, output_loading_info=True, ignore_mismatched_sizes=True)
+    own, wanted = _vocabulary(_config_of(source)), _vocabulary(config)
+    if own != wanted:
+        config.get_text_config().vocab_size = own
+    model, info = _load(auto, source, config=config, **options)
     wrong = sorted(map(_mismatch, info["mismatched_keys"]))
     if wrong:
         raise InputError(f"model.pretrained: weights of another shape than model.config's: {_some(wrong, '; ')}")
-    return model, {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
+    loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
+    if not partial:
+        _refuse_partial(model, loaded, new_head)
+    return model, {**loaded, "resized": _resize(model, own, wanted)}
+
+
+def _load(auto: Any, source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Model and loading info of transformers."""
+    from safetensors import SafetensorError
+
+    try:
+        with _without_reports():
+            model, info = auto.from_pretrained(
+                source, **options, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except SafetensorError as error:
+        raise InputError(f"model.pretrained: {source} has weights that cannot be read: {error}") from error
+    return model, info
+
+
+def _config_of(source: str) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(source)
+
+
+def _vocabulary(config: Any) -> int | None:
+    """Words of a model."""
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def _resize(model: Any, own: int | None, wanted: int | None) -> list[str]:
+    """To as many words as are wanted; what was done."""
+    if own == wanted:
+        return []
+    with _without_reports():
+        model.resize_token_embeddings(wanted)
+    return [f"{own} words to {wanted}"]
+
+
+def _refuse_partial(model: Any, loaded: Loaded, new_head: bool) -> None:
+    """Weights of a body that are missing or left over, and those of a head that should have been there."""
+    missing = [name for name in loaded["missing"] if not new_head or _is_body(name, model)]
+    unexpected = [name for name in loaded["unexpected"] if _is_body(name, model)]
+    said = []
+    if missing:
+        said.append(f"{len(missing)} of the model's weights are not in it: {_some(missing)}")
+    if unexpected:
+        said.append(f"{len(unexpected)} of its weights have no place in the model: {_some(unexpected)}")
+    if said:
+        mend = "to train on even so, new weights from random numbers, model.allow_partial: true"
+        raise InputError(f"model.pretrained: {'; '.join(said)}; {mend}")
+
+
+def _is_body(name: str, model: Any) -> bool:
+    """Whether a weight is of what all tasks share; a pooler is of the heads that use it."""
+    if name.endswith(_OLD_BUFFERS):
+        return False
+    prefix = f"{model.base_model_prefix}."
+    parts = {part for part, _ in getattr(model, model.base_model_prefix, model).named_children()}
+    inner = name.removeprefix(prefix).partition(".")[0]
+    return inner != "pooler" and (name.startswith(prefix) or inner in parts)
 
 
 def _mismatch(found: str | tuple[str, Any, Any]) -> str:
@@ -46,6 +121,8 @@ def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
     if loaded and loaded["unexpected"]:
         many, names = len(loaded["unexpected"]), _some(loaded["unexpected"])
         notes.append(f"model.pretrained: {many} of its weights are not used: {names}")
+    for change in loaded["resized"] if loaded else ():
+        notes.append(f"model.pretrained: its vocabulary is resized, {change}; new words start near the others' mean")
     return tuple(notes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -252,8 +253,65 @@ def test_what_was_not_loaded_is_told_in_our_words(
         r"model.pretrained: \d of the model's weights are not in it and start at random: .*classifier.bias.*", missing
     )
     assert re.fullmatch(r"model.pretrained: \d of its weights are not used: cls.predictions.*", unexpected)
-    assert loading_notes(None) == loading_notes({"missing": [], "unexpected": []}) == ()
+    assert loading_notes(None) == loading_notes({"missing": [], "unexpected": [], "resized": []}) == ()
     assert (said, *capfd.readouterr()) == ([], "", "")
+
+
+def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> None:
+    """Layers that are missing, or one too many, and a task's head that is not there; unless it is asked for."""
+
+    def loaded(folder: str, layers: int, task: str = "masked-lm", **more: Any) -> LossModule:
+        model = {"pretrained": folder, "config": {"num_hidden_layers": layers}, **more}
+        chosen = recipe(task, model, {"tokenizer": saved[0]})
+        return build_model(chosen, Data(chosen))
+
+    with pytest.raises(InputError, match=r"16 of the model's weights are not in it: bert.*; to .*allow_partial: true"):
+        loaded(saved[0], 2)
+    two = loaded(saved[0], 2, allow_partial=True)
+    assert two.loaded is not None
+    assert len(two.loaded["missing"]) == 16
+    inner: Any = two.model
+    inner.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"16 of its weights have no place in the model: bert.encoder.layer.1"):
+        loaded(str(tmp_path), 1)
+    with pytest.raises(InputError, match=r"4 of the model's weights are not in it: .*cls.seq_relationship.bias"):
+        loaded(saved[0], 1, "pretraining")
+    assert loaded(str(tmp_path), 1, allow_partial=True).loaded != two.loaded
+
+
+def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list[str]) -> None:
+    """Words that a tokenizer has more: how many the model needs is told, and with so many the old ones are kept."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved[0])
+    tokenizer.add_tokens(["ortlaunch", "ortmodule"])
+    tokenizer.save_pretrained(tmp_path)
+    data = {"tokenizer": str(tmp_path)}
+    small = recipe("masked-lm", {"pretrained": saved[0]}, data)
+    with pytest.raises(InputError, match=r"got 400, and the tokenizer has 402 words; 408 adds new ones"):
+        build_model(small, Data(small))
+    chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"vocab_size": 408}}, data)
+    found = [build_model(chosen, Data(chosen)) for _ in range(2)]
+    model: Any = found[0].model
+    words, old = model.get_input_embeddings().weight, saved[1].get_input_embeddings().weight
+    assert (model.config.vocab_size, words.shape, model.cls.predictions.bias.shape) == (408, (408, 16), (408,))
+    assert torch.equal(words[:400], old)
+    assert all(torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters()))  # as on each rank
+    assert first_loss(found[0], Data(chosen)).shape == ()
+    assert loading_notes(found[0].loaded) == (
+        "model.pretrained: its vocabulary is resized, 400 words to 408; new words start near the others' mean",
+    )
+    assert said == []
+
+
+def test_weights_that_are_cut_off(saved: tuple[str, Any], tmp_path: Path) -> None:
+    """As a download that broke: an error of ours with the folder."""
+    shutil.copytree(saved[0], tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    chosen = recipe("masked-lm", {"pretrained": str(tmp_path / "cut")}, {"tokenizer": saved[0]})
+    with pytest.raises(InputError, match=r"model.pretrained: .*cut has weights that cannot be read: "):
+        build_model(chosen, Data(chosen))
 
 
 def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> None:
