@@ -33,7 +33,7 @@ def copy_recipe(
     name: Name,
     target: Annotated[Path, typer.Argument(help="File or folder to copy it to.")] = Path(),
 ) -> None:
-    """Copy a shipped recipe, with what it extends; never over a file of yours."""
+    """Copy a shipped recipe, with what it extends and its modules; never over a file of yours."""
     from ortlaunch.run.shipped import copy
 
     typer.echo("\n".join(str(path) for path in copy(name, target)))

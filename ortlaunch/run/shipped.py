@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError, RecipeError
 
+_MODULE = re.compile(r"(\w+)(?:\.py\b|:\w)")
+
 
 def folder(kind: str = "recipes") -> Path:
     """Where shipped files of a kind lie: in a checkout, else where pip puts data files (--target, plain, --user).
@@ -101,14 +103,17 @@ def _of_folder(folder: Path) -> str:
 
 
 def copy(name: str, target: Path) -> list[Path]:
-    """Copy a recipe and what it extends to `target`, a .yaml file or a folder; returns the new files.
+    """Copy a recipe, what it extends and the modules that they name to `target`, a .yaml file or a folder.
+
+    Returns the new files.
 
     Raises:
         InputError: a file of that name is there already.
     """
     source = find(name)
     first = target if target.suffix in (".yaml", ".yml") and not target.is_dir() else target / source.name
-    pairs = [(source, first), *((base, first.parent / base.name) for base in _bases(source))]
+    others = [*_bases(source), *_modules([source, *_bases(source)])]
+    pairs = [(source, first), *((other, first.parent / other.name) for other in others)]
     there = [str(new) for _, new in pairs if new.exists()]
     if there:
         raise InputError(f"{', '.join(there)} exists already; give another name")
@@ -128,3 +133,9 @@ def _bases(path: Path) -> list[Path]:
         return []
     base = path.parent / match[1]
     return [base, *_bases(base)]
+
+
+def _modules(recipes: list[Path]) -> list[Path]:
+    """Python files beside recipes that name them, as `module:function` or `module.py`."""
+    named = {(path.parent, name) for path in recipes for name in _MODULE.findall(path.read_text(encoding="utf-8"))}
+    return sorted({folder / f"{name}.py" for folder, name in named if (folder / f"{name}.py").is_file()})

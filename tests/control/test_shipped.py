@@ -25,6 +25,10 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.write_text(f"# yaml-language-server: $schema=../schema.json\nname: {path.stem}\n")
     with (folder / "bert" / "tiny.yaml").open("a") as file:
         file.write("extends: base.yaml  # and changes nothing\n")
+    with (folder / "llama" / "tiny.yaml").open("a") as file:
+        file.write('model: {factory: "mine:model"}  # data by make.py; other.python and no: such\n')
+    for name in ("mine", "make", "other", "no"):
+        (folder / "llama" / f"{name}.py").write_text("")
     (folder / "schema.json").write_text("{}")
     monkeypatch.setattr(shipped, "folder", lambda: folder)
     monkeypatch.chdir(tmp_path)
@@ -62,20 +66,21 @@ def test_there_is_no_such_recipe(name: str, message: str, library: Path) -> None
 @pytest.mark.parametrize(
     ("name", "target", "new"),
     [
-        ("llama/tiny", ".", ["tiny.yaml"]),
-        ("llama/tiny", "mine.yaml", ["mine.yaml"]),
-        ("llama/tiny", "new/mine.yml", ["new/mine.yml"]),
-        ("llama/tiny", "new", ["new/tiny.yaml"]),
+        ("llama/tiny", ".", ["tiny.yaml", "make.py", "mine.py"]),
+        ("llama/tiny", "mine.yaml", ["mine.yaml", "make.py", "mine.py"]),
+        ("llama/tiny", "new/mine.yml", ["new/mine.yml", "new/make.py", "new/mine.py"]),
+        ("llama/tiny", "new", ["new/tiny.yaml", "new/make.py", "new/mine.py"]),
         ("bert/tiny", ".", ["tiny.yaml", "base.yaml"]),
         ("bert/tiny", "new/mine.yaml", ["new/mine.yaml", "new/base.yaml"]),
     ],
 )
 def test_copy(name: str, target: str, new: list[str], library: Path) -> None:
-    """To a file or a folder, with what it extends beside it; the editor's line leads to the schema from there too."""
+    """To a file or a folder, with what it extends and names; the editor's line leads to the schema from there, too."""
     assert shipped.copy(name, Path(target)) == [Path(path) for path in new]
     text = (library / f"{name}.yaml").read_text()
     assert Path(new[0]).read_text() == text.replace("../schema.json", str(library / "schema.json"))
-    assert sorted(str(path) for path in Path().rglob("*.y*ml") if "library" not in path.parts) == sorted(new)
+    copied = [path for path in Path().rglob("*.*") if "library" not in path.parts and path.is_file()]
+    assert sorted(map(str, copied)) == sorted(new)
 
 
 @pytest.mark.parametrize("there", ["tiny.yaml", "base.yaml"])

@@ -57,13 +57,14 @@ def editor() -> Any:
 
 
 def test_the_families_are_complete() -> None:
-    """Both families, from the published size to one for a laptop."""
+    """Both families, from the published size to one for a laptop, and examples."""
     names = {str(path.relative_to(RECIPES).with_suffix("")) for path in FILES}
     bert = {f"bert-large/{name}" for name in ("phase1", "phase1-linear", "phase2", "tiny")}
     llama = {
         f"llama2-7b/{name}" for name in ("pretrain", "finetune", "lora", "lora-classification", "tiny", "tiny-chat")
     }
-    assert names == bert | llama
+    examples = {f"examples/{name}" for name in ("gpt2", "own-module", "text-classification", "vit", "whisper")}
+    assert names == bert | llama | examples
 
 
 @each_recipe
