@@ -60,9 +60,8 @@ def test_the_families_are_complete() -> None:
     """Both families, from the published size to one for a laptop, and examples."""
     names = {str(path.relative_to(RECIPES).with_suffix("")) for path in FILES}
     bert = {f"bert-large/{name}" for name in ("phase1", "phase1-linear", "phase2", "tiny")}
-    llama = {
-        f"llama2-7b/{name}" for name in ("pretrain", "finetune", "lora", "lora-classification", "tiny", "tiny-chat")
-    }
+    own = ("pretrain", "finetune", "lora", "lora-classification", "lora-instruct", "tiny", "tiny-chat")
+    llama = {f"llama2-7b/{name}" for name in own}
     examples = {f"examples/{name}" for name in ("gpt2", "own-module", "text-classification", "vit", "whisper")}
     assert names == bert | llama | examples
 
@@ -224,6 +223,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "schedule.name": "linear", "schedule.warmup_ratio": None, "schedule.warmup_steps": None, "precision": "fp16",
         "zero.stage": 2, "zero.deepspeed": {"fp16": {"initial_scale_power": 12}}, "train.epochs": 1.0,
         "train.max_grad_norm": 1.0,
+    },
+    "llama2-7b/lora-instruct": {
+        "model.task": "causal-lm", "model.lora.r": 8, "model.lora.alpha": 16, "model.lora.dropout": 0.05,
+        "model.lora.target_modules": ["q_proj", "v_proj"], "data.sequence_length": 256, "batch.global_size": 128,
+        "batch.micro_size": 4, "optimizer.learning_rate": 3e-4, "optimizer.weight_decay": 0.0,
+        "schedule.name": "linear", "schedule.warmup_steps": 100, "precision": "fp16", "train.epochs": 3.0,
+        "train.max_grad_norm": 1.0, "train.evaluate_every_steps": 200, "checkpoint.every_steps": 200,
     },
 }  # fmt: skip
 
