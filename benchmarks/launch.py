@@ -1,6 +1,9 @@
 """From the command to the first line of the ranks' program: ortlaunch, torchrun, accelerate, deepspeed; 2 processes.
 
-python benchmarks/launch.py [--rounds N]
+    python benchmarks/launch.py [--rounds N] [--hosts]
+
+--hosts: on two hosts of a lab of its own (tests/cluster/lab.py: root, Debian's packages), beside mpirun, and torchrun
+started by hand through ssh on each. ortlaunch looks at the hosts first (launch.preflight).
 
 The peers start a script that imports nothing heavy and writes the time. ortlaunch starts its real worker, whose first
 act is to open the rank's logs. Each time is that of the later of the two ranks; interleaved, medians.
@@ -20,9 +23,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.cluster.lab import LOGIN, Lab, lacking
+
 BIN = Path(sys.executable).parent
 PATH = f"{BIN}{os.pathsep}{os.environ['PATH']}"  # deepspeed's launcher looks for its python there
-SCRIPT = "import os, sys, time\nopen(os.path.join(sys.argv[-1], os.environ['RANK']), 'w').write(repr(time.time()))\n"
+SCRIPT = """
+import os, sys, time
+rank = os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+open(os.path.join(sys.argv[-1], rank), "w").write(repr(time.time()))
+"""
 MODULE = """
 import torch
 
@@ -49,70 +60,116 @@ engine: {name: eager}
 train: {max_steps: 1}
 """
 _PLAIN = ("--mixed_precision=no", "--dynamo_backend=no")
-PEERS = {
-    "torchrun": ("torchrun", "--nproc-per-node=2"),
-    "accelerate": ("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", *_PLAIN),
-    "deepspeed": ("deepspeed", "--num_accelerators=2"),
+OWN = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
+OURS = {f"ortlaunch, {name}": [f"--launcher={name}", "--nproc-per-node=2"] for name in ("torchrun", "mpi")}
+OURS_ON_HOSTS = {f"ortlaunch, {name}": [f"--launcher={name}", "--hostfile=hosts"] for name in ("torchrun", "mpi")}
+PEERS = {
+    "torchrun": (str(BIN / "torchrun"), "--nproc-per-node=2"),
+    "accelerate": (str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", *_PLAIN),
+    "deepspeed": (str(BIN / "deepspeed"), "--num_accelerators=2"),
+}
+
+
+Run = Callable[[list[str], Path], "subprocess.CompletedProcess[str]"]
 
 
 def main() -> int:
     """Run the launchers in turn and print their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
-    launchers: dict[str, Callable[[Path], float]] = {
-        "ortlaunch, torchrun": functools.partial(ours, "torchrun"),
-        "ortlaunch, mpirun": functools.partial(ours, "mpi"),
-        **{name: functools.partial(peer, command) for name, command in PEERS.items()},
-    }
+    parser.add_argument("--hosts", action="store_true")
+    asked = parser.parse_args()
+    if not asked.hosts:
+        return measure(asked.rounds, here, OURS, {name: list(command) for name, command in PEERS.items()})
+    lack = lacking()
+    if lack:
+        raise SystemExit(f"no lab: {lack}")
+    with Lab(hosts=2) as lab:
+        return measure(asked.rounds, functools.partial(there, lab), OURS_ON_HOSTS, peers_on_hosts())
+
+
+def measure(rounds: int, run: Run, ours: dict[str, list[str]], peers: dict[str, list[str]]) -> int:
+    """Turns of all, and the table."""
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        for name, text in (("script.py", SCRIPT), ("net.py", MODULE), ("recipe.yaml", RECIPE)):
+        hosts = "host1 slots=1\nhost2 slots=1\n"
+        for name, text in (("script.py", SCRIPT), ("net.py", MODULE), ("recipe.yaml", RECIPE), ("hosts", hosts)):
             (folder / name).write_text(text)
-        times: dict[str, list[float]] = {name: [] for name in launchers}
+        times: dict[str, list[float]] = {name: [] for name in (*ours, *peers)}
         for turn in range(rounds + 1):
-            for name, launch in launchers.items():
-                seconds = launch(folder)
+            for name, found in times.items():
+                seconds = first_line(run, ours[name], folder) if name in ours else peer(run, peers[name], folder)
                 if turn:  # the first one reads from disk
-                    times[name].append(seconds)
-    base = statistics.median(times["torchrun"])
-    print(
-        "| from the command to the later rank's first line | s, median (least - most) | torchrun + s |\n|---|---|---|"
-    )
-    for name, found in times.items():
-        median = statistics.median(found)
-        print(f"| {name} | {median:.2f} ({min(found):.2f} - {max(found):.2f}) | {median - base:+.2f} |")
+                    found.append(seconds)
+    report(times, statistics.median(times["torchrun"]))
     return 0
 
 
-def ours(launcher: str, folder: Path) -> float:
+def report(times: dict[str, list[float]], base: float) -> None:
+    """A line for each, beside torchrun."""
+    print(f"load of this machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    head = "| from the command to the later rank's first line | s, median (least - most) | torchrun + s | x torchrun |"
+    print(f"{head}\n|---|---|---|---|")
+    for name, found in times.items():
+        median = statistics.median(found)
+        ratio = f"{median - base:+.2f} | {median / base:.2f}"
+        print(f"| {name} | {median:.2f} ({min(found):.2f} - {max(found):.2f}) | {ratio} |")
+
+
+def peers_on_hosts() -> dict[str, list[str]]:
+    """What a person would type without ortlaunch."""
+    mpirun = [str(BIN / "mpirun"), "-n", "2", "--hostfile", "hosts", "--map-by", "slot", "--bind-to", "none"]
+    options = "--nnodes=2 --nproc-per-node=1 --master-addr=host1 --master-port=29511"
+    torchrun = [f'ssh host{1 + rank} "cd $PWD && {BIN}/torchrun {options} --node-rank={rank} script.py times"'
+                for rank in (0, 1)]  # fmt: skip
+    return {
+        "torchrun": ["sh", "-c", f"{torchrun[0]} & {torchrun[1]}; wait $!"],
+        "mpirun": [*mpirun, "--prefix", sys.prefix, sys.executable, "script.py", "times"],
+    }
+
+
+def first_line(run: Run, options: list[str], folder: Path) -> float:
     """Seconds to the later rank's first line, of a whole `ortlaunch train`."""
     shutil.rmtree(folder / "run", ignore_errors=True)
-    options = [f"--launcher={launcher}", "--nproc-per-node=2", "--run-dir=run"]
-    started = _run([str(BIN / "ortlaunch"), "train", "recipe.yaml", *options], folder)
+    started = timed(run, [str(BIN / "ortlaunch"), "train", "recipe.yaml", *options, "--run-dir=run"], folder)
     logs = [(folder / f"run/logs/rank_0000{rank}.err").stat() for rank in (0, 1)]
     assert not any(log.st_size for log in logs), "a rank wrote errors, so its log's time is not that of its first line"
     return max(log.st_ctime for log in logs) - started
 
 
-def peer(command: tuple[str, ...], folder: Path) -> float:
+def peer(run: Run, command: list[str], folder: Path) -> float:
     """Seconds to the later rank's first line, of a script."""
     shutil.rmtree(folder / "times", ignore_errors=True)
     (folder / "times").mkdir()
-    started = _run([str(BIN / command[0]), *command[1:], "script.py", "times"], folder)
+    started = timed(run, command, folder)
     return max(float((folder / "times" / rank).read_text()) for rank in "01") - started
 
 
-def _run(command: list[str], folder: Path) -> float:
+def timed(run: Run, command: list[str], folder: Path) -> float:
+    """When it was started; it must end well."""
     started = time.time()
-    environ = {**os.environ, "PATH": PATH, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=180, check=False)
+    ended = run(command, folder)
     if ended.returncode:
         raise SystemExit(
             f"{' '.join(command)}: status {ended.returncode}\n{ended.stdout[-1000:]}\n{ended.stderr[-2000:]}"
         )
     return started
+
+
+def here(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """On this machine."""
+    environ = {**os.environ, "PATH": PATH, **OWN}
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=180, check=False)
+
+
+def there(lab: Lab, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """On the lab's login node."""
+    return lab.run(LOGIN, *command, cwd=folder, env={**lab.environ, **OWN}, timeout=180)
 
 
 if __name__ == "__main__":

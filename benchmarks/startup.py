@@ -2,7 +2,8 @@
 
     python benchmarks/startup.py [--runs 7]
 
-Status 1 where a verb is above 0.20 s, 10,000 hosts are above 1.5 s, or their plan does not come back out of its JSON.
+Status 1 where a verb is above 0.20 s, `submit --dry-run` of 1,024 nodes x 8 above 1 s, 10,000 hosts above 1.5 s, or
+their plan does not come back out of its JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ORTLAUNCH = str(Path(sys.executable).with_name("ortlaunch"))
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-LIMIT, MANY_HOSTS_LIMIT = 0.20, 1.5
+LIMIT, SUBMIT_LIMIT, MANY_HOSTS_LIMIT = 0.20, 1.0, 1.5
 HOSTS, SLOTS = 10_000, 8
 
 RECIPE = f"""\
@@ -87,14 +88,17 @@ def main() -> int:
             "ortlaunch plan": [ORTLAUNCH, "plan", "recipe.yaml"],
         }
         table = medians({**few, "torchrun --help": [TORCHRUN, "--help"]}, folder, runs)
+        words = [ORTLAUNCH, "submit", "recipe.yaml", "launch.nodes=1024", "--scheduler", "slurm", "--dry-run"]
+        submits = medians({"submit --dry-run, 1,024 nodes x 8": words}, folder, runs)
         hosts = medians({"plan, 10,000 hosts": many, "plan --json, 10,000 hosts": [*many, "--json"]}, folder, runs)
         whole = comes_back(folder, many)
     print(f"medians of {runs} interleaved runs, in seconds")
-    for command, took in {**table, **hosts}.items():
+    for command, took in {**table, **submits, **hosts}.items():
         print(f"{took:7.3f}  {command}")
     print(f"the plan of {HOSTS:,} hosts comes back out of its JSON: {'yes' if whole else 'NO'}")
     slow = [command for command in few if table[command] > LIMIT]
     slow += [command for command, took in hosts.items() if took > MANY_HOSTS_LIMIT]
+    slow += [command for command, took in submits.items() if took > SUBMIT_LIMIT]
     print(*(f"above its limit: {command}" for command in slow), sep="\n", end="\n" if slow else "")
     return int(bool(slow) or not whole)
 

@@ -2,39 +2,61 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
+from ortlaunch.cli.options import Overrides, shipped_recipes, with_launch_options
 
+
+@with_launch_options
 def doctor(
-    hostfile: Annotated[Optional[str], typer.Option("--hostfile", "-H", help="Hosts to look at, all at once.")] = None,
+    recipe: Annotated[
+        Optional[Path],
+        typer.Argument(
+            help="A recipe: what it needs is looked at, too, and room for its checkpoints.",
+            show_default=False,
+            autocompletion=shipped_recipes,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    options: Any = None,
     run_dir: Annotated[
         Optional[Path], typer.Option("--run-dir", help="A folder that must be shared; the current one by default.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="cuda: GPUs are counted beside the slots.")] = "cpu",
+    device: Annotated[
+        Optional[str],
+        typer.Option("--device", help="cuda: GPUs are counted beside the slots. The recipe's by default."),
+    ] = None,
     interface: Annotated[
         Optional[str], typer.Option("--interface", help="A network interface that every host must have.")
     ] = None,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Of the first host, that ranks are to meet at; 0: any.")
+    ] = 0,
+    fabric: Annotated[
+        bool,
+        typer.Option("--fabric", help="Start ranks there, too, and measure matrix products, links and the all-reduce."),
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Every finding, as JSON; its schema: `ortlaunch schema --doctor`.")
     ] = False,
 ) -> None:
-    """Look at hosts before a run: reached, versions, addresses, shared folder, disk, clock, ranks left behind.
+    """Look before a run: at this machine, or at the hosts of --hostfile or of the Slurm job that this runs in.
 
-    Those of --hostfile, else of the Slurm job that this runs in, else this one. Exit status 1 where a check failed.
+    This machine: what is installed, GPUs, disk, limits. Hosts, all at once: reached, versions, addresses, a port that
+    all reach, shared folder, disk, clock, limits, ranks left behind. Exit status 1 where a check failed.
     """
     import json as texts
     from dataclasses import asdict
 
-    from ortlaunch.doctor.hosts import FAILED, Asked, look, told
-    from ortlaunch.plan import Node
-    from ortlaunch.planning.hosts import Host, read_hostfile
-    from ortlaunch.planning.slurm_names import hosts_of_job
+    from ortlaunch.doctor.finding import FAILED, told
+    from ortlaunch.run.checkup import Place, checkup
 
-    hosts = read_hostfile(hostfile, 1).hosts if hostfile else hosts_of_job(os.environ) or (Host("localhost", 1, (0,)),)
-    nodes = tuple(Node(host.name, host.slots, 0, host.devices) for host in hosts)
-    folder = Path(os.path.abspath(run_dir or ".")) if len(nodes) > 1 else None
-    found = look(Asked(nodes, device, folder, interface=interface))
+    if device not in (None, "cpu", "cuda"):
+        raise typer.BadParameter(f"got {device}; cpu or cuda", param_hint="--device")
+    found = checkup(
+        recipe, tuple(overrides or ()), options, Place(run_dir, device, interface, port, fabric), os.environ
+    )
     typer.echo(texts.dumps([asdict(finding) for finding in found], indent=2) if json else told(found))
     raise typer.Exit(any(finding.verdict == FAILED for finding in found))

@@ -18,37 +18,40 @@ def require(recipe: Recipe, plan: Plan) -> None:
     Raises:
         MissingDependency: all that is missing, a line each.
     """
-    missing = list(_missing(recipe, plan))
+    missing = [": ".join(filter(None, words)) for words in lacking(recipe, plan)]
     if missing:
         raise MissingDependency("\n".join(missing))
 
 
-def _missing(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def lacking(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
+    """What the run needs and is not here, each with what mends it where that is not said already."""
     if recipe.zero is not None and not _installed("deepspeed"):
-        yield 'zero: DeepSpeed is not installed: pip install "ortlaunch[deepspeed]", or set zero=null'
+        yield "zero: DeepSpeed is not installed", 'pip install "ortlaunch[deepspeed]", or set zero=null'
     if recipe.model.lora is not None and not _installed("peft"):
-        yield 'model.lora: peft is not installed: pip install "ortlaunch[lora]"'
+        yield "model.lora: peft is not installed", 'pip install "ortlaunch[lora]"'
     for tracker in recipe.log.trackers:
         if not _installed(tracker):
-            yield f'log.trackers: {tracker} is not installed: pip install "ortlaunch[{tracker}]"'
+            yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'
     if plan.launcher == "mpi" and len(plan.nodes) > 1 and not _installed("mpi4py"):
-        yield 'launcher mpi on more than one host: mpi4py is not installed: pip install "ortlaunch[mpi]"'
+        yield "launcher mpi on more than one host: mpi4py is not installed", 'pip install "ortlaunch[mpi]"'
     if recipe.engine.name == "ort":
-        yield from _missing_for_ort()
+        yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort())
 
 
-def _missing_for_ort() -> Iterator[str]:
+def lacking_for_ort() -> Iterator[tuple[str, str]]:
+    """What engine ort needs and is not here, each with what mends it where that is not said already."""
     from ortlaunch.ortmodule import extensions
 
     try:
         extensions.ort_package()
         absent = extensions.missing()
     except MissingDependency as error:
-        yield f"engine ort: {error}"
+        what, _, mend = str(error).partition(" Type: ")
+        yield what.rstrip("."), mend
         return
     if absent:
         why = "; ".join([", ".join(absent), *extensions.damage()])
-        yield f"engine ort: its torch extensions are not built for this torch ({why}): run `ortlaunch setup` once"
+        yield f"its torch extensions are not built for this torch ({why})", "run `ortlaunch setup` once"
 
 
 def _installed(package: str) -> bool:

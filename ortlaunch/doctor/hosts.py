@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import secrets
-import shlex
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from ortlaunch.doctor import probe
-from ortlaunch.errors import InputError, LaunchError
-from ortlaunch.plan import LOCAL_NAMES, Node
-from ortlaunch.units import human
+from ortlaunch.doctor import asking, probe
+from ortlaunch.doctor.asking import Answer, Question, Silence
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged, refused
+from ortlaunch.errors import InputError
+from ortlaunch.plan import Node
+from ortlaunch.units import counted, human
 
-OK: Final = "ok"
-WARNING: Final = "warning"
-FAILED: Final = "failed"
-_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
-_SECONDS = 12
 _SKEW_SECONDS = 5.0
 _FEW_FILES = 1024
 _LITTLE_SHM = 64 << 20
-_AT_ONCE = 128
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One check of one host."""
-
-    __pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # of its schema
-
-    host: str
-    """As the host file has it."""
-    check: str
-    """`reached`, `interpreter`, `packages`, `address`, `interface`, `gpus`, `run folder`, `disk`, `clock`, `/dev/shm`,
-    `open files` or `stale`."""
-    verdict: Literal["ok", "warning", "failed"]
-    """`failed`: a run on it would fail."""
-    what: str
-    """What was found."""
-    mend: str = ""
-    """What to do; empty where nothing is wrong."""
-
-    def __str__(self) -> str:
-        """For a person."""
-        mend = f"; {self.mend}" if self.mend else ""
-        return f"  {self.host:<20} {self.check:<12} {self.verdict:<8} {self.what}{mend}"
+_LITTLE_MEMLOCK = 64 << 20
 
 
 class Asked(NamedTuple):
@@ -64,26 +28,43 @@ class Asked(NamedTuple):
     device: str
     folder: Path | None  # the run's, which must be shared; None: it is not looked at
     bytes_needed: int = 0  # of its disk
-    alone: bool = False  # routes between the hosts are not judged
     quick: bool = False  # what would let a run fail; not what may only slow it
     interface: str | None = None  # that ranks are to meet on
+    port: int = 0  # of the first host, that ranks are to meet at; 0: any
+
+    @property
+    def question(self) -> Question:
+        """That each host answers."""
+        names = tuple(node.host for node in self.nodes)
+        return Question(names, self.folder, self.interface, self.device == "cuda", self.port)
 
 
 def look(asked: Asked) -> list[Finding]:
     """Every check of every host, in their order."""
-    with _token(asked.folder) as token, ThreadPoolExecutor(_AT_ONCE) as pool:
-        told = list(pool.map(lambda node: _ask(node.host, asked), asked.nodes))
+    with _token(asked.folder) as token:
+        answers, meeting = asking.ask(asked.question)
     here = probe.versions()
     found: list[Finding] = []
-    if any(isinstance(words, Finding) for words, _ in told):  # a host that is not there has no route to it either
-        asked = asked._replace(alone=True)
-    for node, (words, took) in zip(asked.nodes, told):
-        if isinstance(words, Finding):
-            found.append(words)
+    # A host that is not there has no route to it either.
+    routed = len(asked.nodes) > 1 and not any(isinstance(answer, Silence) for answer in answers)
+    for node, answer in zip(asked.nodes, answers):
+        if isinstance(answer, Silence):
+            found.append(Finding(node.host, answer.check, FAILED, answer.what, answer.mend))
             continue
-        found.append(Finding(node.host, "reached", OK, f"{words['hostname']}, Python {words['python']}, {took:.1f} s"))
-        found += _judged(node, words, asked, here, token)
+        told = answer.told
+        reached = f"{told['hostname']}, Python {told['python']}, {answer.took:.1f} s"
+        found += [Finding(node.host, "reached", OK, reached), _packages(node.host, told["packages"], here)]
+        found += [*_network(node.host, answer, asked, routed, meeting), *_own(node, told, asked, token)]
+        if not asked.quick:
+            found += _slow(node.host, answer, asked)
     return found
+
+
+def of_this_host(node: Node, asked: Asked) -> list[Finding]:
+    """What needs no other host, of this one."""
+    told = probe.told(asked.question.asked_of(node.host))
+    found = [*_own(node, told, asked, None), *_slow(node.host, Answer(told, 0.0), asked)]
+    return [finding for finding in found if finding.check != "clock"]
 
 
 def require(asked: Asked) -> None:
@@ -97,40 +78,6 @@ def require(asked: Asked) -> None:
         raise refused(wrong)
 
 
-def refused(wrong: Sequence[Finding]) -> LaunchError:
-    """The table of what is wrong, as an error."""
-    table = "\n".join(map(str, wrong))
-    return LaunchError(f"the hosts are not ready, and nothing was started (launch.preflight):\n{table}")
-
-
-def _judged(
-    node: Node, told: dict[str, Any], asked: Asked, here: dict[str, str], token: str | None
-) -> Iterator[Finding]:
-    host = node.host
-    yield _packages(host, told["packages"], here)
-    routed = len(asked.nodes) > 1 and not asked.alone
-    if routed and told["address"] is None:
-        mend = "see its routes, or name the interface: launch.interface=eth0"
-        yield Finding(host, "address", FAILED, "no route to any of the other hosts but loopback", mend)
-    elif routed:
-        yield Finding(host, "address", OK, told["address"])
-    if asked.interface is not None and asked.interface not in told["interfaces"]:
-        what = f"no {asked.interface} there; it has {', '.join(told['interfaces'])}"
-        yield Finding(host, "interface", FAILED, what, "name one that every host has: launch.interface")
-    if asked.device == "cuda" and told["gpus"] < node.slots:
-        yield Finding(host, "gpus", FAILED, f"{told['gpus']} for {node.slots} slots", "lower its slots")
-    if token is not None:
-        shared = told["token"] == token
-        what = f"{asked.folder} {'is shared' if shared else 'there is another folder than here'}"
-        yield Finding(host, "run folder", OK if shared else FAILED, what,
-                      "" if shared else "give a --run-dir on a disk that all hosts share")  # fmt: skip
-    enough = told["free"] >= asked.bytes_needed
-    what = f"{human(told['free'])} free" + ("" if enough else f", and checkpoints take {human(asked.bytes_needed)}")
-    yield Finding(host, "disk", OK if enough else FAILED, what, "" if enough else "make room, or lower checkpoint.keep")
-    if not asked.quick:
-        yield from _slow(host, told)
-
-
 def _packages(host: str, there: dict[str, str], here: dict[str, str]) -> Finding:
     differ = [f"{name} {there.get(name, 'absent')} (here {here.get(name, 'absent')})"
               for name in probe.PACKAGES if there.get(name) != here.get(name)]  # fmt: skip
@@ -139,57 +86,74 @@ def _packages(host: str, there: dict[str, str], here: dict[str, str]) -> Finding
     return Finding(host, "packages", OK, f"torch {there.get('torch', 'absent')}, as here")
 
 
-def _slow(host: str, told: dict[str, Any]) -> Iterator[Finding]:
-    skew = told["time"] - told["asked_at"]
-    checks = (
-        ("clock", abs(skew) <= _SKEW_SECONDS, f"{skew:+.1f} s beside this host", "let it follow a time server"),
+def _network(host: str, answer: Answer, asked: Asked, routed: bool, meeting: str | None) -> Iterator[Finding]:
+    """Its address, and whether ranks can meet at the first host's."""
+    told = answer.told
+    if asked.interface is not None and asked.interface not in told["interfaces"]:
+        what = f"no {asked.interface} there; it has {', '.join(told['interfaces'])}"
+        yield Finding(host, "interface", FAILED, what, "name one that every host has: launch.interface")
+        return
+    if routed:
+        mend = "see its routes, or name the interface: launch.interface=eth0"
+        what = told["address"] or "no route to any of the other hosts but loopback"
+        yield judged(host, "address", told["address"] is not None, what, mend, else_=FAILED)
+    if isinstance(told["listens"], str) and host == asked.nodes[0].host:
+        where = f"port {asked.port}" if asked.port else "a free port"
+        mend = "end who has it, or give another one" if asked.port else "see `ip address` there"
+        yield Finding(host, "port", FAILED, f"cannot listen at {where}: {told['listens']}", mend)
+    elif host == meeting and len(asked.nodes) > 1:
+        yield Finding(host, "port", OK, f"listens at {told['address']}:{told['listens']}")
+    elif answer.reach is not None:
+        what = (
+            f"reaches a port of {meeting}" if not answer.reach else f"cannot reach a port of {meeting}: {answer.reach}"
+        )
+        mend = f"let these hosts reach all ports of each other: see the firewall of {meeting}, or launch.interface"
+        yield judged(host, "port", not answer.reach, what, mend, else_=FAILED)
+
+
+def _own(node: Node, told: dict[str, Any], asked: Asked, token: str | None) -> Iterator[Finding]:
+    """What it has for the run."""
+    host = node.host
+    if asked.device == "cuda":
+        what = f"{told['gpus']} for {counted(node.slots, 'slot')}"
+        mend = "lower its slots" if told["gpus"] else "see nvidia-smi there, or train with launch.device=cpu"
+        yield judged(host, "gpus", told["gpus"] >= node.slots, what, mend, else_=FAILED)
+    if token is not None:
+        shared = told["token"] == token
+        what = f"{asked.folder} {'is shared' if shared else 'there is another folder than here'}"
+        yield judged(host, "run folder", shared, what, "give a --run-dir on a disk that all hosts share", else_=FAILED)
+    enough = told["free"] >= asked.bytes_needed
+    need = f", and checkpoints take {human(asked.bytes_needed)}" if asked.bytes_needed else ""
+    yield judged(host, "disk", enough, f"{human(told['free'])} free{need}", "make room, or lower checkpoint.keep",
+                 else_=FAILED)  # fmt: skip
+
+
+def _slow(host: str, answer: Answer, asked: Asked) -> Iterator[Finding]:
+    """What may slow a run, or end it late."""
+    told, skew = answer.told, answer.skew
+    checks = [
+        ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s beside this host",
+         "let it follow a time server"),
         ("/dev/shm", told["shm"] >= _LITTLE_SHM, f"{human(told['shm'])} free", "make it larger, for NCCL"),
         ("open files", told["open_files"] < 0 or told["open_files"] >= _FEW_FILES, f"at most {told['open_files']}",
          "ulimit -n 65536"),
         ("stale", not told["stale"], f"ranks alive: {', '.join(map(str, told['stale'])) or 'none'}",
          "end them, or wait for their run"),
-    )  # fmt: skip
+    ]  # fmt: skip
+    if told["infiniband"]:
+        limit = "no limit" if told["memlock"] < 0 else f"at most {human(told['memlock'])}"
+        good = told["memlock"] < 0 or told["memlock"] >= _LITTLE_MEMLOCK
+        checks.append(("memlock", good, f"{limit}, and it has InfiniBand", "ulimit -l unlimited, where ranks start"))
+    if asked.device == "cuda" and told["gpus"]:
+        checks.append(_idle(told["busy_gpus"]))
     for check, good, what, mend in checks:
-        yield Finding(host, check, OK if good else WARNING, what, "" if good else mend)
+        yield judged(host, check, good, what, mend, else_=WARNING)
 
 
-def _ask(host: str, asked: Asked) -> tuple[dict[str, Any] | Finding, float]:
-    """What a host tells, or why it does not; and the seconds that it took."""
-    began, wall = time.monotonic(), time.time()
-    peers = [node.host.rpartition("@")[2] for node in asked.nodes if node.host != host]
-    question = {"peers": peers[:4], "folder": str(asked.folder) if asked.folder else None}
-    remote = [sys.executable, "-I", "-", json.dumps(question)]
-    command = remote if _is_here(host) else _at(host, remote)
-    try:
-        ended = subprocess.run(
-            command, input=Path(probe.__file__).read_text(encoding="utf-8"), capture_output=True, text=True,
-            timeout=_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Finding(host, "reached", FAILED, f"no answer within {_SECONDS} s", f"try: ssh {host} true"), _SECONDS
-    except OSError as error:
-        said = f"cannot start {command[0]} here: {error.strerror}"
-        return Finding(host, "reached", FAILED, said, f"install {command[0]}"), 0.0
-    took = time.monotonic() - began
-    with contextlib.suppress(ValueError, IndexError):
-        return {**json.loads(ended.stdout.splitlines()[-1]), "asked_at": wall + took / 2}, took
-    said = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
-    if ended.returncode in (126, 127):
-        mend = "install the same environment there, under the same path"
-        return Finding(host, "interpreter", FAILED, f"no {sys.executable} there ({said})", mend), took
-    return Finding(host, "reached", FAILED, said, f"ssh {host} must work without a password"), took
-
-
-def _at(host: str, remote: list[str]) -> list[str]:
-    """A command on another host: by ssh, or inside a job of Slurm's as a step of it."""
-    if "SLURM_JOB_ID" in os.environ:
-        return ["srun", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1", f"--nodelist={host}", *remote]
-    return [*_SSH, host, shlex.join(remote)]
-
-
-def _is_here(host: str) -> bool:
-    name = socket.gethostname()
-    return host in (*LOCAL_NAMES, name, name.split(".")[0])
+def _idle(busy: list[str] | None) -> tuple[str, bool, str, str]:
+    if busy is None:
+        return "gpus idle", False, "nvidia-smi does not say", "see that it works there: nvidia-smi"
+    return "gpus idle", not busy, f"at work: {'; '.join(busy) or 'none'}", "end those processes, or wait for them"
 
 
 @contextlib.contextmanager
@@ -206,10 +170,3 @@ def _token(folder: Path | None) -> Iterator[str | None]:
         yield word
     finally:
         path.unlink(missing_ok=True)
-
-
-def told(findings: Sequence[Finding]) -> str:
-    """The table, what is wrong last, and the verdict."""
-    ordered = sorted(findings, key=lambda one: (OK, WARNING, FAILED).index(one.verdict))
-    failed = sum(one.verdict == FAILED for one in findings)
-    return "\n".join([*map(str, ordered), f"{failed} of {len(findings)} checks failed" if failed else "ready"])

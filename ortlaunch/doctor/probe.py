@@ -1,38 +1,56 @@
-"""What one host tells of itself, as JSON on standard output; sent to its interpreter, so that nothing of ours need be
-there. Standard library only, and no import of torch: versions come from metadata.
+"""What one host tells of itself; sent to its interpreter through standard input, so that nothing of ours need be there.
 
-Its arguments as one JSON object: `peers` (names), `folder` (the run's, or null).
+Standard library only, and little of it: a hundred of these may start at once, and json or importlib.metadata would take
+longer than Python itself. So answers are Python literals, a line each; versions are read from files, without torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import resource
-import shutil
 import socket
 import sys
 import time
-from importlib import metadata
-from pathlib import Path
 
 PACKAGES = ("ortlaunch", "torch", "transformers", "deepspeed", "onnxruntime-training", "onnxruntime-training-cpu",
             "mpi4py", "numpy")  # fmt: skip
 TOKEN = ".ortlaunch-doctor"
+_REACH_SECONDS = 3.0
+_SIOCGIFADDR = 0x8915
 
 
-def versions() -> dict[str, str]:
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Package -> version, of those that are here."""
     found: dict[str, str] = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+    wanted = {name.replace("-", "_"): name for name in packages}
+    for folder in sys.path:
+        for entry in os.listdir(folder) if os.path.isdir(folder) else ():
+            stem, ending = os.path.splitext(entry)
+            name = wanted.get(stem.partition("-")[0].lower())
+            if name and ending in (".dist-info", ".egg-info"):
+                found.setdefault(name, _version(os.path.join(folder, entry)))
     return found
 
 
-def address(peers: list[str]) -> str | None:
-    """This host's address on its way to the first of the others that has another one than loopback; null without."""
+def _version(folder: str) -> str:
+    for file in ("METADATA", "PKG-INFO"):
+        try:
+            with open(os.path.join(folder, file), encoding="utf-8", errors="replace") as lines:
+                return next((line[8:].strip() for line in lines if line.startswith("Version:")), "unknown")
+        except OSError:
+            continue
+    return "unknown"
+
+
+def interfaces() -> list[str]:
+    """Names of the network interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def address(peers: list[str], interface: str | None) -> str | None:
+    """This host's address on an interface, else on its way to one of the others; null where it is none but loopback."""
+    if interface is not None:
+        return _address_of(interface)
     for peer in peers:
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -45,17 +63,51 @@ def address(peers: list[str]) -> str | None:
     return None
 
 
+def _address_of(interface: str) -> str | None:
+    import fcntl
+
+    request = interface.encode()[:15].ljust(256, b"\0")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    except OSError:
+        return None
+
+
+def listener(at: str, port: int) -> socket.socket | str:
+    """A port that the others may try, or why there is none."""
+    here = socket.socket()
+    try:
+        here.bind((at, port))
+        here.listen(1024)
+    except OSError as error:
+        here.close()
+        return error.strerror or str(error)
+    return here
+
+
+def reach(at: str, port: int) -> str:
+    """Why a port of another host cannot be reached; nothing where it can."""
+    try:
+        socket.create_connection((at, port), _REACH_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def free(path: str) -> int:
     """Bytes that are free at a path, or at the nearest folder above it."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
-    return shutil.disk_usage(path).free
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize
 
 
 def token(folder: str) -> str | None:
     """What the file says that another host has written into the run folder; null where there is none."""
     try:
-        return (Path(folder) / TOKEN).read_text()
+        with open(os.path.join(folder, TOKEN), encoding="utf-8") as file:
+            return file.read()
     except OSError:
         return None
 
@@ -63,38 +115,70 @@ def token(folder: str) -> str | None:
 def stale() -> list[int]:
     """Process ids of ranks that are alive here."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for number in filter(str.isdecimal, os.listdir("/proc")):
         try:
-            words = path.read_bytes().split(b"\0")
+            with open(f"/proc/{number}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
         except OSError:
             continue
         if b"ortlaunch.worker" in words:
-            found.append(int(path.parent.name))
+            found.append(int(number))
     return sorted(found)
 
 
-def main() -> None:
-    """Print all of it."""
-    asked = json.loads(sys.argv[1])
-    folder = asked["folder"] or os.getcwd()
-    soft = {name: resource.getrlimit(getattr(resource, name))[0] for name in ("RLIMIT_NOFILE", "RLIMIT_MEMLOCK")}
-    told = {
+def gpus() -> int:
+    """How many NVIDIA's driver shows here."""
+    return sum(name.startswith("nvidia") and name[6:].isdecimal() for name in os.listdir("/dev"))
+
+
+def busy_gpus() -> list[str] | None:
+    """`process id, memory` of what computes on GPUs now; null where nvidia-smi does not say."""
+    import subprocess
+
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=8).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def told(question: dict[str, object]) -> dict[str, object]:
+    """All but what takes another host.
+
+    Args:
+        question: `peers` (names), `interface` (or null), `folder` (the run's, or null), `cuda` (whether GPUs count).
+    """
+    folder, count = question["folder"], gpus()
+    return {
         "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
         "packages": versions(),
-        "address": address(asked["peers"]),
-        "interfaces": [name for _, name in socket.if_nameindex()],
-        "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
-        "token": token(folder),
-        "free": free(folder),
+        "address": address(question["peers"], question["interface"]),  # type: ignore[arg-type]  # of our own making
+        "interfaces": interfaces(),
+        "gpus": count,
+        "busy_gpus": busy_gpus() if question["cuda"] and count else [],
+        "token": token(str(folder)) if folder else None,
+        "free": free(str(folder or os.getcwd())),
         "shm": free("/dev/shm"),
-        "open_files": soft["RLIMIT_NOFILE"],
-        "memlock": soft["RLIMIT_MEMLOCK"],
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "infiniband": os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
         "stale": stale(),
-        "time": time.time(),
     }
-    print(json.dumps(told))
 
 
-if __name__ == "__main__":
-    main()
+def main(question: dict[str, object]) -> None:
+    """Tell all of it; then, for a line `ADDRESS PORT` of the host that all must reach, the time and whether it can be
+    reached; then be there until the input ends.
+
+    Args:
+        question: as for `told`, and `port` to listen at: 0 is any.
+    """
+    first = told(question)
+    here = listener(str(first["address"] or "127.0.0.1"), int(str(question["port"])))
+    first["listens"] = here if isinstance(here, str) else here.getsockname()[1]
+    print(first, flush=True)
+    place = sys.stdin.buffer.readline().split()
+    now = time.time()
+    print({"time": now, "reach": reach(place[0].decode(), int(place[1])) if place else ""}, flush=True)
+    sys.stdin.buffer.read()

@@ -6,7 +6,7 @@ import json
 
 from pydantic import TypeAdapter
 
-from ortlaunch.doctor.hosts import Finding
+from ortlaunch.doctor.finding import Finding
 
 
 def json_schema() -> str:

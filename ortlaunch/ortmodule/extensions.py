@@ -30,7 +30,7 @@ from ortlaunch.ortmodule import extension_sources
 ORT_VERSION = "1.19.2"
 EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}
 _OTHER_WHEELS = ("onnxruntime", "onnxruntime-gpu")
-_NEWEST_PYTHON = (3, 11)
+NEWEST_PYTHON = (3, 11)
 
 # Without it custom autograd functions are refused, and all else works.
 INTEROP = "torch_interop_utils"
@@ -173,7 +173,7 @@ def _torch_version() -> str:
 
 
 def _install_hint() -> str:
-    if sys.version_info[:2] > _NEWEST_PYTHON:
+    if sys.version_info[:2] > NEWEST_PYTHON:
         return (
             f"onnxruntime-training ends at Python 3.11 and this is Python {sys.version_info[0]}.{sys.version_info[1]}. "
             "Use Python 3.9-3.11 for the ort engine, or another engine (engine.name: eager or inductor)"

@@ -21,7 +21,7 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.output import terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.recipe import Recipe
-from ortlaunch.run import elastic, micro_size, provenance, registry, resume
+from ortlaunch.run import checkup, elastic, micro_size, provenance, registry, resume
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run.folder import PROGRESS_VARIABLE, RunDir, write_text
 from ortlaunch.run.job_file import JobFile
@@ -95,10 +95,7 @@ def _on_hosts(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Resolv
     if "SLURM_JOB_ID" in os.environ:
         _say(["launch.preflight: not inside a job of Slurm's, where hosts are not reached by ssh: ortlaunch doctor"])
         return resolved
-    kept = (recipe.checkpoint.keep or 1) + 1
-    needed = plan.memory.checkpoint * kept if plan.memory else 0
-    folder = Path(os.path.abspath(run.path))
-    asked = hosts.Asked(plan.nodes, plan.device, folder, needed, interface=recipe.launch.interface)
+    asked = checkup.asked_of(resolved, Path(os.path.abspath(run.path)))
     if recipe.launch.elastic is None:
         hosts.require(asked)
         return resolved

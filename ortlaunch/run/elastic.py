@@ -6,7 +6,8 @@ is taken in. Never imports torch.
 
 from __future__ import annotations
 
-from ortlaunch.doctor.hosts import FAILED, Asked, Finding, look, refused
+from ortlaunch.doctor.finding import FAILED, Finding, refused
+from ortlaunch.doctor.hosts import Asked, look
 from ortlaunch.errors import LaunchError
 from ortlaunch.run.resolve import ResolvedRun
 from ortlaunch.units import counted

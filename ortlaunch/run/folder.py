@@ -121,6 +121,11 @@ class RunDir:
         return self.requests / "restart.json"
 
     @property
+    def fabric(self) -> Path:
+        """What ranks of `ortlaunch doctor --fabric` measured."""
+        return self.path / "fabric.json"
+
+    @property
     def lost(self) -> Path:
         """A host that ssh lost, written by what started its ranks."""
         return self.errors / "lost.json"

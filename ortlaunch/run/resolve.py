@@ -73,7 +73,7 @@ def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, enviro
     """
     found = shipped.locate(path)
     file = recipe.load(found, overrides)
-    if options.hostfile is not None:
+    if options.hostfile is not None and options.hosts_text is None:
         options = options._replace(hosts_text=hostfile_text(options.hostfile))
     return _resolved(file, Command(path, found, options, environ), None)
 

@@ -187,7 +187,7 @@ class Lab:
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{self.folder}/{name}.key"], check=True
             )
         numbers = {LOGIN: 1, **{name: 10 + number for number, name in enumerate(self.names)}}
-        also = {name: self._aliases(name) for name in numbers}
+        also = {name: self.aliases_of(name) for name in numbers}
         lines = [f"{_NETWORK}.{number} {' '.join((name, *also[name]))}\n" for name, number in numbers.items()]
         self._file("hosts", "127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
         keys = {name: (self.folder / f"{name}.key.pub").read_text() for name in numbers}
@@ -209,7 +209,7 @@ class Lab:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
 
-    def _aliases(self, name: str) -> list[str]:
+    def aliases_of(self, name: str) -> list[str]:
         """Further names of a host, so that a hundred can be asked on ten."""
         if name == LOGIN:
             return []

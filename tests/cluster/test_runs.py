@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,7 +40,8 @@ class Site:
         self.env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"], "WANDB_API_KEY": SECRET}
 
     def ortlaunch(self, *words: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-        return self.lab.run(LOGIN, str(COMMAND), *words, cwd=self.folder, env=self.env, timeout=timeout)
+        with no_secret_on_a_command_line():
+            return self.lab.run(LOGIN, str(COMMAND), *words, cwd=self.folder, env=self.env, timeout=timeout)
 
     def well(self, *words: str) -> str:
         """Its output; it must end well."""
@@ -114,6 +118,26 @@ def test_a_job_of_ones_own_has_unequal_tasks_and_no_forgotten_srun(site: Site, c
     command = f"{COMMAND} train recipe.yaml --run-dir forgot"
     assert site.lab.run(LOGIN, *wrapped, command, cwd=site.folder, env=site.env).returncode == 2
     assert "start all with `srun ortlaunch train ...`" in (site.folder / "forgot.out").read_text()
+
+
+@contextmanager
+def no_secret_on_a_command_line() -> Iterator[None]:
+    """Of any process of any host while this is open: this machine sees them all."""
+    found, over = set[str](), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            listed = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=False).stdout
+            found.update(line for line in listed.splitlines() if SECRET in line)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    assert not found
 
 
 def leaking(folder: Path) -> list[str]:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ortlaunch.doctor import hosts, probe
-from ortlaunch.doctor.hosts import FAILED, WARNING, Asked, look, require
+from ortlaunch.doctor import asking, probe
+from ortlaunch.doctor.asking import Answer, Silence
+from ortlaunch.doctor.finding import FAILED, WARNING, told
+from ortlaunch.doctor.hosts import Asked, look, require
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.plan import Node
 
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (0,)))
 GOOD: dict[str, Any] = {
     "hostname": "a", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "address": "10.0.0.1", "gpus": 2,
-    "interfaces": ["lo", "eth0"],
-    "free": 1 << 40, "shm": 1 << 34, "open_files": 65536, "memlock": -1, "stale": [], "time": 100.0, "asked_at": 100.2,
+    "busy_gpus": [], "interfaces": ["lo", "eth0"], "listens": 4000, "infiniband": True,
+    "free": 1 << 40, "shm": 1 << 34, "open_files": 65536, "memlock": -1, "stale": [],
 }  # fmt: skip
+WELL = Answer(GOOD, 0.1, skew=1.0, doubt=0.1, reach="")
 
 
 @pytest.fixture
@@ -29,12 +31,13 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Host b tells this beside what a good host does."""
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
 
-    def tell(**told: Any) -> None:
-        def ask(host: str, asked: Asked) -> tuple[Any, float]:
-            seen = probe.token(str(asked.folder)) if asked.folder else None
-            return {**GOOD, "token": seen, **(told if host == "b" else {})}, 0.1
+    def tell(answer: Answer = WELL, **told: Any) -> None:
+        def ask(question: asking.Question) -> tuple[list[Answer], str]:
+            seen = probe.token(str(question.folder)) if question.folder else None
+            first = WELL._replace(told={**GOOD, "token": seen}, reach=None)
+            return [first, answer._replace(told={**GOOD, "token": seen, **told})], "a"
 
-        monkeypatch.setattr(hosts, "_ask", ask)
+        monkeypatch.setattr(asking, "ask", ask)
 
     return tell
 
@@ -46,12 +49,16 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ({"packages": {}}, "packages", FAILED, "torch absent (here 2.13.0)"),
         ({"address": None}, "address", FAILED, "no route to any of the other hosts but loopback"),
         ({"interfaces": ["lo", "eth1"]}, "interface", FAILED, "no eth0 there; it has lo, eth1"),
-        ({"gpus": 0}, "gpus", FAILED, "0 for 1 slots"),
+        ({"gpus": 0}, "gpus", FAILED, "0 for 1 slot"),
         ({"token": None}, "run folder", FAILED, "there is another folder than here"),
         ({"free": 10}, "disk", FAILED, "10 B free, and checkpoints take 1.0 KiB"),
         ({"shm": 1 << 20}, "/dev/shm", WARNING, "1.0 MiB free"),
         ({"open_files": 256}, "open files", WARNING, "at most 256"),
-        ({"time": 130.2}, "clock", WARNING, "+30.0 s beside this host"),
+        ({"answer": WELL._replace(skew=-30.0)}, "clock", WARNING, "-30.0 s beside this host"),
+        ({"answer": WELL._replace(reach="timed out")}, "port", FAILED, "cannot reach a port of a: timed out"),
+        ({"memlock": 1 << 16}, "memlock", WARNING, "at most 64.0 KiB, and it has InfiniBand"),
+        ({"busy_gpus": ["7, 30 MiB"]}, "gpus idle", WARNING, "at work: 7, 30 MiB"),
+        ({"busy_gpus": None}, "gpus idle", WARNING, "nvidia-smi does not say"),
         ({"stale": [7, 8]}, "stale", WARNING, "ranks alive: 7, 8"),
     ],
 )
@@ -76,35 +83,84 @@ def test_good_hosts(tells: Any, tmp_path: Path) -> None:
     tells()
     found = look(Asked(NODES, "cuda", tmp_path))
     assert {finding.verdict for finding in found} == {"ok"}
-    assert hosts.told(found).endswith("\nready")
+    assert told(found).endswith("\nready")
 
 
-def test_ssh_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its own last words, and what to try; a missing interpreter is another matter."""
+def test_a_clock_that_is_read_late_is_not_wrong(tells: Any, tmp_path: Path) -> None:
+    """What a busy host takes to answer is no skew."""
+    tells(WELL._replace(skew=7.0, doubt=3.0))
+    assert {finding.verdict for finding in look(Asked(NODES, "cuda", tmp_path))} == {"ok"}
+
+
+SSH = """\
+#!/bin/sh
+shift 5
+case "$1" in
+  refuses) echo "ssh: connect to host refuses: No route to host" >&2; exit 255;;
+  bare) echo "bash: python: not found" >&2; exit 127;;
+  hangs) sleep 60;;
+  *) echo "welcome to $1"; exec sh -c "$2";;
+esac
+"""
+
+
+@pytest.fixture
+def ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that stays on this machine."""
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    ended = {"a": (255, "ssh: connect to host a: No route to host"), "b": (127, "bash: python: not found")}
-
-    def run(command: list[str], **_: Any) -> Any:
-        status, words = ended[command[-2]]
-        return subprocess.CompletedProcess(command, status, "", f"{words}\n")
-
-    monkeypatch.setattr(hosts.subprocess, "run", run)
-    first, second = look(Asked(NODES, "cpu", None))
-    assert (first.check, first.what) == ("reached", "ssh: connect to host a: No route to host")
-    assert (second.check, second.what) == ("interpreter", f"no {sys.executable} there (bash: python: not found)")
+    monkeypatch.setattr(asking, "_SECONDS", 3.0)
 
 
-def test_the_probe_by_itself(tmp_path: Path) -> None:
-    """As another host's interpreter runs it: from its standard input, without ortlaunch or torch."""
+def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
+    """A good one behind a shell that greets; one that refuses, by ssh's own last words; no Python; no answer."""
     (tmp_path / probe.TOKEN).write_text("word")
-    question = json.dumps({"peers": ["127.0.0.1"], "folder": str(tmp_path)})
-    text = Path(probe.__file__).read_text(encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-I", "-", question], input=text, capture_output=True, text=True, check=True, timeout=30
-    )
-    told = json.loads(done.stdout)
-    assert (told["hostname"], told["token"], told["address"]) == (socket.gethostname(), "word", None)
-    assert told["packages"]["torch"]
+    question = asking.Question(("good", "refuses", "bare", "hangs"), tmp_path, None, False, 0)
+    (good, refuses, bare, hangs), meeting = asking.ask(question)
+    assert isinstance(good, Answer)
+    assert (good.told["hostname"], good.told["token"]) == (socket.gethostname(), "word")
+    assert good.told["packages"] == probe.versions()
+    assert good.told["packages"]["torch"]
+    assert abs(good.skew) <= good.doubt + 0.1
+    assert isinstance(refuses, Silence)
+    assert (refuses.check, refuses.what) == ("reached", "ssh: connect to host refuses: No route to host")
+    assert bare[:2] == ("interpreter", f"no {sys.executable} there (bash: python: not found)")
+    assert hangs[:2] == ("reached", "no answer within 3 s")
+    assert meeting is None  # none of these names leads anywhere
+
+
+def test_a_port_that_is_taken() -> None:
+    """The first host's is said; that of another is nobody's matter; a listener is reached, and one that went is not."""
+    listener = probe.listener("127.0.0.1", 0)
+    assert isinstance(listener, socket.socket)
+    port = listener.getsockname()[1]
+    assert probe.listener("127.0.0.1", port) == "Address already in use"
+    assert probe.reach("127.0.0.1", port) == ""
+    listener.close()
+    assert probe.reach("127.0.0.1", port) == "Connection refused"
+
+
+@pytest.mark.parametrize(("host", "verdicts"), [(0, ["failed"]), (1, [])])
+def test_whose_port_is_taken(host: int, verdicts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first host has to listen."""
+    answers = [WELL._replace(reach=None), WELL._replace(reach=None)]
+    answers[host] = WELL._replace(told={**GOOD, "listens": "Address already in use"}, reach=None)
+    monkeypatch.setattr(asking, "ask", lambda question: (answers, None))
+    monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
+    found = [finding for finding in look(Asked(NODES, "cpu", None, port=29500)) if finding.check == "port"]
+    assert [finding.verdict for finding in found] == verdicts
+    assert all(finding.what == "cannot listen at port 29500: Address already in use" for finding in found)
+
+
+def test_versions_are_those_of_the_metadata() -> None:
+    """Read without importlib.metadata, which takes longer than all else."""
+    from importlib import metadata
+
+    installed = {name: metadata.version(name) for name in ("torch", "numpy", "ortlaunch", "onnxruntime-training-cpu")
+                 if any(metadata.distributions(name=name))}  # fmt: skip
+    assert installed.items() <= probe.versions().items()
 
 
 def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 import yaml
 
-from ortlaunch.doctor import hosts
-from ortlaunch.doctor.hosts import Asked, Finding
+from ortlaunch.doctor.finding import Finding
+from ortlaunch.doctor.hosts import Asked
 from ortlaunch.doctor.schema import json_schema
 from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.launch import backend
@@ -165,7 +165,7 @@ def test_findings_have_a_schema() -> None:
     for wrong in ({**good, "verdict": "good"}, {**good, "more": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate([wrong], schema)
-    assert hosts.Finding(**good).host == "a"
+    assert Finding(**good).host == "a"
 
 
 def test_only_an_elastic_run_takes_hosts_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

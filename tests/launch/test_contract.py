@@ -26,10 +26,12 @@ needs_mpich = pytest.mark.skipif(
 
 # In place of the worker: says which rank it is, by the code that the worker uses.
 WORKER = """
-import json, os, pathlib, sys
+import json, os, pathlib, subprocess, sys
 from ortlaunch.rank import Rank, detect
 rank = Rank.from_environ(os.environ)
-told = {"rank": rank, "launcher": detect(os.environ)[1], "SECRET": os.environ.get("SECRET"), "NOTE": os.environ["NOTE"]}
+ps = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True).stdout
+told = {"argv": os.environ.get("SECRET", "none") in ps,
+        "rank": rank, "launcher": detect(os.environ)[1], "SECRET": os.environ.get("SECRET"), "NOTE": os.environ["NOTE"]}
 pathlib.Path(sys.argv[1], f"told-{rank.rank}").write_text(json.dumps(told))
 """
 LAUNCH = {"env": {"NOTE": "two words"}, "forward": ["SECRET"]}
@@ -41,8 +43,9 @@ SETS = {"torchrun": "torchrun", "mpi": "Open MPI", "mpich": "MPICH / Intel MPI /
 def test_every_rank_is_the_planned_one(
     launcher: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Rank.from_environ` in each process is the plan's rank, and the recipe's and the shell's variables arrive."""
-    monkeypatch.setenv("SECRET", "s3cret")
+    """`Rank.from_environ` in each process is the plan's rank, and the recipe's and the shell's variables arrive; a
+    forwarded one stands on no process's command line."""
+    monkeypatch.setenv("SECRET", "s3cret-value")
     if launcher == "mpich":
         monkeypatch.setattr(mpi, "find_mpirun", lambda: MPICH)
     elif launcher == "mpi":
@@ -55,7 +58,8 @@ def test_every_rank_is_the_planned_one(
     told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(ranks)]
     assert tuple(Rank(*one["rank"]) for one in told) == made.ranks
     for one in told:
-        assert (one["launcher"], one["SECRET"], one["NOTE"]) == (SETS[launcher], "s3cret", "two words")
+        assert (one["launcher"], one["SECRET"], one["NOTE"]) == (SETS[launcher], "s3cret-value", "two words")
+        assert not one["argv"], "the secret stands on a command line"
 
 
 def test_one_process_is_the_planned_rank(tmp_path: Path) -> None:

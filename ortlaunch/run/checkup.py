@@ -1,0 +1,89 @@
+"""What `ortlaunch doctor` looks at: the hosts of a host file or of a Slurm job, or this machine; also for a recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch import machine
+from ortlaunch.doctor import here, hosts
+from ortlaunch.doctor.finding import FAILED, Finding
+from ortlaunch.doctor.hosts import Asked
+from ortlaunch.plan import Node
+from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select
+from ortlaunch.planning.slurm_names import hosts_of_job
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run.resolve import ResolvedRun, resolve
+
+
+class Place(NamedTuple):
+    """What was typed beside recipe and hosts; None: as the recipe has it."""
+
+    folder: Path | None = None
+    device: str | None = None
+    interface: str | None = None
+    port: int = 0
+    fabric: bool = False  # ranks are started and measure
+
+
+def asked_of(resolved: ResolvedRun, folder: Path) -> Asked:
+    """What a run's hosts must have."""
+    plan, recipe = resolved.plan, resolved.file.recipe
+    kept = (recipe.checkpoint.keep or 1) + 1
+    needed = plan.memory.checkpoint * kept if plan.memory else 0
+    return Asked(plan.nodes, plan.device, folder, needed, interface=recipe.launch.interface)
+
+
+def checkup(
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    options: LaunchOptions,
+    place: Place,
+    environ: Mapping[str, str],
+) -> list[Finding]:
+    """Every finding, in the order of the hosts.
+
+    Raises:
+        InputError: the recipe or the host file is wrong.
+    """
+    options = _with_job(options, environ)._replace(planned_only=True)
+    folder = Path(os.path.abspath(place.folder or "."))
+    resolved = resolve(recipe, overrides, options, environ) if recipe else None
+    asked = asked_of(resolved, folder) if resolved else Asked(_nodes(options), _device(environ), folder)
+    asked = asked._replace(
+        device=place.device or asked.device, interface=place.interface or asked.interface, port=place.port
+    )
+    chosen = resolved.file.recipe if resolved else None
+    found = hosts.look(asked) if options.hostfile else here.look(asked, chosen, resolved.plan if resolved else None)
+    if not place.fabric or any(finding.verdict == FAILED for finding in found):
+        return found
+    from ortlaunch.run import fabric
+
+    typed = (("device", place.device), ("interface", place.interface))
+    launch = [f"launch.{name}={value}" for name, value in typed if value]
+    return [*found, *fabric.measure(fabric.Asked(chosen, tuple(launch), options), folder, environ)]
+
+
+def _with_job(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
+    """Inside a Slurm job its nodes stand for a host file."""
+    job = () if options.hostfile else hosts_of_job(environ)
+    if not job:
+        return options
+    text = "".join(f"{host.name} slots={host.slots}\n" for host in job)
+    return options._replace(hostfile="SLURM_JOB_NODELIST", hosts_text=text)
+
+
+def _device(environ: Mapping[str, str]) -> str:
+    """As a recipe's launch.device auto is."""
+    return "cuda" if machine.visible_gpus(environ) else "cpu"
+
+
+def _nodes(options: LaunchOptions) -> tuple[Node, ...]:
+    """The hosts without a recipe; none: this one."""
+    if options.hostfile is None:
+        return ()
+    text = hostfile_text(options.hostfile) if options.hosts_text is None else options.hosts_text
+    listed = select(parse_hostfile(text, options.hostfile, 1).hosts, options.include, options.exclude)
+    return tuple(Node(host.name, host.slots, 0, host.devices) for host in listed)

@@ -1,0 +1,115 @@
+"""`ortlaunch doctor --fabric`: what ranks compute and send each other, measured; judged by the control side.
+
+An all-reduce is as slow as its slowest rank, so that each host's links to its neighbours are measured, too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ortlaunch.run.folder import write_json
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.metrics import measured_peak_flops, wait_for
+from ortlaunch.worker.session import Session
+
+_REPEATS = 20
+_SMALL = 1  # elements, of 4 bytes
+_FIRST = 1 << 18
+_MOST = {"cpu": 1 << 23, "cuda": 1 << 26}
+_SECONDS = 0.3  # that one large message may take
+
+
+def run(session: Session) -> None:
+    """Measure all; rank 0 writes it."""
+    group = session.group
+    group.barrier()
+    dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
+    rates = group.gather_numbers([measured_peak_flops(group.device, dtype)])
+    found: dict[str, object] = {"dtype": str(dtype).rpartition(".")[2], "flops": [rate for (rate,) in rates]}
+    if group.size > 1:
+        found["all_reduce"] = _all_reduce(group)
+        found["links"] = _links(group, [node.first_rank for node in session.plan.nodes])
+    if group.rank == 0:
+        write_json(session.run.fabric, found)
+
+
+def _all_reduce(group: DistributedContext) -> dict[str, float]:
+    """Seconds of a small one, and of a large one with its bytes."""
+
+    def send(elements: int) -> Callable[[], None]:
+        data = torch.ones(elements, device=group.device)
+        return lambda: dist.all_reduce(data) and None
+
+    latency = _median(group, send(_SMALL), _REPEATS)
+    elements = _fitting(group, _median(group, send(_FIRST), 1))
+    return {"latency": latency, "bytes": 4 * elements, "seconds": _median(group, send(elements), 3)}
+
+
+def _links(group: DistributedContext, firsts: list[int]) -> list[dict[str, float]]:
+    """Each host's first rank and the next host's send to and fro; links that share no host at the same time."""
+    hosts, found = len(firsts), []
+    pairs = [(number, (number + 1) % hosts) for number in range(hosts if hosts > 2 else hosts - 1)]
+    last = [pairs.pop()] if len(pairs) > 1 and hosts % 2 else []
+    for together in (pairs[::2], pairs[1::2], last):
+        mine = next((pair for pair in together if group.rank in (firsts[pair[0]], firsts[pair[1]])), None)
+        group.barrier()
+        told = _link(group, firsts[mine[0]], firsts[mine[1]]) if mine else None
+        texts = group.gather(json.dumps(told))
+        found += [{"hosts": list(pair), **json.loads(texts[firsts[pair[0]]])} for pair in together]
+    return found
+
+
+def _link(group: DistributedContext, first: int, second: int) -> dict[str, float]:
+    """One way, of a small message and a large one."""
+    other = second if group.rank == first else first
+
+    def send(elements: int) -> Callable[[], None]:
+        data = torch.ones(elements, device=group.device)
+
+        def to_and_fro() -> None:
+            for sender in (first, second):
+                (dist.send if group.rank == sender else dist.recv)(data, other)
+
+        return to_and_fro
+
+    latency = _alone(group, send(_SMALL), _REPEATS) / 2
+    once = _alone(group, send(_FIRST), 1)
+    size = torch.tensor([float(_elements(group, once))], device=group.device)
+    if group.rank == first:
+        dist.send(size, other)
+    else:
+        dist.recv(size, other)
+    elements = int(size)
+    return {"latency": latency, "bytes": 4 * elements, "seconds": _alone(group, send(elements), 3) / 2}
+
+
+def _alone(group: DistributedContext, action: Callable[[], None], repeats: int) -> float:
+    """The median's seconds, after one that warms up."""
+    took = []
+    for _ in range(repeats + 1):
+        wait_for(group.device)
+        began = time.perf_counter()
+        action()
+        wait_for(group.device)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took[1:])
+
+
+def _median(group: DistributedContext, action: Callable[[], None], repeats: int) -> float:
+    """As the slowest rank has it."""
+    return max(seconds for (seconds,) in group.gather_numbers([_alone(group, action, repeats)]))
+
+
+def _fitting(group: DistributedContext, seconds: float) -> int:
+    """Elements that take no longer than they may, the same on all ranks."""
+    return int(group.gather_numbers([_elements(group, seconds)])[0][0])
+
+
+def _elements(group: DistributedContext, seconds: float) -> int:
+    return max(1, min(_MOST[group.device.type], int(_FIRST * _SECONDS / max(seconds, 1e-6))))

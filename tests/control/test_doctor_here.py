@@ -1,0 +1,108 @@
+"""What is said of this machine, and of what ranks measured (`doctor --fabric`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch import doctor, machine
+from ortlaunch.doctor import here, probe
+from ortlaunch.doctor.fabric import judge
+from ortlaunch.doctor.finding import FAILED, OK, WARNING
+from ortlaunch.doctor.hosts import Asked
+from ortlaunch.errors import MissingDependency
+from ortlaunch.plan import Node
+from tests.makers import plan, recipe
+
+NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1)))
+
+
+def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
+    found = here.look(Asked((), "cpu", None)._replace(**asked))
+    return {one.check: (one.verdict, one.what, one.mend) for one in found}
+
+
+def test_each_part_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is absent is said with what installs it."""
+    monkeypatch.setattr(doctor, "lacking_for_ort", lambda: [("no wheel", "pip install it")])
+    assert {"python", "torch", "ort", "deepspeed", "mpi", "gpus", "disk", "/dev/shm", "open files", "stale"} == set(
+        verdicts()
+    )
+    assert verdicts()["ort"] == (WARNING, "no wheel", "pip install it")
+    monkeypatch.setattr(probe, "versions", lambda *_: {})
+    found = verdicts()
+    assert found["torch"][0] == FAILED
+    assert found["deepspeed"][2] == 'pip install "ortlaunch[deepspeed]"'
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [((3, 11), OK), ((3, 12), WARNING)], ids=["with wheels", "without wheels"]
+)
+def test_python(version: tuple[int, int], verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine ort has none for a newer one."""
+    monkeypatch.setattr(sys, "version_info", version)
+    assert verdicts()["python"][0] == verdict
+
+
+def test_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint is find_mpirun's own."""
+
+    def absent() -> str:
+        raise MissingDependency("no mpirun here: load your module")
+
+    monkeypatch.setattr(here, "find_mpirun", absent)
+    assert verdicts()["mpi"] == (WARNING, "no mpirun here", "load your module")
+
+
+def test_gpus_and_a_torch_that_cannot_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel for the CPU, or no NCCL."""
+    monkeypatch.setattr(machine, "hardware", lambda: {"gpus": ["NVIDIA H200", "NVIDIA H200"]})
+    monkeypatch.setattr(probe, "gpus", lambda: 2)
+    monkeypatch.setattr(probe, "busy_gpus", lambda: ["7, 30 MiB"])
+    monkeypatch.setattr(probe, "versions", lambda *_: {"torch": "2.13.0+cpu"})
+    found = verdicts(device="cuda", nodes=(Node("localhost", 4, 0, (0, 1, 2, 3)),))
+    assert found["nccl"][0] == WARNING
+    assert found["gpus"][:2] == (FAILED, "2 for 4 slots")
+    assert found["gpus idle"][:2] == (WARNING, "at work: 7, 30 MiB")
+
+
+def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With what installs it; room for its checkpoints, too."""
+    monkeypatch.setattr(doctor, "_installed", lambda package: package != "tensorboard")
+    made = recipe(log={"trackers": ["tensorboard"]})
+    found = here.look(Asked((), "cpu", tmp_path, bytes_needed=1 << 60), made, plan(made))
+    wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]
+    assert wrong == [("disk", FAILED, "make room, or lower checkpoint.keep"),
+                     ("recipe", FAILED, 'pip install "ortlaunch[tensorboard]"')]  # fmt: skip
+
+
+def measured(**other: Any) -> dict[str, Any]:
+    links = [{"hosts": [first, (first + 1) % 3], "latency": 5e-5, "bytes": 1e6, "seconds": 1e-3} for first in range(3)]
+    return {"dtype": "float32", "flops": [1e11] * 6, "links": links, **other,
+            "all_reduce": {"latency": 1e-4, "bytes": 1 << 20, "seconds": 1e-3}}  # fmt: skip
+
+
+def slow(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one.host, one.check) for one in judge(found, NODES) if one.verdict != OK]
+
+
+def test_a_slow_device_and_a_slow_host_are_named() -> None:
+    """The host of the device; of links the host that both slow ones share, in rate or in latency."""
+    assert slow(measured()) == []
+    assert slow(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11])) == [("b", "matrix rate")]
+    assert "(rank 3)" in judge(measured(flops=[1e11, 1e11, 1e11, 6e10, 1e11, 1e11]), NODES)[1].what
+    for wrong in ({"seconds": 1e-1}, {"latency": 1e-2}):
+        links = measured()["links"]
+        assert slow(measured(links=[{**links[0], **wrong}, {**links[1], **wrong}, links[2]])) == [("b", "link")]
+        assert slow(measured(links=[{**links[0], **wrong}, *links[1:]])) == []
+
+
+def test_one_rank_has_no_links() -> None:
+    """Only its matrix rate is told."""
+    found = judge({"dtype": "bfloat16", "flops": [7e14]}, [Node("a", 1, 0, (0,))])
+    assert [(one.check, one.what, one.figures) for one in found] == [
+        ("matrix rate", "700.0 TFLOP/s in bfloat16", {"gflops_least": 700000.0, "gflops_most": 700000.0})
+    ]
