@@ -63,8 +63,10 @@ def look(asked: Asked) -> list[Finding]:
 def of_this_host(node: Node, asked: Asked) -> list[Finding]:
     """What needs no other host, of this one."""
     told = probe.told(asked.question.asked_of(node.host))
-    found = [*_own(node, told, asked, None), *_slow(node.host, Answer(told, 0.0), asked)]
-    return [finding for finding in found if finding.check != "clock"]
+    with probe.listening(told["address"], asked.port) as told["listens"]:
+        alone, answer = asked._replace(nodes=(node,)), Answer(told, 0.0)
+    found = [*_network(node.host, answer, alone, False, node.host), *_own(node, told, asked, None)]
+    return [one for one in (*found, *_slow(node.host, answer, asked)) if one.check != "clock"]
 
 
 def require(asked: Asked) -> None:
@@ -101,8 +103,8 @@ def _network(host: str, answer: Answer, asked: Asked, routed: bool, meeting: str
         where = f"port {asked.port}" if asked.port else "a free port"
         mend = "end who has it, or give another one" if asked.port else "see `ip address` there"
         yield Finding(host, "port", FAILED, f"cannot listen at {where}: {told['listens']}", mend)
-    elif host == meeting and len(asked.nodes) > 1:
-        yield Finding(host, "port", OK, f"listens at {told['address']}:{told['listens']}")
+    elif host == meeting and (len(asked.nodes) > 1 or asked.port):
+        yield Finding(host, "port", OK, f"listens at {told['address'] or '127.0.0.1'}:{told['listens']}")
     elif answer.reach is not None:
         what = (
             f"reaches a port of {meeting}" if not answer.reach else f"cannot reach a port of {meeting}: {answer.reach}"

@@ -6,11 +6,17 @@ longer than Python itself. So answers are Python literals, a line each; versions
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
 import sys
 import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing takes as long as all else here
+    from collections.abc import Iterator
+    from typing import Any
 
 PACKAGES = ("ortlaunch", "torch", "transformers", "deepspeed", "onnxruntime-training", "onnxruntime-training-cpu",
             "mpi4py", "numpy")  # fmt: skip
@@ -74,16 +80,17 @@ def _address_of(interface: str) -> str | None:
         return None
 
 
-def listener(at: str, port: int) -> socket.socket | str:
-    """A port that the others may try, or why there is none."""
-    here = socket.socket()
-    try:
-        here.bind((at, port))
-        here.listen(1024)
-    except OSError as error:
-        here.close()
-        return error.strerror or str(error)
-    return here
+@contextlib.contextmanager
+def listening(at: str | None, port: int) -> Iterator[int | str]:
+    """The port that the others may try while this is open, or why there is none."""
+    with socket.socket() as here:
+        try:
+            here.bind((at or "127.0.0.1", port))
+            here.listen(1024)
+            found = here.getsockname()[1]
+        except OSError as error:
+            found = error.strerror or str(error)
+        yield found
 
 
 def reach(at: str, port: int) -> str:
@@ -142,7 +149,7 @@ def busy_gpus() -> list[str] | None:
         return None
 
 
-def told(question: dict[str, object]) -> dict[str, object]:
+def told(question: dict[str, Any]) -> dict[str, Any]:
     """All but what takes another host.
 
     Args:
@@ -153,7 +160,7 @@ def told(question: dict[str, object]) -> dict[str, object]:
         "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
         "packages": versions(),
-        "address": address(question["peers"], question["interface"]),  # type: ignore[arg-type]  # of our own making
+        "address": address(question["peers"], question["interface"]),
         "interfaces": interfaces(),
         "gpus": count,
         "busy_gpus": busy_gpus() if question["cuda"] and count else [],
@@ -167,7 +174,7 @@ def told(question: dict[str, object]) -> dict[str, object]:
     }
 
 
-def main(question: dict[str, object]) -> None:
+def main(question: dict[str, Any]) -> None:
     """Tell all of it; then, for a line `ADDRESS PORT` of the host that all must reach, the time and whether it can be
     reached; then be there until the input ends.
 
@@ -175,10 +182,9 @@ def main(question: dict[str, object]) -> None:
         question: as for `told`, and `port` to listen at: 0 is any.
     """
     first = told(question)
-    here = listener(str(first["address"] or "127.0.0.1"), int(str(question["port"])))
-    first["listens"] = here if isinstance(here, str) else here.getsockname()[1]
-    print(first, flush=True)
-    place = sys.stdin.buffer.readline().split()
-    now = time.time()
-    print({"time": now, "reach": reach(place[0].decode(), int(place[1])) if place else ""}, flush=True)
-    sys.stdin.buffer.read()
+    with listening(first["address"], question["port"]) as first["listens"]:
+        print(first, flush=True)
+        place = sys.stdin.buffer.readline().split()
+        now = time.time()
+        print({"time": now, "reach": reach(place[0].decode(), int(place[1])) if place else ""}, flush=True)
+        sys.stdin.buffer.read()

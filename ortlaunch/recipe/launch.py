@@ -50,7 +50,7 @@ class Launch(Section):
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in `env`, which come first."""
     preflight: bool = True
     """Look at every host before ranks of several are started through ssh, all at once: reached, same versions, GPUs,
-    address, shared run folder, disk for checkpoints (`ortlaunch doctor` looks at more). Not within a job of Slurm's."""
+    address, port, shared run folder, room for checkpoints (`ortlaunch doctor` looks at more). Not in a Slurm job."""
     grace_seconds: Annotated[int, Field(ge=1, le=86400)] = 60
     """How long a run that is asked to stop (SIGTERM, SIGINT, SIGUSR1, `ortlaunch stop`) may take to finish its step and
     write a checkpoint; then it is killed. Make it shorter than the time that your cluster leaves."""

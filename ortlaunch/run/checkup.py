@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.doctor import here, hosts
-from ortlaunch.doctor.finding import FAILED, Finding
+from ortlaunch.doctor.finding import FAILED, WARNING, Finding
 from ortlaunch.doctor.hosts import Asked
+from ortlaunch.errors import PlanError
 from ortlaunch.plan import Node
 from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_job
@@ -48,6 +49,7 @@ def checkup(
     Raises:
         InputError: the recipe or the host file is wrong.
     """
+    _refuse_unused(options, recipe is not None or place.fabric)
     options = _with_job(options, environ)._replace(planned_only=True)
     folder = Path(os.path.abspath(place.folder or "."))
     resolved = resolve(recipe, overrides, options, environ) if recipe else None
@@ -57,13 +59,22 @@ def checkup(
     )
     chosen = resolved.file.recipe if resolved else None
     found = hosts.look(asked) if options.hostfile else here.look(asked, chosen, resolved.plan if resolved else None)
-    if not place.fabric or any(finding.verdict == FAILED for finding in found):
+    if not place.fabric:
         return found
+    if any(finding.verdict == FAILED for finding in found):
+        return [*found, Finding("all", "all-reduce", WARNING, "not measured, for a check failed", "mend that first")]
     from ortlaunch.run import fabric
 
     typed = (("device", place.device), ("interface", place.interface))
     launch = [f"launch.{name}={value}" for name, value in typed if value]
     return [*found, *fabric.measure(fabric.Asked(chosen, tuple(launch), options), folder, environ)]
+
+
+def _refuse_unused(options: LaunchOptions, starts: bool) -> None:
+    if not starts and (options.launcher or options.processes_per_node):
+        raise PlanError("--launcher and --nproc-per-node: give a recipe, or --fabric, for which ranks are counted")
+    if options.hostfile is None and (options.include or options.exclude):
+        raise PlanError("--include and --exclude choose from a host file: give --hostfile")
 
 
 def _with_job(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:

@@ -13,8 +13,10 @@ from ortlaunch.doctor import here, probe
 from ortlaunch.doctor.fabric import judge
 from ortlaunch.doctor.finding import FAILED, OK, WARNING
 from ortlaunch.doctor.hosts import Asked
-from ortlaunch.errors import MissingDependency
+from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.plan import Node
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.run.checkup import Place, checkup
 from tests.makers import plan, recipe
 
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1)))
@@ -106,3 +108,21 @@ def test_one_rank_has_no_links() -> None:
     assert [(one.check, one.what, one.figures) for one in found] == [
         ("matrix rate", "700.0 TFLOP/s in bfloat16", {"gflops_least": 700000.0, "gflops_most": 700000.0})
     ]
+
+
+def test_a_port_and_an_interface_that_were_asked_for() -> None:
+    """Of this machine alone, too."""
+    with probe.listening(None, 0) as port:
+        assert verdicts(port=port)["port"][:2] == (FAILED, f"cannot listen at port {port}: Address already in use")
+    assert verdicts(port=port)["port"][:2] == (OK, f"listens at 127.0.0.1:{port}")
+    assert verdicts(interface="eth9")["interface"][0] == FAILED
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"launcher": "mpi"}, "--launcher and --nproc-per-node: give a recipe"), ({"include": "a"}, "give --hostfile")],
+)
+def test_options_that_would_do_nothing(options: dict[str, Any], message: str) -> None:
+    """They are refused."""
+    with pytest.raises(PlanError, match=message):
+        checkup(None, (), LaunchOptions(**options), Place(), {})

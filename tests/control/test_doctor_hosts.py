@@ -133,12 +133,11 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken() -> None:
     """The first host's is said; that of another is nobody's matter; a listener is reached, and one that went is not."""
-    listener = probe.listener("127.0.0.1", 0)
-    assert isinstance(listener, socket.socket)
-    port = listener.getsockname()[1]
-    assert probe.listener("127.0.0.1", port) == "Address already in use"
-    assert probe.reach("127.0.0.1", port) == ""
-    listener.close()
+    with probe.listening("127.0.0.1", 0) as port:
+        assert isinstance(port, int)
+        with probe.listening("127.0.0.1", port) as said:
+            assert said == "Address already in use"
+        assert probe.reach("127.0.0.1", port) == ""
     assert probe.reach("127.0.0.1", port) == "Connection refused"
 
 

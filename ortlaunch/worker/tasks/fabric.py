@@ -44,7 +44,11 @@ def _all_reduce(group: DistributedContext) -> dict[str, float]:
 
     def send(elements: int) -> Callable[[], None]:
         data = torch.ones(elements, device=group.device)
-        return lambda: dist.all_reduce(data) and None
+
+        def action() -> None:
+            dist.all_reduce(data)
+
+        return action
 
     latency = _median(group, send(_SMALL), _REPEATS)
     elements = _fitting(group, _median(group, send(_FIRST), 1))
@@ -56,7 +60,7 @@ def _links(group: DistributedContext, firsts: list[int]) -> list[dict[str, float
     hosts, found = len(firsts), []
     pairs = [(number, (number + 1) % hosts) for number in range(hosts if hosts > 2 else hosts - 1)]
     last = [pairs.pop()] if len(pairs) > 1 and hosts % 2 else []
-    for together in (pairs[::2], pairs[1::2], last):
+    for together in filter(None, (pairs[::2], pairs[1::2], last)):
         mine = next((pair for pair in together if group.rank in (firsts[pair[0]], firsts[pair[1]])), None)
         group.barrier()
         told = _link(group, firsts[mine[0]], firsts[mine[1]]) if mine else None
