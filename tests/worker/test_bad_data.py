@@ -18,6 +18,12 @@ from ortlaunch.worker.pulse import Pulse
 from tests.makers import BERT, bert, plan
 
 GOOD = b'{"text": "some words", "label": 1}\n' * 3
+CHAT = b'{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]}\n'
+TEMPLATE = (
+    "{% for each in messages %}{{ each['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if messages[0]['content'] != 'hello' %}{{ raise_exception('hello first') }}{% endif %}"
+)
+LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 CLASSES = "sequence-classification"
 
 
@@ -49,6 +55,18 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             r"a.jsonl:4: label is 'b'; sequence-regression",
         ),
         ("token-classification", GOOD, {}, r"a.jsonl:1: text is 'some words'; token-classification takes a list"),
+        (
+            "causal-lm",
+            CHAT + b'{"messages": [{"role": "user"}]}',
+            {},
+            r"a.jsonl:2: message 1 of messages has no 'content'",
+        ),
+        (
+            "causal-lm",
+            CHAT + CHAT.replace(b"hello", b"no"),
+            {},
+            r"a.jsonl:2: the chat template refuses it: hello first",
+        ),
         (CLASSES, GOOD, {"num_labels": 1}, r"model.config.num_labels: got 1, and the data has 2 classes"),
     ],
 )
@@ -57,9 +75,12 @@ def test_before_the_ranks_meet(task: str, content: bytes, config: Any, message: 
     path, run = tmp_path / "a.jsonl", RunDir(tmp_path / "run")
     path.write_bytes(content)
     run.path.mkdir()
-    words = {"train": "wordpiece", "vocab_size": 300}
-    data = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": words, "sequence_length": 8}
-    made = bert(model={"task": task, "config": {**BERT, **config}}, data=data)
+    chats = task == "causal-lm"
+    words = {"train": "bpe" if chats else "wordpiece", "vocab_size": 300}
+    data: dict[str, Any] = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": words, "sequence_length": 8}
+    if chats:
+        data["train"]["messages_column"], data["chat_template"] = "messages", TEMPLATE
+    made = bert(model={"task": task, "config": {**(LLAMA if chats else BERT), **config}}, data=data)
     run.recipe.write_text(to_yaml(made))
     run.plan.write_text(plan(made).to_json())
     watchdog: Any = SimpleNamespace(pulse=Pulse(), take=lambda _: None)
