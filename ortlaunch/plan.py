@@ -123,6 +123,8 @@ class Plan:
     """DeepSpeed's config; null: the run trains without it."""
     grace_seconds: int = 60
     """From a stop that is asked for to SIGKILL."""
+    shown: str = "first"
+    """Ranks whose output the terminal shows: `first` or `all` (`log.ranks`)."""
 
     @property
     def saves(self) -> bool:

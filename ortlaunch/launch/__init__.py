@@ -28,6 +28,7 @@ class Request(NamedTuple):
     tells_ranks: bool = True  # SIGUSR1 and SIGUSR2 to the command reach the ranks
     notice_ends: bool = False  # SIGUSR1 to the command ends all, for it is a part of what is asked to stop
     stop: Stop | None = None  # how the ranks are asked to save and stop; None: they have nothing to save
+    lost: str | None = None  # a file: where it is, a host is lost, for which the command may wait for ever
 
     def __str__(self) -> str:
         """What a person would type."""
@@ -44,6 +45,11 @@ def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
 def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
     """How this plan's ranks are asked to stop."""
     return Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds) if plan.saves else None
+
+
+def lost_of(plan: Plan, run_dir: RunDir) -> str | None:
+    """Where the ranks of several hosts tell that they have lost one."""
+    return str(run_dir.lost) if len(plan.nodes) > 1 else None
 
 
 class JobState(Enum):

@@ -10,7 +10,6 @@ from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir, is_full, read_json
 
-LOST = "LostHost"  # the type of a record of a host that ssh lost
 _OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
 
 

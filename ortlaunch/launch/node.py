@@ -1,6 +1,6 @@
 """`python -m ortlaunch.launch.node --nodes 4 --ranks 8 -- COMMAND...`: one node's ranks, for a platform of nodes.
 
-Each node finds its number and rank 0's address in its environment (an indexed Job of Kubernetes, Kubeflow Trainer); its
+Each node finds its number in its environment (an indexed Job of Kubernetes, Kubeflow Trainer, SkyPilot, dstack); its
 ranks get torchrun's variables. Unlike torchrun it leaves with the first failing rank's status, of which 85 asks for
 another turn, and gives ranks that are asked to stop the time to save. Standard library only.
 """
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from ortlaunch.errors import LaunchError, RankError
 from ortlaunch.rank import EXIT_SAVED, GRACE_SECONDS, VARIABLES
 
-_NODE = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK")
+_NODE = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")
 _PORT = "29500"
 _NAME_SECONDS = 300  # until the first node's name is known to the others: images are pulled
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -53,8 +53,9 @@ def number(nodes: int, environ: Mapping[str, str]) -> int:
     if not found and nodes == 1:
         return 0
     if len(set(found.values())) != 1:
-        said = " ".join(f"{name}={value}" for name, value in found.items()) or f"neither {' nor '.join(_NODE)} is set"
-        raise RankError(f"which of {nodes} nodes is this? {said}; start it as a Job with completionMode: Indexed")
+        said = " ".join(f"{name}={value}" for name, value in found.items()) or f"none of {', '.join(_NODE)} is set"
+        mend = "set one of them to 0, 1, ...; a Job of Kubernetes has it with completionMode: Indexed"
+        raise RankError(f"which of {nodes} nodes is this? {said}; {mend}")
     name, value = next(iter(found.items()))
     if not value.isdecimal() or int(value) >= nodes:
         raise RankError(f"{name}={value} is not one of {nodes} nodes, which count from 0")

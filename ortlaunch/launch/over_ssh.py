@@ -6,7 +6,6 @@ input, so that nothing secret stands on a command line; when that input ends or 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch import start
-from ortlaunch.launch.failure import LOST
 from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS
 from ortlaunch.launch.orphans import send
 from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.process import heeded
 from ortlaunch.rank import GRACE_SECONDS
-from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lost import Lost
 
 SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=4",
@@ -120,12 +119,7 @@ def _is_lost(host: str, run: RunDir) -> None:
     words = f"ssh to {host} ended with status {_LOST}: it could not connect, or the connection was lost"
     print(f"ortlaunch: {words}", file=sys.stderr, flush=True)
     rank = next((node.first_rank for node in Plan.read(run.plan).nodes if node.host == host), 0)
-    summary = f"rank {rank} on host {host} is lost, and all others of that host: {words}; exit status 1"
-    record = {"type": LOST, "message": words, "traceback": "", "secondary": False, "time": time.time(), "signal": None,
-              "exit_status": 1, "rank": rank, "host": host, "summary": summary, "step": None,
-              "after": [path.name for path in run.told]}  # fmt: skip
-    with contextlib.suppress(OSError):  # a disk that went with the host
-        write_json(run.lost, record)
+    Lost(rank, host, words).write(run)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from ortlaunch.run.folder import write_text
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
 _MORE_SECONDS = 2.0  # a rank's guardian ends it after the grace, and says so, before the guardian itself is ended
+_LOOK_SECONDS, _LOST_SECONDS = 0.5, 2.0
 # Becomes the command after asking the kernel for SIGTERM when the parent ends, as after `kill -9` of ortlaunch. Between
 # fork and exec (preexec_fn) only async-signal-safe code is allowed, so that this takes a process image of its own.
 # torchrun would die of a notice: what is ignored stays so in what it executes, until that handles it.
@@ -58,6 +59,7 @@ class Job:
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.notice_ends = False
+        self.lost: str | None = None
         self.early: list[int] = []
         self.signal: int | None = None
         self.is_ended = self.is_killed = False  # by SIGTERM, by SIGKILL from here
@@ -89,7 +91,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
         process = subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink)
     orphans.belong_to(process.pid)
     job = Job(process, orphans, request.tells_ranks, request.stop)
-    job.notice_ends = request.notice_ends
+    job.notice_ends, job.lost = request.notice_ends, request.lost
     return job
 
 
@@ -109,12 +111,26 @@ def wait(job: Job) -> int:
     Returns an exit status as a shell would.
     """
     with _forwarding(job):
-        status = job.process.wait()
+        status = _wait_for_command(job)
         job.has_ended(status)
         _end_rest(job)
     if job.signal is not None and status:  # 0: it came to its end all the same
         return 128 + job.signal
     return 128 - status if status < 0 else status
+
+
+def _wait_for_command(job: Job) -> int:
+    """Wait for it, where a host is lost only for a moment: mpirun waits for its daemon there."""
+    while job.lost is not None and job.process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return job.process.wait(_LOOK_SECONDS)
+        if os.path.exists(job.lost):
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return job.process.wait(_LOST_SECONDS)
+                _signal_group(job, number)
+            break
+    return job.process.wait()
 
 
 def cancel(job: Job | JobRecord) -> None:

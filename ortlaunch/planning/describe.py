@@ -40,6 +40,9 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
     lines = [f"  rendezvous: {plan.rendezvous}"] if plan.world_size > 1 else []
     if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
         lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
+    if plan.launcher == INSIDE and recipe.launch.binding in ("core", "numa"):
+        lines.append("  launch.binding does nothing here: this launcher is not ortlaunch's; see srun --cpu-bind, "
+                     "mpirun --bind-to")  # fmt: skip
     return [*lines, *_restart_lines(plan, recipe)]
 
 

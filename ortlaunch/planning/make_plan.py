@@ -67,6 +67,7 @@ def make_plan(
         memory=estimate(recipe, batch.micro_samples, first, world.device),
         deepspeed=deepspeed_config(recipe, batch.micro_samples, batch.accumulation_steps, first),
         grace_seconds=recipe.launch.grace_seconds,
+        shown=recipe.log.ranks,
     )
 
 

@@ -48,6 +48,11 @@ class Launch(Section):
     interface: Optional[Text] = None
     """Network interface of every host that ranks meet on, as `ib0`; null: that of the route to the other hosts. Same as
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in `env`, which come first."""
+    binding: Literal["auto", "none", "core", "numa"] = "auto"
+    """Which cores of its host a rank runs on. `core`: as many for each rank, its own. `numa`: those of one NUMA node
+    (with a GPU: the node beside it), which ranks share where there are more of them. `none`: all of them. `auto`: numa
+    on a host with several NUMA nodes to which its ranks can be dealt out evenly, else none. Threads follow
+    (OMP_NUM_THREADS). Under a launcher of your own that launcher binds (srun --cpu-bind); engine.json says what was."""
     preflight: bool = True
     """Look at every host before ranks of several are started through ssh, all at once: reached, same versions, GPUs,
     address, port, shared run folder, room for checkpoints (`ortlaunch doctor` looks at more). Not in a Slurm job."""

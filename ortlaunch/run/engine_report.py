@@ -257,6 +257,20 @@ class Parity:
 
 
 @dataclass
+class Binding:
+    """Which cores the ranks run on (`launch.binding`)."""
+
+    asked: str
+    """The recipe's `launch.binding`."""
+    used: str
+    """core or numa; none: no rank is bound."""
+    why: str | None
+    """Why rank 0 is not, where none is."""
+    cores: list[str]
+    """Of each rank, as the kernel writes them: `0-7,16`."""
+
+
+@dataclass
 class EngineReport:
     """What really runs, and what stands in for something else; written by rank 0 at every logged step and the end."""
 
@@ -297,6 +311,8 @@ class EngineReport:
     """Overflow check and gradient norm."""
     freed_memory: str | None
     """What becomes of memory that the process frees; null: on a GPU."""
+    binding: Binding | None = None
+    """Cores of each rank."""
     unused_parameters: list[str] = field(default_factory=list)
     """Parameters that took no part in the loss; DistributedDataParallel got zeros for them."""
     inductor: Inductor | None = None

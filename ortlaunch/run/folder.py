@@ -8,7 +8,7 @@ runs/<name>-<timestamp>/
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   errors/stall.json errors/stacks_00003.txt                            the run stood still: who, and where each rank was
-  errors/lost.json                                                     a host of torchrun's that ssh lost
+  errors/lost.json                                                     a host that is lost (run/lost.py)
   slow_ranks.jsonl                                                     ranks that hold the others up, each named once
   attempts/1/{logs,errors}                                             of a failed start, once another has begun
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
@@ -127,7 +127,7 @@ class RunDir:
 
     @property
     def lost(self) -> Path:
-        """A host that ssh lost, written by what started its ranks."""
+        """A host that is lost."""
         return self.errors / "lost.json"
 
     @property

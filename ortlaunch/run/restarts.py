@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ortlaunch.launch.failure import LOST, End, first_failure, ranks_that_began
+from ortlaunch.launch.failure import End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.job_file import JobFile
+from ortlaunch.run.lost import LOST
 from ortlaunch.units import counted, duration
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds

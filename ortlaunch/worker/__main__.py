@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.errors import InputError, LaunchError
@@ -13,8 +14,10 @@ from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.allocator import keep_freed_memory
+from ortlaunch.worker.binding import bind, shown
 from ortlaunch.worker.child import be_ended_first
 from ortlaunch.worker.garbage import look_as_usual, look_rarely
+from ortlaunch.worker.meeting_port import require_free
 from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.rank_supervisor import watch
 from ortlaunch.worker.stall import MEETING
@@ -46,6 +49,10 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
     make_importable(recipe, Path(plan.modules))
     watchdog.take(recipe.train.stall_seconds)
+    if plan.launcher != "torchrun":  # which ortlaunch starts without such a port
+        require_free(rank, os.environ)
+    bound = bind(recipe.launch.binding, plan, rank, os.environ)
+    plan = replace(plan, threads=bound.threads or plan.threads)
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
     if plan.task == "try":
@@ -75,6 +82,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         with beating(group, watchdog):
             session = build_session(recipe, plan, run, group, progress, data)
             session.engine.record.freed_memory = freed
+            session.engine.record.binding = bound.report(group.gather(shown(bound.cpus)), group.gather(bound.used))
             look_as_usual()
             return tasks.run(session)
 

@@ -26,6 +26,7 @@ from ortlaunch.rank import Rank, detect
 from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.worker import interface
 from ortlaunch.worker.flight_recorder import record_collectives
+from ortlaunch.worker.meeting_port import cannot_meet
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
 # end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.
@@ -195,11 +196,7 @@ def _join(plan: Plan, rank: Rank, run: RunDir, backend: str) -> None:
     except dist.DistNetworkError as error:
         if store is not None:
             raise
-        where, said = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")), str(error).splitlines()[0]
-        raise LaunchError(
-            f"ranks cannot meet at {':'.join(where)} (MASTER_ADDR:MASTER_PORT of your launcher): {said}; if the port "
-            "is in use, give another one, as torchrun --master-port"
-        ) from None
+        raise cannot_meet(os.environ, str(error).splitlines()[0]) from None
 
 
 def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:

@@ -37,7 +37,8 @@ class Exchange:
         self._key = b""
         self._heard: dict[int, tuple[Beat, float, Any]] = {}
         self._gone: set[int] = set()
-        self._hub_host, self._hub_heard, self._hub_answers = "", time.monotonic(), False
+        self._hub_host, self._hub_address = "", ""
+        self._hub_heard, self._hub_answers = time.monotonic(), False
         if self.socket is not None:
             self.socket.setblocking(False)
 
@@ -45,7 +46,8 @@ class Exchange:
         """Begin to talk, once the ranks have told where."""
         if self._key or self.socket is None or not place:
             return
-        self._key, self._hub_host, self._hub_heard = bytes.fromhex(place["key"]), place["host"], time.monotonic()
+        self._key, self._hub_heard = bytes.fromhex(place["key"]), time.monotonic()
+        self._hub_host, self._hub_address = place["host"], place["address"]
         if not self.is_hub:
             with contextlib.suppress(OSError):
                 self.socket.connect((place["address"], place["port"]))
@@ -97,6 +99,12 @@ class Exchange:
         if self.is_over or silent <= SILENT_SECONDS:
             return None
         return [Beat(0, self._hub_host, 0, 0, "unknown", -1, 0, 0.0, silent, "", mine.warm, 0.0, 0.0, silent), mine]
+
+    def addresses(self) -> dict[int, str]:
+        """Of the guardians that this one hears of, by rank."""
+        if self.is_hub:
+            return {rank: address[0] for rank, (_, _, address) in self._heard.items() if address}
+        return {0: self._hub_address}
 
     def never_heard(self) -> list[int]:
         """Ranks of which no beat ever came."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, MutableMapping
 
 from ortlaunch.errors import LaunchError
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_RUNNING = 0x8915, 0x8913, 0x40
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _ASKED = 4  # hosts whose names are looked up at most: one that answers is enough
 
@@ -64,9 +64,22 @@ def use(address: str, environ: MutableMapping[str, str]) -> None:
         _address_of(told)
         environ.setdefault(_NCCL, told)
         return
-    name = next((name for name in interfaces() if _address(name) == address), None)
+    name = interface_with(address)
     for variable in (_GLOO, _NCCL) if name else ():
         environ.setdefault(variable, str(name))
+
+
+def interface_with(address: str) -> str | None:
+    """The interface of this host that has this address."""
+    return next((name for name in interfaces() if _address(name) == address), None)
+
+
+def has_link(name: str) -> bool:
+    """Whether an interface is up with a living other end, as far as the kernel says."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        packed = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, struct.pack("256s", os.fsencode(name)[:15]))
+        return bool(struct.unpack("H", packed[16:18])[0] & _IFF_RUNNING)
+    return True
 
 
 def interfaces() -> list[str]:

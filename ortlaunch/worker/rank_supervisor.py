@@ -13,6 +13,7 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -23,12 +24,15 @@ from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run import lock
 from ortlaunch.run.folder import RunDir, progress_width
+from ortlaunch.run.lost import EXIT_STATUS as LOST_STATUS
+from ortlaunch.run.lost import LOST
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
 from ortlaunch.worker.failure import SEEN, Account
+from ortlaunch.worker.lost_host import end_launcher
 from ortlaunch.worker.rank_log import RankLog
 from ortlaunch.worker.requests import ASKS, DEAF, LISTENING, Requests
 from ortlaunch.worker.stall import EXIT_STATUS as STALLED
-from ortlaunch.worker.terminal import Screen, Stream, Taken
+from ortlaunch.worker.terminal import Prefixed, Screen, Stream, Taken
 from ortlaunch.worker.watchdog import Watchdog
 
 _FINISHED = b"finished"
@@ -66,10 +70,13 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     for number in PASSED_ON:
         signal.signal(number, child.pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    finished, status = _relay(child, rank, run, {name: ends[0] for name, ends in streams.items()}, watchdog)
+    read_ends, screen = {name: ends[0] for name, ends in streams.items()}, screen_of(plan, rank.rank)
+    finished, status = _relay(child, rank, run, read_ends, watchdog, screen)
     code = _conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
     account.close()
+    if watchdog.lost is not None and plan.launcher == "mpi":
+        end_launcher()
     if finished and plan.launcher != "inside":
         return 0  # the command knows of a stop; its launcher would take another status for a failure
     return _end_alike(code)
@@ -114,8 +121,18 @@ def _sign_off() -> None:
     ctypes.CDLL(None).exit(0)
 
 
-def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int], watchdog: Watchdog) -> tuple[bool, int]:
-    """Copy output until the child is gone; rank 0's is also shown. Returns (finished, wait status)."""
+def screen_of(plan: Plan, rank: int) -> Screen | None:
+    """Where a rank's output is shown, if it is (`log.ranks`)."""
+    ends = {"out": 1, "err": 2}
+    if plan.shown == "all":
+        return Prefixed(ends, f"{socket.gethostname()} rank {rank}")
+    return Screen(ends, progress_width()) if rank == 0 else None
+
+
+def _relay(
+    child: Child, rank: Rank, run: RunDir, ends: dict[str, int], watchdog: Watchdog, screen: Screen | None
+) -> tuple[bool, int]:
+    """Copy output until the child is gone, to its logs and the screen. Returns (finished, wait status)."""
     said = b""
     with (
         RankLog(run.log(rank.rank, "out")) as out,
@@ -124,7 +141,6 @@ def _relay(child: Child, rank: Rank, run: RunDir, ends: dict[str, int], watchdog
     ):
         # What ended the rank is for its log: the command, or `_tell`, shows it at the end.
         sinks = {"out": (Stream(), out), "err": (Stream(), err), "last": (Stream(), err)}
-        screen = Screen({"out": 1, "err": 2}, progress_width()) if rank.rank == 0 else None
         for name, end in ends.items():
             os.set_blocking(end, False)
             selector.register(end, selectors.EVENT_READ, name)
@@ -205,13 +221,16 @@ def _conclude(
 
 
 def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
-    """The rank was ended because the run stood still; whose fault that is stands in errors/stall.json."""
+    """The rank was ended because the run stood still, or lost a host: see errors/stall.json and lost.json."""
     watchdog.record()
+    status, kind, what = STALLED, "Stall", "the run stood still"
+    if watchdog.lost is not None:
+        status, kind, what = LOST_STATUS, LOST, "the run lost a host"
     if not account.is_written:
-        record = {"exit_status": STALLED, "signal": None, "type": "Stall", "secondary": True}
-        account.of_end(child.pid, "was ended, for the run stood still", record)
+        record = {"exit_status": status, "signal": None, "type": kind, "secondary": True}
+        account.of_end(child.pid, f"was ended, for {what}", record)
     _tell(account, child)
-    return STALLED
+    return status
 
 
 def _was_stopped(account: Account, child: Child, number: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from ortlaunch.run.engine_report import ChunkedLoss, EngineReport, Graph, OnnxRuntime
+from ortlaunch.run.engine_report import Binding, ChunkedLoss, EngineReport, Graph, OnnxRuntime
 from ortlaunch.units import counted
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.module_copies import copy_modules
@@ -29,6 +29,7 @@ def say_outcome(session: Session, lines: Sequence[str] = ()) -> None:
 
 
 _MOST_NAMES = 6
+_MOST_RANKS = 8
 
 
 def plan_lines(report: EngineReport) -> list[str]:
@@ -43,6 +44,7 @@ def plan_lines(report: EngineReport) -> list[str]:
     if engine.fallback_reason:
         lines.append(f"FALLBACK: engine {engine.asked} was asked, {engine.used} runs: {engine.fallback_reason}")
     lines += [*_matmul_precision(report), *_chunked_loss(report.chunked_loss), *_settings(report.onnxruntime)]
+    lines += _binding(report.binding)
     if optimizer.why:
         lines.append(f"optimizer: {optimizer.asked} was asked, {optimizer.used} runs: {optimizer.why}")
     if fp16.applied:
@@ -65,6 +67,17 @@ def _matmul_precision(report: EngineReport) -> list[str]:
         nothing = nothing or "no product of ONNX Runtime's graph is torch's, for no weight is as large as 256 x 256"
     result = f"gains nothing: {nothing}" if nothing else f"products of float32 matrices in {found.format}"
     return [f"matmul_precision {found.asked}: {result}"]
+
+
+def _binding(found: Binding | None) -> list[str]:
+    """Which cores the ranks run on, where they are bound or that was asked for."""
+    if found is None or (found.used == "none" and found.asked in ("auto", "none")):
+        return []
+    if found.used == "none":
+        return [f"binding {found.asked}: not bound: {found.why}"]
+    ranks = ", ".join(f"rank {rank} on cores {cores}" for rank, cores in enumerate(found.cores[:_MOST_RANKS]))
+    more = f" and {len(found.cores) - _MOST_RANKS} more" if len(found.cores) > _MOST_RANKS else ""
+    return [f"binding {found.used}: {ranks}{more}"]
 
 
 def _chunked_loss(found: ChunkedLoss) -> list[str]:

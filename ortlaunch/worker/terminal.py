@@ -105,6 +105,19 @@ class Screen:
         return self.width or 80
 
 
+class Prefixed(Screen):
+    """In its place where the output of all ranks is shown: each line behind its rank's name, and no live one."""
+
+    def __init__(self, ends: dict[str, int], name: str) -> None:
+        super().__init__(ends, None)
+        self._head = f"{name}: ".encode()
+
+    def show(self, name: str, lines: bytes) -> None:
+        """In one piece, for others write there, too."""
+        if lines:
+            _write(self.ends[name], b"".join(self._head + line for line in lines.splitlines(keepends=True)))
+
+
 def _write(end: int, data: bytes) -> None:
     with contextlib.suppress(OSError):  # the reader of our output may be gone; the run goes on
         os.write(end, data)

@@ -23,8 +23,10 @@ from typing import Any
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.run.lost import Lost
 from ortlaunch.worker.child import Child
 from ortlaunch.worker.exchange import Exchange
+from ortlaunch.worker.lost_host import LostHosts
 from ortlaunch.worker.pulse import AUTO, NEVER, Activity, Pulse, state_of
 from ortlaunch.worker.slow import SlowRanks
 from ortlaunch.worker.stall import EXIT_STATUS, Beat, Verdict, judge
@@ -43,13 +45,14 @@ class Watchdog:
     def __init__(self, rank: Rank, run: RunDir) -> None:
         self.rank, self.run, self.pulse, self.exchange = rank, run, Pulse(), Exchange(rank)
         self.verdict: Verdict | None = None
+        self.lost: Lost | None = None
         self.ended_it = False
         self._plan = Plan.read(run.plan)
         self._stacks = _memory_file()
         self._beat_at = self._since = time.monotonic()
         self._asked_at: float | None = None
         self._activity: Activity | None = None
-        self._slow = SlowRanks()
+        self._slow, self._lost_hosts = SlowRanks(), LostHosts(socket.gethostname(), rank.rank)
         if self._plan.task not in _WATCHED_TASKS:
             self.pulse.limit = NEVER
 
@@ -82,10 +85,18 @@ class Watchdog:
         mine = self._seen(child.pid)
         self.exchange.tell(mine)
         beats = self.exchange.beats(mine)
+        self._look_for_lost_hosts(beats, child)
         self._look_for_slow_ranks(beats, now)
         found = judge(beats, self.pulse.limit, now - self._since) if beats else None
-        if found:
+        if found and not self.ended_it:
             self._begin_ending(found, child)
+
+    def _look_for_lost_hosts(self, beats: list[Beat] | None, child: Child) -> None:
+        """Without a host nothing can go on or be saved, whatever `train.stall_seconds` is."""
+        self.lost = self.lost or self._lost_hosts.look(beats or (), self.exchange.addresses())
+        if self.lost and not self.ended_it:
+            self.ended_it = True
+            child.send(signal.SIGKILL)
 
     def _look_for_slow_ranks(self, beats: list[Beat] | None, now: float) -> None:
         slow = self._slow.look(beats, now) if beats and len(beats) > 1 and self.exchange.is_hub else None
@@ -148,6 +159,9 @@ class Watchdog:
 
     def record(self) -> None:
         """After the rank's end: what its stacks were, and the verdict where it was this guardian's."""
+        if self.lost is not None:
+            self.lost.write(self.run)
+            return
         with contextlib.suppress(OSError):
             write_text(self.run.stacks(self.rank.rank), self.exchange.stacks.get(self.rank.rank, ""))
             if self.verdict is not None:

@@ -137,4 +137,4 @@ def test_a_port_that_is_taken(lab: Lab, tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "ranks cannot meet at host1:29500 (MASTER_ADDR:MASTER_PORT of your launcher): " in said
     assert "address already in use" in said
-    assert took < 30
+    assert took < 15

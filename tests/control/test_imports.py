@@ -19,8 +19,8 @@ ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
 SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock",
-          "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors",
-          "user_modules", "launchers"}  # fmt: skip
+          "run.lost", "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine", "units",
+          "file_errors", "user_modules", "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
            "report", "other_tools", "schedulers"}  # fmt: skip
 RUN = {"__init__", "errors", "units", "machine", "rank", "process", "launchers", "user_modules", "recipe", "plan",
@@ -78,7 +78,11 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.engine_report": ({"run.records"}, set()),
     "run.reference": ({"plan", "run"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
-    "launch": ({"errors", "launchers", "plan", "rank", "process", "run.folder", "machine", "launch", "start"}, set()),
+    "run.lost": ({"run.folder"}, set()),
+    "launch": (
+        {"errors", "launchers", "plan", "rank", "process", "run.folder", "run.lost", "machine", "launch", "start"},
+        set(),
+    ),
     "schedulers": ({"errors", "plan", "rank", "run.folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
     "bench": (BENCH, {"matplotlib"}),
     "cli": ({"__init__", *SHARED, *CONTROL}, {"typer"}),

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 
 from ortlaunch.errors import RankError
 from ortlaunch.launch.node import number
@@ -83,7 +85,7 @@ def test_a_stop_reaches_every_rank() -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({}, "which of 2 nodes is this\\? neither JOB_COMPLETION_INDEX nor PET_NODE_RANK is set"),
+        ({}, "which of 2 nodes is this\\? none of JOB_COMPLETION_INDEX, PET_NODE_RANK, SKYPILOT_NODE_RANK, DST"),
         ({"JOB_COMPLETION_INDEX": "0", "PET_NODE_RANK": "1"}, "JOB_COMPLETION_INDEX=0 PET_NODE_RANK=1"),
         ({"JOB_COMPLETION_INDEX": "2"}, "JOB_COMPLETION_INDEX=2 is not one of 2 nodes, which count from 0"),
         ({"PET_NODE_RANK": "a"}, "PET_NODE_RANK=a is not one of 2 nodes"),
@@ -93,3 +95,31 @@ def test_a_node_that_is_not_counted(environ: dict[str, str], said: str) -> None:
     """No guess."""
     with pytest.raises(RankError, match=said):
         number(2, environ)
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
+SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
+DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_GPUS_PER_NODE": "1", "DSTACK_MASTER_NODE_IP": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("begins", "variables", "number_of"),
+    [("name: train", SKYPILOT, "SKYPILOT_NODE_RANK"), ("type: task", DSTACK, "DSTACK_NODE_RANK")],
+)
+def test_the_examples_of_the_docs(
+    begins: str, variables: dict[str, str], number_of: str, tmp_path: Path
+) -> None:  # fmt: skip
+    """What docs/cluster.md has a SkyPilot task and a dstack task run is the ranks of a plan of two nodes."""
+    text = next(block for block in DOCS.read_text().split("```yaml\n") if block.startswith(begins)).partition("```")[0]
+    task = yaml.safe_load(text)
+    script = task["run"] if "run" in task else task["commands"][-1]
+    (tmp_path / "ortlaunch").write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE at $MASTER_ADDR: $*"\n')
+    (tmp_path / "ortlaunch").chmod(0o755)
+    (tmp_path / "python3").symlink_to(sys.executable)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(DOCS.parents[1]), **variables}
+    said = [
+        subprocess.run(["bash", "-c", script], env={**env, number_of: str(node)}, capture_output=True, text=True,
+                       timeout=30, check=True).stdout
+        for node in range(2)
+    ]  # fmt: skip
+    assert said == [f"{rank} of 2 at 127.0.0.1: train my.yaml --run-dir /shared/run\n" for rank in range(2)]

@@ -68,3 +68,13 @@ def test_cancel_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
     while in_group(job.process.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert in_group(job.process.pid) == []
+
+
+def test_a_launcher_that_waits_for_a_lost_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpirun would wait for its daemon there for ever: it is ended, and where it does not listen killed."""
+    monkeypatch.setattr(processes, "_LOST_SECONDS", 0.3)
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    (tmp_path / "lost.json").touch()
+    began = time.monotonic()
+    status = processes.wait(processes.submit(Request((sys.executable, "-c", deaf), lost=str(tmp_path / "lost.json"))))
+    assert (status in (137, 143), time.monotonic() - began < 20) == (True, True)

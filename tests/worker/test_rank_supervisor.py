@@ -92,6 +92,15 @@ def test_a_good_life(rank: int, run: RunDir) -> None:
     assert run.log(rank, "err").read_text() == "to stderr\n"
 
 
+def test_all_ranks_are_shown_where_that_is_asked_for(run: RunDir) -> None:
+    """`log.ranks: all`: each line behind its host and rank; logs are as ever."""
+    made = plan(recipe(log={"ranks": "all"}), [host("localhost", 2)], "torchrun")
+    write_text(run.plan, made.to_json())
+    ended, name = guarded(run, "print('more')"), f"{os.uname().nodename} rank 1: "
+    assert (ended.out, ended.err) == (f"{name}to stdout\n{name}more\n", f"{name}to stderr\n")
+    assert run.log(1, "out").read_text() == "to stdout\nmore\n"
+
+
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
 LISTENS = "from ortlaunch.worker.requests import Requests; Requests().listen(); time.sleep(0.3)"
 FAILED = "open(RunDir(sys.argv[2]).error(0), 'w').close()"

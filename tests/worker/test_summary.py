@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.run.engine_report import EngineReport, ExportCopy, FusedNorm, Graph, MatmulPrecision
+from ortlaunch.worker.binding import Bound
 from ortlaunch.worker.summary import late_notes, outcome_lines, plan_lines
 from tests.makers import engine_report, onnxruntime
 
@@ -79,6 +80,21 @@ def test_settings_variables_and_a_copy_that_did_not_fit_are_told() -> None:
     chosen = {"deepcopy_before_export": False, "log_level": "info"}
     lines = plan_lines(report(deepcopy_before_export=copy, settings=chosen))
     assert lines[1:-1] == ['settings: deepcopy_before_export: false, log_level: "info"']
+
+
+def test_cores_of_ranks_are_told() -> None:
+    """Where they are bound, or were asked to be; hosts may differ, and the first may have one rank."""
+    alone = Bound("core", "none", (0, 1), None, "one rank has all cores")
+    found = [
+        plan_lines(replace(report(), binding=alone.report(["0-1", "0", "1"], used)))[1:-1]
+        for used in (["none", "core", "core"], ["none"] * 3)
+    ]
+    assert found == [
+        ["binding core: rank 0 on cores 0-1, rank 1 on cores 0, rank 2 on cores 1"],
+        ["binding core: not bound: one rank has all cores"],
+    ]
+    quiet = Bound("auto", "none", (0, 1), None, "its cores are one NUMA node").report(["0-1"], ["none"])
+    assert plan_lines(replace(report(), binding=quiet))[1:] == [FP16]
 
 
 def test_what_came_up_later_is_told_once() -> None:

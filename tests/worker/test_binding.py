@@ -1,0 +1,114 @@
+"""Which cores a rank gets: of machines that are not here, as the kernel would describe them, and of this one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.errors import LaunchError
+from ortlaunch.planning.hosts import Host
+from ortlaunch.rank import Rank
+from ortlaunch.worker import binding
+from ortlaunch.worker.binding import Bound, Cpu, bind, choose, cpus_of, gpu_nodes, numbers, shown
+from tests.makers import host, plan, recipe
+
+FLAT = [Cpu(0, number, number) for number in range(6)]
+# Two sockets of two cores with two threads each, numbered as Linux does: 0-3 the cores, 4-7 their second threads.
+TWO_NODES = [Cpu(0, 0, 0), Cpu(0, 0, 4), Cpu(0, 1, 1), Cpu(0, 1, 5), Cpu(1, 2, 2), Cpu(1, 2, 6), Cpu(1, 3, 3),
+             Cpu(1, 3, 7)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "cpus", "ranks", "gpus", "used", "cores", "threads"),
+    [
+        ("core", FLAT, 2, (), "core", ["0-2", "3-5"], 3),
+        ("core", FLAT, 4, (), "core", ["0", "1", "2", "3"], 1),
+        ("core", TWO_NODES, 4, (), "core", ["0,4", "1,5", "2,6", "3,7"], 2),
+        ("core", TWO_NODES, 3, (), "core", ["0,4", "1,5", "2,6"], 2),
+        ("core", FLAT, 7, (), "none", ["0-5"] * 7, None),
+        ("core", FLAT, 1, (), "none", ["0-5"], None),
+        ("numa", TWO_NODES, 2, (), "numa", ["0-1,4-5", "2-3,6-7"], 4),
+        ("numa", TWO_NODES, 4, (), "numa", ["0-1,4-5"] * 2 + ["2-3,6-7"] * 2, 2),
+        ("numa", TWO_NODES, 3, (), "numa", ["0-1,4-5"] * 2 + ["2-3,6-7"], 2),
+        ("numa", TWO_NODES, 1, (), "none", ["0-7"], None),
+        ("numa", FLAT, 2, (), "none", ["0-5"] * 2, None),
+        ("auto", FLAT, 2, (), "none", ["0-5"] * 2, None),
+        ("auto", TWO_NODES, 3, (), "none", ["0-7"] * 3, None),
+        ("auto", TWO_NODES, 2, (), "numa", ["0-1,4-5", "2-3,6-7"], 4),
+        ("auto", TWO_NODES, 1, (1,), "numa", ["2-3,6-7"], 4),
+        ("numa", TWO_NODES, 2, (1, 0), "numa", ["2-3,6-7", "0-1,4-5"], 4),
+        ("numa", TWO_NODES, 2, (None, None), "numa", ["0-1,4-5", "2-3,6-7"], 4),
+    ],
+)
+def test_cores_of_ranks(
+    asked: str, cpus: list[Cpu], ranks: int, gpus: tuple[int | None, ...], used: str, cores: list[str],
+    threads: int | None,
+) -> None:  # fmt: skip
+    """As many for each, whole cores before threads of one, nodes undivided; a GPU's rank is beside it."""
+    found = [choose(asked, cpus, Rank(rank, ranks, rank, ranks), gpus) for rank in range(ranks)]
+    assert [shown(one.cpus) for one in found] == cores
+    assert (found[0].used, found[0].threads, bool(found[0].why)) == (used, threads, used == "none")
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """What a process on a machine of four cores was bound to."""
+    bound: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.append(set(cpus)))
+    monkeypatch.setattr(binding, "cpus_of", lambda allowed: [Cpu(0, number, number) for number in sorted(allowed)])
+    return bound
+
+
+def test_threads_follow(cores: list[set[int]]) -> None:
+    """Ours are as many as cores; the user's fewer stay, and more are refused, for they would wait for each other."""
+    rank, made = Rank(1, 2, 1, 2), plan(recipe(), [host("a", 2)], "torchrun")
+    environ = {"OMP_NUM_THREADS": "1"}  # of torchrun's, not the user's
+    assert bind("core", made, rank, environ) == Bound("core", "core", (2, 3), 2, None)
+    assert (environ, cores) == ({"OMP_NUM_THREADS": "2"}, [{2, 3}])
+    for count in ("1", "3"):
+        made = plan(recipe(launch={"env": {"OMP_NUM_THREADS": count}}), [host("a", 2)], "torchrun")
+        if count == "1":
+            assert bind("core", made, rank, {"OMP_NUM_THREADS": "1"}).threads == 1
+            continue
+        with pytest.raises(
+            LaunchError, match=r"^launch.binding is core, OMP_NUM_THREADS is 3, and a rank would have 2"
+        ):
+            bind("core", made, rank, {"OMP_NUM_THREADS": "3"})
+    assert len(cores) == 2
+
+
+def test_a_launcher_of_the_users_own_binds_or_does_not(cores: list[set[int]]) -> None:
+    """Its ranks may have their cores already, which are not to be divided again."""
+    made = plan(recipe(), [host("a", 2)], "inside")
+    found = bind("core", made, Rank(0, 2, 0, 2), {})
+    assert (found.used, "srun --cpu-bind" in (found.why or ""), cores) == ("none", True, [])
+
+
+def test_what_the_kernel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes and siblings from /sys; a GPU's node by its place among the visible ones."""
+    for node, text in ((0, "0,2"), (1, "1,3\n")):
+        (tmp_path / f"node/node{node}").mkdir(parents=True)
+        (tmp_path / f"node/node{node}/cpulist").write_text(text)
+    for number, text in enumerate(("0,2", "1,3") * 2):
+        (tmp_path / f"cpu/cpu{number}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu/cpu{number}/topology/thread_siblings_list").write_text(text)
+    for number, address in enumerate(("0000:1B:00.0", "0000:9B:00.0")):
+        (tmp_path / "gpus" / address).mkdir(parents=True)
+        (tmp_path / "pci" / address.lower()).mkdir(parents=True)
+        (tmp_path / "pci" / address.lower() / "numa_node").write_text(f"{number}\n")
+    monkeypatch.setattr(binding, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(binding, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(binding, "_PCI", tmp_path / "pci")
+    assert cpus_of({0, 1, 2, 3}) == [Cpu(0, 0, 0), Cpu(0, 0, 2), Cpu(1, 1, 1), Cpu(1, 1, 3)]
+    made = plan(recipe(launch={"device": "cuda"}), [Host("a", 2, (0, 1))], "torchrun")
+    object.__setattr__(made, "device", "cuda")
+    assert gpu_nodes(made, Rank(0, 2, 0, 2), {}) == [0, 1]
+    assert gpu_nodes(made, Rank(0, 2, 0, 2), {"CUDA_VISIBLE_DEVICES": "1"}) == [1, None]
+
+
+def test_lists_as_the_kernel_writes_them() -> None:
+    """There and back."""
+    assert shown(numbers("0-2,5,7-8\n")) == "0-2,5,7-8"

@@ -1,0 +1,92 @@
+"""A host that is lost: who says so of whom, and what a living host does to be spared."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lost import Lost
+from ortlaunch.worker import lost_host
+from ortlaunch.worker.interface import has_link
+from ortlaunch.worker.lost_host import LostHosts, answers, end_launcher
+from ortlaunch.worker.stall import Beat
+
+
+def beat(rank: int, host: str, silent: float = 0.0) -> Beat:
+    """Of a rank in its steps."""
+    return Beat(rank, host, 9, 6, "a pass", 9, 4, 0.0, 0.0, "S", True, 0.1, 0.0, silent)
+
+
+BEATS = (beat(0, "a"), beat(1, "b", 8.0), beat(2, "b", 9.0), beat(3, "c", 60.0), beat(4, "c"))
+ADDRESSES = {1: "10.0.0.2", 2: "10.0.0.2", 3: "10.0.0.3", 4: "10.0.0.3"}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses that were asked for an answer, of which none came; no link is down."""
+    found: list[str] = []
+    monkeypatch.setattr(lost_host, "answers", lambda address: bool(found.append(address)))
+    monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: None)
+    return found
+
+
+def test_a_host_of_silent_ranks_that_does_not_answer(asked: list[str]) -> None:
+    """All of its ranks are silent, for longer than a moment; a host with one that is heard is not asked."""
+    found = LostHosts("a", 0).look(BEATS, ADDRESSES)
+    why = "nothing was heard of it for 10 s, and 10.0.0.2 answers no connection"
+    assert (found, asked) == (Lost(1, "b", why), ["10.0.0.2"])
+    assert LostHosts("a", 0).look((beat(0, "a", 99.0), beat(1, "b", 6.0)), ADDRESSES) is None
+
+
+def test_the_host_whose_link_is_down_names_itself(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides of a link write into the run folder, and must name the same host."""
+    monkeypatch.setattr(lost_host, "link_that_is_down", lambda peer: "eth0")
+    assert LostHosts("a", 7).look(BEATS, ADDRESSES) == Lost(7, "a", "its network interface eth0 has no link")
+
+
+def test_a_host_that_answers_is_not_lost(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its guardians may be stopped, or starved; it is not asked again at once."""
+    monkeypatch.setattr(lost_host, "answers", lambda address: not asked.append(address))  # type: ignore[func-returns-value]
+    watched = LostHosts("a", 0)
+    assert [watched.look(BEATS, ADDRESSES) for _ in range(3)] == [None] * 3
+    assert asked == ["10.0.0.2"]
+
+
+def test_the_loopback_has_a_link() -> None:
+    """As the kernel's flags say; an interface that is not there is nobody's fault."""
+    assert (has_link("lo"), has_link("nope9")) == (True, True)
+
+
+def test_a_refused_connection_is_an_answer() -> None:
+    """This machine is alive, whoever listens here."""
+    assert answers("127.0.0.1")
+
+
+def test_the_first_word_stays(tmp_path: Path) -> None:
+    """The account of a second host is left out."""
+    run = RunDir(tmp_path)
+    Lost(1, "b", "it went").write(run)
+    Lost(0, "a", "another story").write(run)
+    record = json.loads(run.lost.read_text())
+    assert record["summary"] == "rank 1 on host b is lost, and all others of that host: it went; exit status 1"
+    assert (record["type"], record["secondary"], record["exit_status"]) == ("LostHost", False, 1)
+
+
+def test_a_launcher_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon of mpirun's stayed on the far side for ever."""
+    monkeypatch.setattr(lost_host, "_LAUNCHER_SECONDS", 0.3)
+    parent = os.fork()
+    if parent == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork() == 0:
+            end_launcher()
+            os._exit(0)
+        signal.pause()
+        os._exit(0)
+    _, status = os.waitpid(parent, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL

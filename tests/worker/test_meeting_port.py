@@ -1,0 +1,26 @@
+"""The port of a launcher of the user's own: rank 0 looks at it before it loads anything."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from ortlaunch.errors import LaunchError
+from ortlaunch.rank import Rank
+from ortlaunch.worker.meeting_port import require_free
+
+FIRST = Rank(0, 4, 0, 2)
+RANKS = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, FIRST)))
+
+
+def test_a_port_that_is_taken() -> None:
+    """Rank 0 of several hosts names it; others, ranks of one host and a store of torchrun's own are left alone."""
+    with socket.create_server(("", 0)) as squatter:
+        environ = {**RANKS, "MASTER_ADDR": "first", "MASTER_PORT": str(squatter.getsockname()[1])}
+        with pytest.raises(LaunchError, match=r"^ranks cannot meet at first:\d+ .*: address already in use; if the po"):
+            require_free(FIRST, environ)
+        require_free(Rank(1, 4, 1, 2), environ)
+        require_free(Rank(0, 2, 0, 2), environ)
+        require_free(FIRST, {**environ, "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    require_free(FIRST, environ)
