@@ -1,13 +1,13 @@
 """It learns: a tiny recipe, minutes on the built-in corpus with engine ort, beside counting words and pairs of words.
 
-    python benchmarks/learns.py bert-large/tiny  --steps 900 --picture bert.png
+    python benchmarks/learns.py bert-large/tiny  --steps 1500 --picture bert.png
     python benchmarks/learns.py llama2-7b/tiny   --steps 500 --picture llama.png
 
 Every tenth page of the language reference is held out, but for paragraphs that other pages have, too. Everything is in
 nats for each word that is guessed there: the model's, that of the words' frequencies, and that of the word before
 (Kneser and Ney's smoothing, with the discount that is best on the held-out text itself). Both count what the model is
-trained on, in its own tokens. BERT guesses masked words, and sees the words around; the pair's first word is the true
-one for the baseline, be it masked or not.
+trained on, in its own tokens. BERT guesses masked words, and sees the words around. The word before is the true one
+for the baseline, be it masked for BERT or not; `where it is not masked` is the baseline that knows no more than BERT.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-Pairs = np.ndarray[Any, Any]  # (guesses, 2): the word before, the word
+Pairs = np.ndarray[Any, Any]  # (guesses, 3): the word before, the word, whether the model sees the word before
 DISCOUNTS = [number / 20 for number in range(1, 20)]
 
 
@@ -64,7 +64,8 @@ def guessed(sample: dict[str, Any], masked: bool) -> Pairs:
     ids, labels = sample["input_ids"].numpy(), sample["labels"].numpy()
     truth = np.where(labels == -100, ids, labels) if masked else ids
     places = np.flatnonzero(labels != -100) if masked else np.arange(1, len(ids))
-    return np.stack([truth[places - 1], truth[places]], 1)
+    seen = labels[places - 1] == -100 if masked else np.ones_like(places)
+    return np.stack([truth[places - 1], truth[places], seen], 1)
 
 
 def unigram(tokens: np.ndarray[Any, Any], asked: Pairs, words: int) -> float:
@@ -79,7 +80,7 @@ def bigram(tokens: np.ndarray[Any, Any], asked: Pairs, words: int) -> float:
     np.add.at(counts, (tokens[:-1], tokens[1:]), 1.0)
     kinds = counts > 0
     after = (kinds.sum(0) + 1.0) / (kinds.sum() + words)  # in how many contexts a word stands
-    before, word = asked.T
+    before, word = asked.T[:2]
     whole, seen = counts.sum(1)[before], kinds.sum(1)[before]
 
     def nats(discount: float) -> float:
@@ -103,11 +104,16 @@ def baselines(recipe: str, settings: list[str]) -> dict[str, float]:
     asked = np.concatenate([guessed(held_out.sample(i, 0), masked) for i in range(len(held_out))])
     training: Any = data.train
     tokens = np.asarray(training.tokens).astype(np.int64)
-    return {
+    seen, unseen = asked[asked[:, 2] == 1], asked[asked[:, 2] == 0]
+    found = {
         "every word alike": math.log(words),
         "by frequency": unigram(tokens, asked, words),
         "by the word before": bigram(tokens, asked, words),
     }
+    if len(unseen):
+        nats = len(seen) * bigram(tokens, seen, words) + len(unseen) * unigram(tokens, unseen, words)
+        found["where it is not masked"] = nats / len(asked)
+    return found
 
 
 def curves(records: list[dict[str, Any]]) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -129,7 +135,7 @@ def draw(recipe: str, found: dict[str, float], records: list[dict[str, Any]], pa
     training, held_out = curves(records)
     axes.plot(*zip(*training), color="#b9c4d0", label="training loss")
     axes.plot(*zip(*held_out), color="#2f6fb3", marker="o", label=f"held out: {held_out[-1][1]:.3f} at the end")
-    for (name, value), style in zip(found.items(), (":", "--", "-")):
+    for (name, value), style in zip(found.items(), (":", "--", "-", "-.")):
         axes.axhline(value, color="#555555", linestyle=style, linewidth=1, label=f"{name}: {value:.3f}")
     axes.set(title=f"{recipe}, engine ort", xlabel="step", ylabel="nats a guess")
     axes.legend()
@@ -153,7 +159,7 @@ def main() -> int:
         summary = json.loads((folder / "run" / "summary.json").read_text())
     model = curves(records)[1][-1][1]
     for what, nats in {**found, "the model": model}.items():
-        print(f"{what:20} {nats:.3f} nats, perplexity {math.exp(nats):.1f}")
+        print(f"{what:22} {nats:.3f} nats, perplexity {math.exp(nats):.1f}")
     seconds = sum(summary["seconds"].values())
     print(
         f"{options.recipe}: {options.steps} steps, {summary['seconds']['training']:.0f} s of training, {seconds:.0f} s"
