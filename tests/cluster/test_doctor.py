@@ -103,5 +103,5 @@ def test_a_slow_host_is_named_by_the_fabric(lab: Lab, folder: Path) -> None:
         one for one in found if one["check"] == "link"
     ]  # the hosts share this machine's cores: rates are not judged
     assert [(one["host"], one["verdict"], one["what"][:5]) for one in slow] == [("host2", "failed", "SLOW:")]
-    assert slow[0]["figures"]["bytes_per_second"] < 6e6
+    assert slow[0]["figures"]["bytes_per_second"] < 2e7  # one way at 5e6, the other at what this machine can
     assert list(folder.glob("ortlaunch-fabric-*")) == []
