@@ -93,6 +93,8 @@ class _Aliases(TorchFunctionMode):
         values = [self._value(tensor) for tensor in given]
         if any(value is not tensor for value, tensor in zip(values, given)):
             args, kwargs = self._current((args, kwargs))
+        if func is Tensor.copy_ and given[0] is not given[-1] and self._is_view(given[0]):
+            return self._copied(given[0], *args, **kwargs)
         versions = versions_of(values)
         result = func(*args, **kwargs)
         self._made(func, args, kwargs, given, values, result)
@@ -101,6 +103,23 @@ class _Aliases(TorchFunctionMode):
         for tensor, value in _targets(changed, result):
             self._changed(tensor, value)
         return result
+
+    def _is_view(self, tensor: Tensor) -> bool:
+        alias = self._known.get(tensor)
+        return alias is not None and bool(alias.views)
+
+    def _copied(self, tensor: Tensor, value: Tensor, source: Tensor, *rest: Any, **named: Any) -> Tensor:
+        """`view.copy_(source)`: torch's exporter takes the whole for the view afterwards."""
+        new = source.to(value.dtype).expand(value.shape)
+        tracing = torch._C._get_tracing_state()
+        torch._C._set_tracing_state(None)
+        try:
+            with torch._C.DisableTorchFunction():
+                value.copy_(source, *rest, **named)
+        finally:
+            torch._C._set_tracing_state(tracing)
+        self._changed(tensor, new)
+        return tensor
 
     def _current(self, values: Any) -> Any:
         """Arguments or results with the values that they have after changes through others."""

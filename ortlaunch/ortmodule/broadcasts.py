@@ -122,21 +122,65 @@ def _either(inference: Any, one: Any, other: Any) -> str:
 def _with_hidden_shapes(original: Callable[..., Any], model: Any) -> Any:
     """Where sizes meet that may differ, ORT's gradient asks for them in each pass, if one shape is not known to it."""
     inferred = original(model)
-    from onnx import helper
-
     graph, nodes = inferred.graph, []
-    known = {value.name: _dims(value) for value in (*graph.input, *graph.value_info, *graph.output)}
+    values = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
+    known = {name: _dims(value) for name, value in values.items()}
     known.update({tensor.name: list(tensor.dims) for tensor in graph.initializer})
+    fixed = {tensor.name for tensor in graph.initializer if tensor.name not in values}
     for node in graph.node:
+        if node.op_type in ("Constant", "ConstantOfShape", "Shape") or (node.input and fixed.issuperset(node.input)):
+            fixed.update(node.output)
         for place in _unsure(node, known):
-            name = f"{node.output[0]}_ortlaunch_{place}"
-            nodes.append(helper.make_node("Shape", [node.input[place]], [f"{name}_shape"]))
-            nodes.append(helper.make_node("Reshape", [node.input[place], f"{name}_shape"], [name], allowzero=1))
-            node.input[place] = name
+            nodes += _hide(node, place)
+        places = [place for place in _spread(node, known) if node.input[place] not in fixed]
+        if places:
+            nodes += _expand(node, places, known)
         nodes.append(node)
     if len(nodes) != len(graph.node):
         replace_nodes(graph, nodes)
     return inferred
+
+
+def _hide(node: Any, place: int) -> list[Any]:
+    """An input through a Reshape to what its shape is in each pass."""
+    from onnx import helper
+
+    name = f"{node.output[0]}_ortlaunch_{place}"
+    given, node.input[place] = node.input[place], name
+    return [
+        helper.make_node("Shape", [given], [f"{name}_shape"]),
+        helper.make_node("Reshape", [given, f"{name}_shape"], [name], allowzero=1),
+    ]
+
+
+def _spread(node: Any, known: dict[str, Any]) -> list[int]:
+    """What a Where broadcasts, or may: ORT's gradient of it has the size of the result."""
+    if node.op_type != "Where":
+        return []
+    size = known.get(node.output[0])
+    return [place for place in (1, 2) if size is None or "" in size or known.get(node.input[place]) != size]
+
+
+def _expand(node: Any, places: Sequence[int], known: dict[str, Any]) -> list[Any]:
+    """Broadcast these inputs of a Where before it, in a node of which ORT's gradient sums up."""
+    from onnx import NodeProto, helper
+
+    nodes, shape = [], f"{node.output[0]}_ortlaunch_shape"
+    size = known.get(node.output[0])
+    whole = next((name for name in node.input if size is not None and known.get(name) == size), None)
+    if whole is None:  # the result itself says what it is
+        whole = f"{node.output[0]}_ortlaunch_whole"
+        nodes.append(NodeProto())
+        nodes[-1].CopyFrom(node)
+        nodes[-1].output[0] = whole
+        nodes[-1].name = whole
+    nodes.append(helper.make_node("Shape", [whole], [shape]))
+    for place in places:
+        nodes += _hide(node, place)
+        name = f"{node.input[place]}_expanded"
+        nodes.append(helper.make_node("Expand", [node.input[place], shape], [name]))
+        node.input[place] = name
+    return nodes
 
 
 def _dims(value: Any) -> list[Any] | None:
@@ -146,15 +190,23 @@ def _dims(value: Any) -> list[Any] | None:
 
 def _unsure(node: Any, known: dict[str, Any]) -> list[int]:
     """The inputs whose shapes are to be hidden: all but the first, of those that may be broadcast."""
-    if node.op_type not in (*_BROADCASTING, "MatMul"):
+    if node.op_type == "Expand":
+        shapes = [known.get(node.input[0]), known.get(node.output[0])]
+        return [0] if None not in shapes and _may_differ(*shapes) else []
+    if node.op_type == "Where" or node.op_type not in (*_BROADCASTING, "MatMul"):
         return []
     shapes: list[Any] = [known.get(name) for name in node.input]
     if None in shapes:
         return []
     batch = [shape[:-2] if node.op_type == "MatMul" else shape for shape in shapes]
-    rank = max(map(len, batch))
-    sizes = [set(column) - {1} for column in zip(*([1] * (rank - len(shape)) + shape for shape in batch))]
-    return list(range(1, len(batch))) if any(len(column) > 1 for column in sizes) else []
+    return list(range(1, len(batch))) if _may_differ(*batch) else []
+
+
+def _may_differ(*shapes: Sequence[Any]) -> bool:
+    """Whether sizes meet of which one may be 1 where the other is not, without being written so."""
+    rank = max(map(len, shapes))
+    sizes = [set(column) - {1} for column in zip(*([1] * (rank - len(shape)) + list(shape) for shape in shapes))]
+    return any(len(column) > 1 for column in sizes)
 
 
 # ------------------------------------------------------------------------------------------- in later batches

@@ -21,7 +21,7 @@ _NAMES = """
 """
 _DERIVED = frozenset(_NAMES.split())
 _EVERY = range(99)
-_STOPS: dict[str, Sequence[int]] = {
+STOPS: dict[str, Sequence[int]] = {
     "Pow": (1,),
     "Gather": (1,),
     "GatherElements": (1,),
@@ -107,7 +107,9 @@ class Gradients:
 
 
 def is_valid(node: Any) -> bool:
-    """Whether ORT takes what the exporter wrote: it writes a LayerNorm without weights, which ONNX has not."""
+    """Whether ONNX has what the exporter wrote: it writes a LayerNorm without weights, and negative dimensions."""
+    if _name(node) == "Transpose" and "perm" in node.attributeNames():
+        return min(getattr(node, "is")("perm"), default=0) >= 0
     return _name(node) != "LayerNormalization" or not any(given.node().mustBeNone() for given in node.inputs())
 
 
@@ -118,6 +120,8 @@ def _is_derived(node: Any, device: str) -> bool:
         return _text(node, "direction", "forward") == "forward"
     if name == "LayerNormalization":  # without a bias the gradient has two outputs of one name
         return len(list(node.inputs())) > 2 and is_valid(node)
+    if name == "ReduceLogSumExp":  # its gradient is an Unsqueeze of an older opset
+        return "keepdims" not in node.attributeNames() or bool(node.i("keepdims"))
     if name == "Pad":
         return _text(node, "mode", "constant") == "constant"
     if name in ("AveragePool", "MaxPool"):  # of other ranks, or with places, a wrong shape or the end of the process
@@ -142,7 +146,7 @@ def _rank(node: Any) -> int | None:
 def _given(value: Any) -> list[Any]:
     """What a value is computed of, as far as a gradient goes that way."""
     node = value.node()
-    stops = _EVERY if _is_cast_to_number(node) else _STOPS.get(_name(node), ())
+    stops = _EVERY if _is_cast_to_number(node) else STOPS.get(_name(node), ())
     return [given for place, given in enumerate(node.inputs()) if place not in stops]
 
 

@@ -35,6 +35,9 @@ def following_grad_mode(export: Export) -> Export:
     return export_with_grad_mode
 
 
+_SCATTER = {torch.scatter, torch.Tensor.scatter, torch.Tensor.scatter_}
+
+
 class _GradMode(TorchFunctionMode):
     """Follows every call of torch's functions: whether gradients are on, and which tensors have one.
 
@@ -91,6 +94,8 @@ class _GradMode(TorchFunctionMode):
             raise RuntimeError("the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none")
         if func == _T.data.__get__:
             func, args = _T.detach, args[:1]  # a trace has .data as a constant
+        if func in _SCATTER:  # torch's exporter knows none of True and False
+            args = tuple(int(value) if isinstance(value, bool) else value for value in args)
         return self._call(func, args, kwargs or {})
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

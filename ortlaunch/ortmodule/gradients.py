@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ortlaunch.ortmodule.differentiable import STOPS
 from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.model_state import forget_graph
 from ortlaunch.ortmodule.patching import wrap_method
@@ -47,8 +48,9 @@ def _reached(graph: Any) -> set[str]:
         name = pending.pop()
         if name not in reached:
             reached.add(name)
-            if name in makers and not _ends_gradients(makers[name]):
-                pending += makers[name].input
+            node = makers.get(name)
+            if node is not None and not _ends_gradients(node, name):
+                pending += [given for place, given in enumerate(node.input) if place not in STOPS.get(node.op_type, ())]
     return reached
 
 
@@ -56,6 +58,8 @@ _NUMBERS = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size", "Equal", "Greater", 
 _OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
 
 
-def _ends_gradients(node: Any) -> bool:
+def _ends_gradients(node: Any, output: str) -> bool:
     """Whether a node makes whole numbers or truths, or is what `detach` is exported to (ATen's clone: symbolics.py)."""
+    if node.op_type == "TopK" and output != node.output[0]:
+        return True
     return node.op_type in _NUMBERS or any(a.name == "operator" and a.s in _OPERATORS for a in node.attribute)

@@ -63,6 +63,7 @@ _TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
     ("accumulate_repeated_indices", symbolics.accumulating),
     ("fix_bernoulli_export", symbolics.drawing),
     ("drop_redundant_casts", symbolics.casting),
+    ("keep_constants_apart", tracing.with_own_constants),
     ("export_diff_and_bool_cumsum", symbolics.counting),
     ("export_rnn_as_gru", recurrent.training_recurrent),
     ("stop_gradient_at_detach", symbolics.stopping_at_detach),

@@ -24,6 +24,7 @@ from ortlaunch.ortmodule.outputs import restore_output_dtypes
 from ortlaunch.ortmodule.python_values import fixed_buffers, fixed_sizes, tell_again
 from ortlaunch.ortmodule.registry import Repair, apply
 from ortlaunch.ortmodule.source_guard import EVALUATION, MANAGER, PROCESSED, SHAPES, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.symbolic_sizes import infer_symbolic_sizes
 from ortlaunch.ortmodule.torch_kernels import call_torch_kernels
 
 
@@ -135,6 +136,7 @@ _EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
 _INFERENCE = tuple(
     f"{SHAPES}.{name}" for name in ("_broadcast_shapes", "_check_merged_dims", "_onnx_infer_single_node")
 )
+_SIZES = tuple(f"{SHAPES}.{name}" for name in ("_infer_Slice", "_infer_aten_upsample", "_get_int_or_float_values"))
 # Of those that replace one method the later ones stand around the earlier ones.
 REPAIRS = (
     Repair("skip_frozen_gradients", (*_EXPORT, f"{TRAINING}.forward"), rebuild_when_unfrozen),
@@ -202,6 +204,7 @@ REPAIRS = (
         (*_EXPORT, *_INFERENCE, f"{TRAINING}.forward", f"{EVALUATION}.forward"),
         keep_broadcast_sizes,
     ),
+    Repair("infer_symbolic_sizes", (f"{SHAPES}._infer_Slice", f"{SHAPES}._infer_aten_upsample"), infer_symbolic_sizes),
     Repair(
         "call_torch_kernels", (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"), call_torch_kernels
     ),

@@ -193,13 +193,17 @@ class _Result:
         if form != self._form or kinds != self._kinds or repr(rest) != repr(self._rest):
             raise RuntimeError(
                 f"{self._path} runs as torch, and returns tensors of other types or dimensions, or other values beside "
-                "tensors, than when the graph was made"
+                f"tensors, than when the graph was made{self._mend()}"
             )
         if not tensors:
             raise RuntimeError(
                 f"{self._path} returns no tensor, so that it cannot run as torch in ONNX Runtime's graph"
             )
         return tensors
+
+    def _mend(self) -> str:
+        outer = self._path.rpartition(".")[0]
+        return f": name the layer around it, Settings.torch_modules=['{outer}']" if outer else ""
 
     def restored(self, outputs: Any) -> Any:
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)

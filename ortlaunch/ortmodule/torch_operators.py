@@ -180,10 +180,21 @@ def _trying_again(original: Callable[..., Any], manager: Any, *args: Any) -> Any
             original(manager, *args)
             return _built(manager, original.__name__)
         except Exception as error:
-            if not _blame(manager, str(error)):
+            if not (_leave_optimizer(manager, str(error), *args) or _blame(manager, str(error))):
                 raise
             _export_anew(manager, original.__name__)
     return original(manager, *args)
+
+
+def _leave_optimizer(manager: Any, message: str, *configs: Any) -> bool:
+    """Whether ORT's compute optimizer ended at a shape that is not known, and is off from now on."""
+    options = manager._runtime_options
+    if "compute_optimizer" not in message or not options.enable_compute_optimizer:
+        return False
+    tally.note("compute_optimizer is off: ONNX Runtime's ends at a shape of this model that is known in a pass only")
+    for one in (options, *configs):
+        one.enable_compute_optimizer = False
+    return True
 
 
 def _built(manager: Any, step: str) -> None:

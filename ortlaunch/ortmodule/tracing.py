@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,27 @@ def _inferred(infer: Callable[..., None], graph: Any, weights: dict[str, Any], o
 
 def _is_large(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and weight.numel() > _SMALL
+
+
+def with_own_constants(export: Callable[..., Any]) -> Callable[..., Any]:
+    """An export whose forms read copies of a graph's constants.
+
+    Torch's repeat_interleave counts a negative dimension in place (`dim += rank`), in a constant that other operators
+    have too: what follows stacks, adds up or normalizes over another dimension.
+    """
+
+    @functools.wraps(export)
+    def export_with_own_constants(*args: Any, **kwargs: Any) -> Any:
+        names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
+        with mock.patch.dict(names, _parse_arg=functools.partial(_copied, names["_parse_arg"])):
+            return export(*args, **kwargs)
+
+    return export_with_own_constants
+
+
+def _copied(parse: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    found = parse(*given, **named)
+    return found.clone() if isinstance(found, torch.Tensor) and not found.dim() else found
 
 
 def by_torchscript(export: Callable[..., Any]) -> Callable[..., Any]:

@@ -124,6 +124,19 @@ def the_batch(model: Two, x: torch.Tensor) -> torch.Tensor:
     return model.first(x).square().mean()
 
 
+def in_parts(model: Two, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x)
+    whole = hidden.new_empty(*hidden.shape[:-1], 9)
+    whole[..., :6].copy_(hidden)
+    whole[..., 6:].copy_(hidden[:, :1].expand(-1, 3))
+    return model.second(whole[..., 3:]).square().mean() + whole.sum()
+
+
+def a_scattered_mask(model: Two, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(x.shape[0], 6, dtype=torch.bool).scatter(-1, x.argmax(-1, keepdim=True) % 6, False)
+    return model.first(x).masked_fill(mask, 2.0).square().mean()
+
+
 def without_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
     hidden, target = model.first(x), torch.zeros(x.shape[0], 6)
     with torch.no_grad():
@@ -151,7 +164,7 @@ def asked_for_gradients(model: Two, x: torch.Tensor) -> torch.Tensor:
 
 
 CASES = [through_several, in_a_function, a_mask, the_batch, without_gradients, into_a_custom_function]
-CASES += [detached_data, asked_for_gradients]
+CASES += [in_parts, a_scattered_mask, detached_data, asked_for_gradients]
 
 
 @pytest.mark.parametrize("called", CASES)

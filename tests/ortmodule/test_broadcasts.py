@@ -21,14 +21,16 @@ Images = Callable[[torch.Tensor], torch.Tensor]
 class Excitation(nn.Module):
     """A convolution whose channels are weighed by what follows of their means, as in RegNet."""
 
-    def __init__(self, pool: Images) -> None:
+    def __init__(self, pool: Images, whole: bool = True) -> None:
         super().__init__()
+        self.whole = whole
         self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
         self.pool = pool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
-        return (hidden * torch.sigmoid(self.second(self.pool(hidden)))).square().mean()
+        weights = torch.sigmoid(self.second(self.pool(hidden)))
+        return (hidden * weights if self.whole else weights).square().mean()
 
 
 class Meeting(nn.Module):
@@ -54,6 +56,22 @@ def as_eager(model: nn.Module, *batches: Any) -> Any:
     return module
 
 
+class Chosen(nn.Module):
+    """Channels or what stands for them: sizes of a pool, of a weight with a row for each channel, and of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.rows, self.number = nn.Parameter(torch.randn(8, 1, 1)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        pooled = self.second(functional.adaptive_avg_pool2d(hidden, 1))
+        chosen = torch.where(hidden > 0, hidden, pooled) + torch.where(hidden > 0.1, self.rows, hidden)
+        chosen = torch.where(pooled > 0, self.number, self.rows) + torch.where(x[:, :1] > 0, pooled, chosen)
+        return (chosen + pooled.expand(-1, -1, *x.shape[2:])).square().mean()
+
+
 POOLS: dict[str, Images] = {
     "adaptive": lambda x: functional.adaptive_avg_pool2d(x, 1),
     "mean": lambda x: functional.avg_pool2d(x, 6),
@@ -67,6 +85,25 @@ def test_channels_are_weighed(kind: str) -> None:
     """As in RegNet, whose gradient was 120 times too large, or nan."""
     x = torch.randn(2, 3, 6, 6)
     as_eager(Excitation(POOLS[kind]), (x,), (x,))
+
+
+def test_what_is_chosen() -> None:
+    """Gradients of what torch.where broadcasts: ORT gave them the size of the result."""
+    x = torch.randn(2, 3, 6, 6)
+    as_eager(Chosen(), (x,), (torch.randn(3, 3, 4, 4),))
+
+
+FORMULAS: dict[str, Images] = {
+    "half the picture": lambda x: functional.interpolate(x, (x.shape[2] // 2, x.shape[3] // 2), mode="bicubic"),
+    "a part of it": lambda x: x[:, :, : (x.shape[2] // 2 - 3) // 2],
+    "no limit": lambda x: functional.softplus(x).clamp(0.0, float("inf")),
+}
+
+
+@pytest.mark.parametrize("of", list(FORMULAS))
+def test_sizes_are_formulas(of: str) -> None:
+    """Of the input's sizes, and constants are infinite: ORT's inference of shapes ended there."""
+    as_eager(Excitation(FORMULAS[of], whole=False), (torch.randn(2, 3, 12, 12),), (torch.randn(2, 3, 16, 16),))
 
 
 def test_inputs_of_one_row() -> None:

@@ -154,6 +154,15 @@ ours = squared.linear.weight.grad.clone()
 squared.zero_grad()
 squared(torch.ones(2, 4)).backward()
 torch.testing.assert_close(ours, squared.linear.weight.grad)
+class Repeated(Model):
+    def forward(self, x):
+        hidden = self.linear(x).repeat_interleave(2, dim=-1)
+        return (torch.stack((hidden, hidden * 2), dim=-1).flatten() * torch.arange(8)).sum()
+
+try:
+    ORTModule(Repeated(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
+except Exception as error:
+    raise SystemExit(f"stacked over another dimension: {error}")
 class Tripled(Model):
     def forward(self, x):
         hidden = self.linear(x)
@@ -201,6 +210,7 @@ WITHOUT = {
     "accumulate_repeated_indices": "index_add kept one of two values",
     "fix_bernoulli_export": "bernoulli draws the other way round",
     "drop_redundant_casts": "a cast: ",
+    "keep_constants_apart": "stacked over another dimension: ",
     "export_diff_and_bool_cumsum": "documents: ",
     "export_rnn_as_gru": "an RNN: ",
     "stop_gradient_at_detach": "the gradient went through detach",

@@ -1,0 +1,56 @@
+"""What ORT's inference of shapes ends at: sizes of which it knows a formula and no number, and infinite constants."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from ortlaunch.ortmodule import patching
+
+
+def infer_symbolic_sizes() -> None:
+    """ORT's inference of shapes takes formulas for names, or asks SymPy for what SymPy cannot say."""
+    inference = _module().SymbolicShapeInference
+    patching.wrap_method(inference, "_infer_aten_upsample", _upsampled)
+    patching.wrap_method(inference, "_infer_Slice", _sliced)
+    patching.wrap_method(inference, "_get_int_or_float_values", _valued)
+
+
+def _module() -> Any:
+    return importlib.import_module("onnxruntime.tools.symbolic_shape_infer")
+
+
+def _upsampled(original: Callable[..., Any], inference: Any, node: Any) -> None:
+    """A picture's new size that follows from the input's, such as half of it."""
+    sizes = inference._try_get_value(node, 1)
+    names = {}
+    if isinstance(sizes, list):
+        sizes = list(sizes)
+        inference._update_computed_dims(sizes)
+        names[node.input[1]] = _module().get_shape_from_sympy_shape(sizes)
+    with mock.patch.dict(inference.sympy_data_, names):
+        original(inference, node)
+
+
+def _sliced(original: Callable[..., Any], inference: Any, node: Any) -> None:
+    """A slice up to a size that follows from others, of which SymPy cannot say whether it is negative."""
+    try:
+        original(inference, node)
+    except AssertionError:
+        shape = inference._get_shape(node, 0)
+        for axis in inference._try_get_value(node, 3):
+            shape[axis] = str(inference._new_symbolic_dim_from_output(node, 0, int(axis) % len(shape)))
+        found = inference.known_vi_[node.output[0]]
+        kind = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
+        found.CopyFrom(importlib.import_module("onnx").helper.make_tensor_value_info(node.output[0], kind, shape))
+
+
+def _valued(original: Callable[..., Any], inference: Any, node: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """Constants as numbers that sizes may be made of, which an infinite one and nan are not."""
+    try:
+        found: list[Any] = original(inference, node, *args, **kwargs)
+    except (OverflowError, ValueError):
+        return [None] * len(node.input)
+    return found
