@@ -28,7 +28,8 @@ _SIZES: dict[str, Any] = {
     "num_channels": 3, "moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
     "n_routed_experts": 4, "num_labels": 3, "attn_implementation": "sdpa", "max_source_positions": 24,
     "max_target_positions": 24, "num_mel_bins": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 1, "use_cache": False, "apply_spec_augment": False,
+    "decoder_start_token_id": 1, "use_cache": False, "apply_spec_augment": False, "chunk_size": 8,
+    "mamba_chunk_size": 8, "entity_vocab_size": 50, "entity_emb_size": 8,
 }  # fmt: skip
 # What configs compute of other sizes, or mean otherwise; tried one after the other.
 _LEFT_OUT: tuple[tuple[str, ...], ...] = (
@@ -50,6 +51,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
+_FEATURES = {"seamless_m4t": (48, 160), "seamless_m4t_v2": (48, 160), "speech_to_text": (48, 80), "pop2piano": (16, 32)}
 
 
 def cases(task: str) -> dict[str, Callable[[], Any]]:
@@ -150,11 +152,11 @@ def _batch(task: str, family: str, config: Any, model: nn.Module) -> dict[str, t
         values = {"input_features": torch.randn(2, 40, getattr(config, "feature_projection_input_dim", 160))}
         if "input_values" in takes:
             values = {"input_values": torch.randn(2, 4000)}
-        return {**values, "labels": ids[:, :4]}
+        return {**values, "labels": ids[:, :4].contiguous()}
     if task == "speech-seq2seq":
         name = "input_features" if "input_features" in takes else "input_values"
-        found = torch.randn(2, 16, 48) if name == "input_features" else torch.randn(2, 4000)
-        return {name: found, "labels": ids[:, :6]}
+        found = torch.randn(2, *_FEATURES.get(family, (16, 48))) if name == "input_features" else torch.randn(2, 4000)
+        return {name: found, "labels": ids[:, :6].contiguous()}
     batch["input_ids"] = ids
     if "attention_mask" in takes:
         batch["attention_mask"] = torch.ones_like(ids)
