@@ -2,7 +2,8 @@
 
 `python tools/zoo.py` tries torch.nn; `python tools/zoo.py layers masked-lm causal-lm ...` also families of transformers
 at toy size. Each case runs in a process with limits of time and memory; what is done is kept in results.json in the
-cache folder, and a later call goes on after it. A case takes 2 to 40 s, all together an hour of one core. Standard library only. Writes docs/models.md.
+cache folder, and a later call goes on after it. A case takes 2 to 40 s, all together an hour of one core. Standard
+library only. Writes docs/models.md.
 """
 
 from __future__ import annotations
