@@ -191,15 +191,16 @@ def _dims(value: Any) -> list[Any] | None:
 def _unsure(node: Any, known: dict[str, Any]) -> list[int]:
     """The inputs whose shapes are to be hidden: all but the first, of those that may be broadcast."""
     if node.op_type == "Expand":
-        shapes = [known.get(node.input[0]), known.get(node.output[0])]
-        return [0] if None not in shapes and _may_differ(*shapes) else []
-    if node.op_type == "Where" or node.op_type not in (*_BROADCASTING, "MatMul"):
+        names, places = [node.input[0], node.output[0]], [0]
+    elif node.op_type in (*_BROADCASTING, "MatMul") and node.op_type != "Where":
+        names, places = list(node.input), list(range(1, len(node.input)))
+    else:
         return []
-    shapes: list[Any] = [known.get(name) for name in node.input]
+    shapes: list[Any] = [known.get(name) for name in names]
     if None in shapes:
         return []
     batch = [shape[:-2] if node.op_type == "MatMul" else shape for shape in shapes]
-    return list(range(1, len(batch))) if _may_differ(*batch) else []
+    return places if _may_differ(*batch) else []
 
 
 def _may_differ(*shapes: Sequence[Any]) -> bool:
