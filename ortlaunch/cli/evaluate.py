@@ -1,29 +1,53 @@
 """`ortlaunch evaluate`."""
 
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
 from ortlaunch.cli.options import DryRun, Overrides, with_launch_options
-from ortlaunch.cli.status import RunFolder
+from ortlaunch.errors import InputError
 from ortlaunch.output import go_on_unread
 
 
 @with_launch_options
 def evaluate(
-    run: RunFolder,
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="Run folder; or a model.onnx, its folder or one of transformers', measured by one process on the CPU.",
+            show_default=False,
+        ),
+    ],
     overrides: Overrides = None,
     step: Annotated[Optional[int], typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
+    recipe: Annotated[
+        Optional[Path],
+        typer.Option("--recipe", help="For a MODEL in no run folder: whose task and data.evaluation are taken."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For a MODEL: print its numbers as JSON.")] = False,
     options: Any = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Measure a checkpoint on data.evaluation: loss, perplexity, accuracy; into RUN/evaluations/step_N."""
+    """Measure a checkpoint on data.evaluation: loss, perplexity, accuracy; into RUN/evaluations/step_N. Or a model."""
     from ortlaunch.run import evaluate as evaluations
+    from ortlaunch.run import evaluate_model
     from ortlaunch.run.folder import RunDir
 
+    if evaluate_model.is_model(run):
+        _of_a_model("--step" if step else "--dry-run" if dry_run else None, run, "is a model, and has no checkpoints")
+        asked_model = evaluate_model.Asked(run, recipe, tuple(overrides or ()), as_json)
+        raise typer.Exit(evaluate_model.evaluate(asked_model))
+    _of_a_model("--recipe" if recipe else "--json" if as_json else None, run, "is no model; that is for a MODEL")
     asked = evaluations.Asked(RunDir(run), step, tuple(overrides or ()))
     if dry_run:
         typer.echo(evaluations.dry_run(asked, options))
         return
     go_on_unread()
     raise typer.Exit(evaluations.evaluate(asked, options))
+
+
+def _of_a_model(option: Optional[str], path: Path, why: str) -> None:
+    if option:
+        raise InputError(f"{option}: {path} {why}")

@@ -316,7 +316,7 @@ class ExportLine:
     step: int
     """Of the checkpoint."""
     format: str
-    """huggingface or onnx."""
+    """huggingface, onnx or ondevice."""
     folder: str
     """Where it lies."""
     onnx: OnnxCheck | None = None
@@ -324,11 +324,45 @@ class ExportLine:
 
 
 @dataclass
+class DeviceParameter:
+    """A weight of the training graph, in the order of its inputs."""
+
+    name: str
+    """As in the model, with `model.` before it."""
+    shape: list[int]
+    """Its sizes."""
+    trained: bool
+    """Whether a device trains it; under LoRA the adapters alone."""
+
+
+@dataclass
+class DeviceArtifacts:
+    """What `ortlaunch export --format ondevice` wrote, beside the graphs and the checkpoint."""
+
+    opset: int
+    """Version of ONNX's operators."""
+    inputs: list[str]
+    """Names of what a batch must have, in the order in which the graphs take it; the labels among them."""
+    outputs: list[str]
+    """Names of what the graphs give: the loss, then the logits."""
+    parameters: list[DeviceParameter]
+    """The weights; checkpoints are averaged only where all of this is equal."""
+    optimizer: str
+    """ONNX Runtime's operator: AdamWOptimizer or SGDOptimizerV2."""
+    largest_difference: float
+    """Of loss and logits from PyTorch's, without dropout, on batches of the run's own data."""
+    limit: float
+    """Above which the export is an error."""
+    notes: list[str]
+    """What a device does not do as the recipe says."""
+
+
+@dataclass
 class Evaluation:
     """What `ortlaunch evaluate` measured of a checkpoint on data.evaluation, without dropout, over all ranks."""
 
-    step: int
-    """Of the checkpoint."""
+    step: int | None
+    """Of the checkpoint; of `device evaluate` the steps on devices; null: a model's, by `evaluate MODEL --json`."""
     samples: int
     """Each counts once."""
     loss: float

@@ -35,6 +35,7 @@ _FILES = {
     "bad_steps.jsonl": "BadStep",
     "exports.jsonl": "ExportLine",
     "evaluation.json": "Evaluation",
+    "device.json, of format ondevice": "DeviceArtifacts",
 }
 _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null", "Any": "any value"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from ortlaunch.errors import InputError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import to_yaml
+from ortlaunch.recipe import parse_resolved, to_yaml
 from ortlaunch.run import evaluate as evaluations
+from ortlaunch.run import evaluate_model
 from ortlaunch.run.evaluate import Asked
 from ortlaunch.run.folder import RunDir
 from tests import makers
@@ -53,3 +55,51 @@ def test_refusals(step: int | None, overrides: tuple[str, ...], message: str, ru
     """Another step, or no corpus to measure on, before a process is started."""
     with pytest.raises(InputError, match=message):
         evaluations.evaluate(Asked(run, step, overrides), LaunchOptions("local"))
+
+
+@pytest.fixture
+def model(run: RunDir) -> Path:
+    """An export of the run, whose task transformers knows."""
+    words = makers.recipe(
+        model={"task": "masked-lm", "config": {"model_type": "bert"}},
+        data={"train": "python-docs", "tokenizer": {"train": "wordpiece", "vocab_size": 300}, "sequence_length": 24},
+        engine={"name": "ort"},
+    )
+    run.recipe.write_text(to_yaml(words))
+    folder = run.exported(10, "onnx")
+    folder.mkdir(parents=True)
+    for name in ("model.onnx", "config.json", "tokenizer_config.json"):
+        (folder / name).touch()
+    return folder
+
+
+def test_a_model_is_measured_by_its_runs_recipe(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph before the weights, with the tokenizer beside it; adapters alone are told, and strangers."""
+    started: list[Any] = []
+    monkeypatch.setattr(evaluate_model.subprocess, "run", lambda words, check: started.append(words) or Ended)
+    asked = evaluate_model.Asked(model, None, ("data.evaluation=python-docs",), False)
+    assert (evaluate_model.is_model(model), evaluate_model.is_model(model.parents[1])) == (True, False)
+    assert evaluate_model.evaluate(asked) == 3
+    given = json.loads(started[0][3])
+    assert (given["model"], given["modules"]) == (str(model / "model.onnx"), str(model.parents[2]))
+    recipe = parse_resolved(given["recipe"])
+    assert (recipe.engine.name, recipe.data.tokenizer, recipe.model.pretrained) == ("eager", str(model), None)
+
+    (model / "model.onnx").unlink()
+    evaluate_model.evaluate(asked)
+    assert parse_resolved(json.loads(started[1][3])["recipe"]).model.pretrained == str(model)
+    elsewhere = model.parents[2] / "elsewhere"
+    for wrong, message in (
+        (asked._replace(overrides=()), "has no data.evaluation; give one"),
+        (asked._replace(model=model / "other.onnx"), "there is no "),
+        (asked._replace(model=model.parent), "holds adapters alone"),
+        (asked._replace(model=elsewhere), "lies in no run folder"),
+    ):
+        if wrong.model == elsewhere:
+            model.rename(elsewhere)
+        with pytest.raises(InputError, match=message):
+            evaluate_model.evaluate(wrong)
+
+
+class Ended:
+    returncode = 3

@@ -13,9 +13,11 @@ from ortlaunch.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.records import OnnxCheck
 from ortlaunch.worker import onnx_export
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.model import LossModule, build_model
 from ortlaunch.worker.onnx_export import onnx
+from ortlaunch.worker.onnx_model import OnnxModel
+from ortlaunch.worker.onnx_model import loss as loss_of
 from tests import makers
 from tests.ort import needs_ort
 
@@ -78,6 +80,15 @@ def test_bert_for_pretraining(tmp_path: Path) -> None:
     given = {name: texts[name] for name in names[0]}
     torch.testing.assert_close([*map(torch.tensor, by_onnxruntime(tmp_path / "model.onnx", **given))],
                                [words, sentences], atol=1e-5, rtol=1e-5)  # fmt: skip
+    assert_same_loss(tmp_path, PRETRAINING, model, data)
+
+
+def assert_same_loss(folder: Path, recipe: Recipe, model: LossModule, data: Data) -> None:
+    """Of the graph as `ortlaunch evaluate MODEL` makes it, and the model's own."""
+    batch = collate([data.train.sample(i, epoch=0) for i in range(4)])
+    by_graph = OnnxModel(folder / "model.onnx", recipe.model.task)(**batch)["loss"]
+    with torch.no_grad():
+        assert float(by_graph) == pytest.approx(float(model.eval()(**batch)), abs=1e-5)
 
 
 def test_adapters_are_merged_and_large_weights_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +104,7 @@ def test_adapters_are_merged_and_large_weights_lie_beside(tmp_path: Path, monkey
     assert {path.name for path in tmp_path.iterdir()} >= {"model.onnx", "model.onnx_data"}
     (logits,) = by_onnxruntime(tmp_path / "model.onnx", input_ids=ids, attention_mask=mask)
     torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-5, rtol=1e-5)
+    assert_same_loss(tmp_path, LORA, model, data)
 
 
 def test_another_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,3 +120,19 @@ def test_an_own_model_is_refused() -> None:
     """It says what to do instead."""
     with pytest.raises(InputError, match=r"--format onnx takes transformers' models, .* give torch\.onnx\.export"):
         onnx_export.refuse_own(makers.recipe())
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs"),
+    [(torch.tensor([0, 2, 1]), 3), (torch.tensor([0.5, -1.0, 2.0]), 1), (torch.eye(3), 3)],
+    ids=["classes", "a number", "several truths"],
+)  # fmt: skip
+def test_the_loss_of_samples(labels: torch.Tensor, outputs: int) -> None:
+    """What transformers makes of a head over whole texts."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {name: value for name, value in BERT.items() if name != "model_type"}
+    model = BertForSequenceClassification(BertConfig(**sizes, num_labels=outputs)).eval()
+    with torch.no_grad():
+        output = model(torch.arange(3, 18).reshape(3, 5), labels=labels)
+    assert float(loss_of("sequence-classification", output, {"labels": labels})) == pytest.approx(float(output.loss))

@@ -27,9 +27,10 @@ def run(session: Session) -> None:
         measured = Evaluation(found.step, len(samples), **found_metrics)
         write_json(session.run.evaluation, as_json(measured))
         write_json(session.run.engine, session.engine.report().to_json())
-        print(*_table(measured), f"written to {session.run.evaluation}", sep="\n", flush=True)
+        print(*table(measured), f"written to {session.run.evaluation}", sep="\n", flush=True)
 
 
-def _table(measured: Evaluation) -> list[str]:
+def table(measured: Evaluation) -> list[str]:
+    """A line for each number that there is."""
     rows = [(each.name.replace("_", " "), getattr(measured, each.name)) for each in fields(measured)]
     return [f"  {name:24}{value:>14,.6g}" for name, value in rows if value is not None]

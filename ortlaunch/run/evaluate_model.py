@@ -1,0 +1,89 @@
+"""`ortlaunch evaluate MODEL`: a model in its final form, by which recipe, and the process that measures it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch import start
+from ortlaunch.errors import InputError
+from ortlaunch.plan import Plan
+from ortlaunch.recipe import Recipe, load, to_yaml
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.shipped import locate
+
+_ABOVE = 3  # folders from RUN/exports/step_N_onnx/model.onnx up to RUN
+# What trains, shards and casts is of no effect here.
+_ALONE = ("engine.name=eager", "zero=null", "precision=fp32", "model.lora=null", "model.gradient_checkpointing=false")
+
+
+class Asked(NamedTuple):
+    """What was typed."""
+
+    model: Path
+    recipe: Path | None
+    """Of the evaluation corpus and the task; None: of the run that the model lies in."""
+    overrides: tuple[str, ...]
+    json: bool
+
+
+def is_model(path: Path) -> bool:
+    """Whether it is a model.onnx, or a folder of a model and not of a run."""
+    if path.suffix == ".onnx":
+        return True
+    run = RunDir(path)
+    of_run = run.plan.exists() and run.recipe.exists()
+    return not of_run and any((path / name).exists() for name in ("model.onnx", "config.json", "adapter_config.json"))
+
+
+def evaluate(asked: Asked) -> int:
+    """Measure a model; returns the exit status of the process that does it.
+
+    Raises:
+        InputError: there is no such model, no recipe for it, or nothing to evaluate on.
+    """
+    model = _file(asked.model)
+    run = None if asked.recipe else _run_of(model)
+    source = run.recipe if run else locate(asked.recipe or Path())
+    modules = Plan.read(run.plan).modules if run else str(source.parent.absolute())
+    recipe = to_yaml(_recipe(source, model, asked.overrides))
+    given = {"model": str(model), "recipe": recipe, "modules": modules, "json": asked.json}
+    words = start.command("ortlaunch.worker.evaluate_model")
+    return subprocess.run([*words, json.dumps(given)], check=False).returncode
+
+
+def _file(model: Path) -> Path:
+    """The model.onnx, or transformers' folder."""
+    if not model.exists():
+        raise InputError(f"there is no {model}")
+    if model.is_dir() and (model / "model.onnx").exists():
+        return model / "model.onnx"
+    if model.is_dir() and not (model / "config.json").exists():
+        raise InputError(f"{model} holds adapters alone; evaluate the run, or an export with model.lora.merge")
+    return model
+
+
+def _run_of(model: Path) -> RunDir:
+    """The run whose folder a model lies in."""
+    for folder in model.absolute().parents[:_ABOVE]:
+        run = RunDir(folder)
+        if run.plan.exists() and run.recipe.exists():
+            return run
+    raise InputError(f"{model} lies in no run folder, whose recipe says what to measure on; give one with --recipe")
+
+
+def _recipe(source: Path, model: Path, overrides: tuple[str, ...]) -> Recipe:
+    folder = model if model.is_dir() else model.parent
+    words = list(_ALONE)
+    if (folder / "tokenizer_config.json").exists():
+        words.append(f"data.tokenizer={json.dumps(str(folder.absolute()))}")
+    if model.is_dir():
+        words += [f"model.pretrained={json.dumps(str(model.absolute()))}", "model.config=null"]
+    recipe = load(source, (*words, *overrides)).recipe
+    if recipe.data.evaluation is None:
+        raise InputError(f"{source} has no data.evaluation; give one, as data.evaluation.path=[held-out.txt]")
+    if recipe.model.task == "custom":
+        raise InputError(f"{source}: model.factory's model is your own; evaluate RUN measures its checkpoints")
+    return recipe

@@ -1,0 +1,91 @@
+"""`python ortlaunch/start.py ortlaunch.worker.evaluate_model JSON`: a model in its final form on the evaluation corpus.
+
+One process on the CPU: model.onnx by onnxruntime, transformers' folder by plain PyTorch. JSON: run/evaluate_model.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ortlaunch.errors import OrtlaunchError
+from ortlaunch.plan import BatchPlan
+from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.run.folder import json_text
+from ortlaunch.run.records import Evaluation, as_json
+from ortlaunch.worker.child import die_with_parent
+
+
+def main() -> int:
+    """Measure and print; the exit status."""
+    die_with_parent(signal.SIGTERM, os.getppid())
+    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
+    asked = json.loads(sys.argv[1])
+    try:
+        found = evaluated(parse_resolved(asked["recipe"]), Path(asked["model"]), Path(asked["modules"]))
+    except OrtlaunchError as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        return error.exit_status
+    if asked["json"]:
+        print(json_text(as_json(found), indent=2))
+    else:
+        from ortlaunch.worker.tasks.evaluate import table
+
+        print(*table(found), sep="\n")
+    return 0
+
+
+def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
+    """model: a model.onnx, or a folder of transformers'; modules: where the user's own may lie."""
+    import torch
+
+    from ortlaunch.rank import Rank
+    from ortlaunch.user_modules import make_importable
+    from ortlaunch.worker.data import load_data
+    from ortlaunch.worker.distributed import DistributedContext
+    from ortlaunch.worker.model import LossModule, build_model
+    from ortlaunch.worker.onnx_model import OnnxModel
+
+    make_importable(recipe, modules)
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    data = load_data(recipe, group)
+    assert data.evaluation is not None, "the control side has looked for data.evaluation"
+    whole = LossModule(OnnxModel(model, recipe.model.task)) if model.suffix == ".onnx" else build_model(recipe, data)
+    return measured(recipe, whole, data.evaluation, group)
+
+
+def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | None = None) -> Evaluation:
+    """The numbers of a LossModule on these samples."""
+    from ortlaunch.worker.data import Batches
+    from ortlaunch.worker.evaluation import evaluate
+    from ortlaunch.worker.loss_weight import LossWeight
+    from ortlaunch.worker.progress import Progress
+
+    weight = LossWeight(recipe, whole)
+    weight.shifted = recipe.model.task == "causal-lm"  # which a graph does not say
+    engine = SimpleNamespace(
+        eval_module=whole,
+        plain=whole,
+        device=group.device,
+        loss_weight=weight,
+        take=weight.prepared,
+        record=SimpleNamespace(engine=SimpleNamespace(used="eager")),  # it returns more than a loss
+    )
+    micro = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 8
+    batches = Batches(samples, BatchPlan(micro, micro, 1, 1, None), recipe.seed)
+    plan = SimpleNamespace(batch=batches.batch)
+    session: Any = SimpleNamespace(
+        recipe=recipe, plan=plan, group=group, engine=engine, batches=batches, progress=Progress(rank=1)
+    )
+    found = evaluate(session, samples)
+    assert found is not None, "nobody was asked to stop"
+    return Evaluation(step, len(samples), **found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""A model.onnx in place of a PyTorch model: its logits by onnxruntime on the CPU, and the loss that its task has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.worker.data import IGNORED
+
+Batch = dict[str, torch.Tensor]
+_ABSENT = {"attention_mask": 1, "token_type_ids": 0}  # what a model takes where the data say nothing
+
+
+class OnnxModel(nn.Module):
+    """`forward(**batch)` -> logits by transformers' names and, where the batch has labels, the loss."""
+
+    def __init__(self, path: Path, task: str) -> None:
+        """path: of a model.onnx.
+
+        Raises:
+            InputError: it is none that onnxruntime takes, or has no logits.
+        """
+        super().__init__()
+        self.session, self.task = _session(path), task
+        self.inputs = [each.name for each in self.session.get_inputs()]
+        self.outputs = [each.name for each in self.session.get_outputs()]
+        if not {"logits", "prediction_logits"} & {*self.outputs}:
+            raise InputError(f"{path} has outputs {', '.join(self.outputs)}; none of them is called logits")
+
+    def forward(self, **batch: torch.Tensor) -> Batch:
+        found = self.session.run(self.outputs, arrays(self.inputs, batch))
+        output = {name: torch.from_numpy(value) for name, value in zip(self.outputs, found)}
+        return {"loss": loss(self.task, output, batch), **output} if "labels" in batch else output
+
+
+def arrays(inputs: Sequence[str], batch: Batch) -> dict[str, Any]:
+    """What a graph takes of a batch, for onnxruntime.
+
+    Raises:
+        InputError: it takes what the data have not.
+    """
+    found = {}
+    for name in inputs:
+        if name not in batch and (name not in _ABSENT or "input_ids" not in batch):
+            raise InputError(
+                f"the graph takes {', '.join(inputs)}; a batch of the data lacks {name!r}: {', '.join(batch)}"
+            )
+        value = batch[name] if name in batch else torch.full_like(batch["input_ids"], _ABSENT[name])
+        found[name] = value.contiguous().numpy()
+    return found
+
+
+def _session(path: Path) -> Any:
+    try:
+        import onnxruntime
+    except ImportError:
+        raise MissingDependency('model.onnx needs onnxruntime: pip install "ortlaunch[ort-cpu]"') from None
+    try:
+        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime has a class for each, all of them its own
+        raise InputError(f"{path}: onnxruntime cannot load it: {str(error).splitlines()[0]}") from None
+
+
+def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
+    """That of transformers' models: mean cross entropy, for one number a sample the mean square."""
+    logits, labels = output.get("prediction_logits", output.get("logits")), batch["labels"]
+    assert logits is not None, "looked for when the model was loaded"
+    if task == "causal-lm":
+        labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    if logits.size(-1) == 1:
+        return functional.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype))
+    if labels.is_floating_point():  # several truths a sample
+        return functional.binary_cross_entropy_with_logits(logits, labels)
+    found = functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    if "next_sentence_label" in batch:
+        found = found + functional.cross_entropy(output["seq_relationship_logits"], batch["next_sentence_label"])
+    return found
