@@ -13,6 +13,7 @@ import typer
 from ortlaunch.cli import (
     bench,
     data,
+    device,
     diagnose,
     doctor,
     evaluate,
@@ -83,6 +84,7 @@ for verb in VERBS:
     app.command(_NAMES.get(verb.__name__), cls=Verb)(verb)
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(data.app, name="data")
+app.add_typer(device.app, name="device")
 
 
 def _version(wanted: bool) -> None:

@@ -13,11 +13,16 @@ def export(
     step: Annotated[Optional[int], typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
     to: Annotated[Optional[Path], typer.Option("--to", help="A new folder; RUN/exports/step_N if not.")] = None,
     form: Annotated[
-        str, typer.Option("--format", help="What to write: huggingface, or onnx, held against PyTorch.")
+        str,
+        typer.Option("--format", help="huggingface; onnx or ondevice (to train on), both held against PyTorch."),
     ] = "huggingface",
     push: Annotated[
         Optional[str],
         typer.Option("--push", metavar="OWNER/NAME", help="Upload it to this model repository, with a model card."),
+    ] = None,
+    lora: Annotated[
+        Optional[str],
+        typer.Option("--lora", metavar="merged|alone", help="Adapters; as the recipe's model.lora.merge says if not."),
     ] = None,
 ) -> None:
     """Write a checkpoint of a run as a model for others, without starting the run; on one process, on the CPU.
@@ -28,4 +33,4 @@ def export(
     from ortlaunch.run.export import export as write
     from ortlaunch.run.folder import RunDir
 
-    raise typer.Exit(write(RunDir(run), step, to, form, push))
+    raise typer.Exit(write(RunDir(run), step, to, form, push, lora))

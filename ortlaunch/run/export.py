@@ -10,26 +10,33 @@ from ortlaunch import start
 from ortlaunch.errors import InputError
 from ortlaunch.run.folder import RunDir
 
-FORMATS = ("huggingface", "onnx")
+FORMATS = ("huggingface", "onnx", "ondevice")
+LORA = ("merged", "alone")
 
 
-def export(run: RunDir, step: int | None, to: Path | None, form: str, push: str | None = None) -> int:
+def export(
+    run: RunDir, step: int | None, to: Path | None, form: str, push: str | None = None, lora: str | None = None
+) -> int:
     """Write a checkpoint as a model, and upload it; returns the exit status of the process that does it.
 
     Raises:
         InputError: there is no such run, checkpoint or format, or the folder is there already.
     """
+    if lora not in (None, *LORA):
+        raise InputError(f"--lora: got {lora!r}; one of {', '.join(LORA)}")
     if form not in FORMATS:
         raise InputError(f"--format: got {form!r}; one of {', '.join(FORMATS)}")
+    if push and form == "ondevice":
+        raise InputError("--push uploads models for transformers and ONNX; --format ondevice is for devices")
     chosen = chosen_step(run, step)
     folder = to or run.exported(chosen, form)
     if push and (refused := _work("push", push)):
         return refused
-    if push and _is_written(run, chosen, folder, form):
+    if push and lora is None and _is_written(run, chosen, folder, form):
         return _work("push", push, str(run), str(chosen), str(folder))
     if folder.exists():
         raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
-    failed = _work("export_checkpoint", str(run), str(chosen), str(folder), form)
+    failed = _work("export_checkpoint", str(run), str(chosen), str(folder), form, lora or "")
     return failed if failed or not push else _work("push", push, str(run), str(chosen), str(folder))
 
 

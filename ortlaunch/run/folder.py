@@ -14,7 +14,7 @@ runs/<name>-<timestamp>/
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
   steps.json summary.json                                              train.epochs in steps; the end of the run
   checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
-  exports/step_00000500{,_onnx}/  exports.jsonl                        checkpoints as models, by `ortlaunch export`
+  exports/step_00000500{,_onnx,_ondevice}/  exports.jsonl              checkpoints as models, by `ortlaunch export`
   evaluations/step_00000500/{..., evaluation.json}                     a run of its own, by `ortlaunch evaluate`
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
   saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed

@@ -11,7 +11,7 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
-from ortlaunch.run.records import OnnxCheck
+from ortlaunch.run.records import DeviceArtifacts, OnnxCheck
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.model import LossModule, give_back_cache
@@ -55,9 +55,18 @@ def _onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> Onnx
     return found
 
 
-FORMATS: dict[str, Callable[[Recipe, Path, LossModule, Data], OnnxCheck | None]] = {
+def _ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> DeviceArtifacts:
+    from ortlaunch.worker.device.artifacts import ondevice
+
+    found = ondevice(recipe, folder, trained, data)
+    follow_umask(folder)
+    return found
+
+
+FORMATS: dict[str, Callable[[Recipe, Path, LossModule, Data], OnnxCheck | DeviceArtifacts | None]] = {
     "huggingface": huggingface,
     "onnx": _onnx,
+    "ondevice": _ondevice,
 }
 """What `ortlaunch export --format` writes; the names are run/export.py's, too."""
 

@@ -1,4 +1,4 @@
-"""`python ortlaunch/start.py ortlaunch.worker.export_checkpoint RUN STEP FOLDER FORMAT`: a checkpoint as a model.
+"""`python ortlaunch/start.py ortlaunch.worker.export_checkpoint RUN STEP FOLDER FORMAT LORA`: a checkpoint as a model.
 
 One process on the CPU: it builds the run's model and reads the weights alone, of whatever world and ZeRO stage.
 """
@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ortlaunch.errors import CheckpointError, OrtlaunchError
+from ortlaunch.errors import CheckpointError, InputError, OrtlaunchError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir, json_text
-from ortlaunch.run.records import ExportLine, as_json
+from ortlaunch.run.records import DeviceArtifacts, ExportLine, OnnxCheck, as_json
 from ortlaunch.worker.child import die_with_parent
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def main() -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
     run, step, folder, form = RunDir(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     try:
-        write(run, step, folder, form)
+        write(run, step, folder, form, sys.argv[5])
     except OrtlaunchError as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
         return error.exit_status
@@ -40,24 +40,33 @@ def main() -> int:
     return 0
 
 
-def write(run: RunDir, step: int, folder: Path, form: str) -> None:
-    """Build the model of a run, give it the weights of a checkpoint, and write it whole or not at all."""
+def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> None:
+    """Build the model of a run, give it the weights of a checkpoint, and write it whole or not at all.
+
+    lora: merged, alone, or "": as the recipe says.
+    """
+    from ortlaunch.worker.device.artifacts import as_on_a_device
     from ortlaunch.worker.export import FORMATS
     from ortlaunch.worker.onnx_export import refuse_own
 
+    recipe = _with_adapters(_recipe(run), form, lora)
     if form == "onnx":
-        refuse_own(_recipe(run))
-    recipe, model, data = trained(run, step)
+        refuse_own(recipe)
+    if form == "ondevice":
+        recipe = as_on_a_device(recipe, Plan.read(run.plan).batch.micro_samples)
+    recipe, model, data = trained(run, step, recipe)
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     found = FORMATS[form](recipe, partial, model, data)
     partial.replace(folder)
-    _tell(run, ExportLine(step, form, str(folder.absolute()), found))
+    _tell(run, ExportLine(step, form, str(folder.absolute()), found if isinstance(found, OnnxCheck) else None))
+    if isinstance(found, DeviceArtifacts):
+        tell_device(found)
 
 
-def trained(run: RunDir, step: int) -> tuple[Recipe, LossModule, Data]:
-    """The recipe of a run, its model with the weights of a checkpoint, and its data, on the CPU."""
+def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recipe, LossModule, Data]:
+    """The recipe of a run, or one of its kind, its model with the weights of a checkpoint, and its data, on the CPU."""
     import torch
 
     from ortlaunch.user_modules import make_importable
@@ -68,7 +77,7 @@ def trained(run: RunDir, step: int) -> tuple[Recipe, LossModule, Data]:
     from ortlaunch.worker.identity import of_frozen
     from ortlaunch.worker.model import build_model
 
-    recipe, plan = _recipe(run), Plan.read(run.plan)
+    recipe, plan = recipe or _recipe(run), Plan.read(run.plan)
     make_importable(recipe, Path(plan.modules))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     if wrong := damage(run.checkpoint(step), alone):
@@ -80,6 +89,24 @@ def trained(run: RunDir, step: int) -> tuple[Recipe, LossModule, Data]:
     if plan.deepspeed:  # as DeepSpeed keeps the model, and the run's own export has it
         model.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
     return recipe, model, data
+
+
+def _with_adapters(recipe: Recipe, form: str, lora: str) -> Recipe:
+    """The recipe, whose adapters are exported as was asked.
+
+    Raises:
+        InputError: there are none, or the format takes them in one way alone.
+    """
+    adapters = recipe.model.lora
+    if not lora:
+        return recipe
+    if adapters is None:
+        raise InputError(f"--lora {lora}: the run has no adapters; its recipe has no model.lora")
+    if form == "ondevice" or (form == "onnx" and lora == "alone"):
+        told = "adapters apart, to train them" if form == "ondevice" else "adapters merged"
+        raise InputError(f"--lora {lora}: --format {form} has {told}; leave --lora out")
+    model = recipe.model.model_copy(update={"lora": adapters.model_copy(update={"merge": lora == "merged"})})
+    return recipe.model_copy(update={"model": model})
 
 
 def _recipe(run: RunDir) -> Recipe:
@@ -112,6 +139,15 @@ def _tell(run: RunDir, line: ExportLine) -> None:
             f"onnxruntime's logits differ from PyTorch's by at most {line.onnx.largest_difference:.2g} (limit "
             f"{line.onnx.limit:g}) on batches of {shapes}, padded ones among them"
         )
+
+
+def tell_device(found: DeviceArtifacts) -> None:
+    """The comparison with PyTorch, what is trained, and what is not as the recipe says."""
+    trained, difference = sum(each.trained for each in found.parameters), found.largest_difference
+    print(f"onnxruntime's loss and logits differ from PyTorch's by at most {difference:.2g} (limit {found.limit:g})")
+    print(f"a device trains {trained} of {len(found.parameters)} weights by ONNX Runtime's {found.optimizer}")
+    for note in found.notes:
+        print(note)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class LossModule(nn.Module):
             batch = packing.with_mask(batch, next(self.model.parameters()).dtype)
         if self.chunked is not None:
             return self.chunked.loss(self.model, batch, self.training)
-        return _loss_of(self.model(**batch))
+        return loss_of(self.model(**batch))
 
     def chunk(self, chunked: ChunkedHead | None) -> None:
         """Make head and loss in chunks from now on; None: as the model makes them itself."""
@@ -71,7 +71,7 @@ def whole_logits(module: nn.Module) -> Iterator[None]:
         module.chunk(chunked)
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     """The loss in what a model returns: by itself, by its name, or first in a tuple.
 
     Raises:
@@ -198,7 +198,7 @@ def config_of(recipe: Recipe, data: Data) -> Any:
             config.update(fields)
     except Exception as error:  # whatever transformers has against a value
         raise InputError(f"model.config: {' '.join(str(error).split())}") from None
-    _refuse_too_small(recipe, data, config)
+    refuse_too_small(recipe, data, config)
     return config
 
 
@@ -232,7 +232,7 @@ def _classes(data: Data) -> int:
     return max(getattr(samples, "classes", 0) for samples in (data.train, data.evaluation))
 
 
-def _refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
+def refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
     """A word, a place or a class that the model has not would end the run in the middle of a pass."""
     words = getattr(config.get_text_config(), "vocab_size", None)
     if data.tokenizer is not None and words is not None and words < len(data.tokenizer):

@@ -24,7 +24,7 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
     """
     notes, room = [], _MOST
     for module in own_modules():
-        source, target = Path(str(module.__file__)), run.modules / _place(module)
+        source, target = Path(str(module.__file__)), run.modules / place(module)
         text = source.read_bytes() if source.stat().st_size <= min(_LARGEST, room) else None
         if text is None:
             notes.append(f"{source} ({human(source.stat().st_size)}) is not copied into {run.modules}: too large")
@@ -56,7 +56,7 @@ def _is_foreign(file: str, below: tuple[str, ...]) -> bool:
     return file.startswith(below) or any(part in _INSTALLED or part.startswith("torchinductor_") for part in parts)
 
 
-def _place(module: ModuleType) -> Path:
+def place(module: ModuleType) -> Path:
     """Where a module lies below the folder that is on Python's path."""
     path = Path(*module.__name__.split("."))
     return path / "__init__.py" if hasattr(module, "__path__") else path.with_suffix(".py")

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize(
     ("step", "to", "form", "message"),
     [
-        (None, None, "gguf", "--format: got 'gguf'; one of huggingface, onnx"),
+        (None, None, "gguf", "--format: got 'gguf'; one of huggingface, onnx, ondevice"),
         (30, None, "huggingface", "has no complete checkpoint of step 30; of 10, 20"),
         (None, Path(), "huggingface", r"\. is there already; take it away, or give another folder with --to"),
     ],
@@ -38,6 +38,12 @@ def test_refusals(step: int | None, to: Path | None, form: str, message: str, ru
     """Another format or step, or a folder that is there, is said with what there is."""
     with pytest.raises(InputError, match=message):
         exports.export(run, step, to, form)
+
+
+def test_adapters_as_nobody_knows(run: RunDir) -> None:
+    """A word that is no way to export adapters."""
+    with pytest.raises(InputError, match="--lora: got 'apart'; one of merged, alone"):
+        exports.export(run, None, None, "huggingface", "apart")
 
 
 def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
@@ -63,4 +69,4 @@ def test_what_is_started(step: int | None, taken: int, run: RunDir, monkeypatch:
     (words,) = started
     assert words[0] == sys.executable
     folder = run.path / "exports" / f"step_{taken:08d}"
-    assert words[2:] == ["ortlaunch.worker.export_checkpoint", str(run), str(taken), str(folder), "huggingface"]
+    assert words[2:] == ["ortlaunch.worker.export_checkpoint", str(run), str(taken), str(folder), "huggingface", ""]

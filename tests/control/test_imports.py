@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
-SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.records", "run.engine_report", "run.lock",
-          "run.lost", "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine", "units",
-          "file_errors", "user_modules", "launchers"}  # fmt: skip
+SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.device_folder", "run.records", "run.engine_report",
+          "run.lock", "run.lost", "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine",
+          "units", "file_errors", "user_modules", "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
            "report", "other_tools", "schedulers"}  # fmt: skip
 RUN = {"__init__", "errors", "units", "machine", "rank", "process", "launchers", "user_modules", "recipe", "plan",
@@ -72,6 +72,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "other_tools": ({"errors", "recipe", "other_tools"}, set()),
     "report": ({"__init__", "errors", "units", "recipe", "run", "report"}, {"yaml"}),
     "run.folder": (set(), set()),
+    "run.device_folder": (set(), set()),
     "run.origin": ({"plan", "recipe", "run.folder"}, set()),
     "run.resume": ({"errors", "recipe", "run"}, set()),
     "run.records": (set(), set()),

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from ortlaunch.recipe import parse_resolved
+from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.export_checkpoint import trained as checkpoint_model
 from tests.e2e.runs import BERT, COMMAND, EAGER, TWO_RANKS, Run, Train, ended_well, environment, merged
 from tests.ort import needs_ort
 
@@ -58,31 +60,103 @@ def evaluated(home: Path, *words: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
+WORLDS = [(*TWO_RANKS, "engine.name=ort"), ("engine.name=inductor",), ("--launcher=torchrun", "--nproc-per-node=4")]
+
+
 def test_one_number(trained: Run, exported: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank of eager, two of ort, plain transformers and model.onnx: one loss, perplexity and accuracy."""
-    import onnxruntime
+    """Engines on one, two and four ranks, model.onnx and plain transformers: one loss, perplexity and accuracy."""
     from transformers import BertForMaskedLM
 
     found = evaluated(home)
     for name in ("loss", "perplexity", "masked_word_accuracy"):  # as training itself evaluated
         assert found[name] == pytest.approx(trained.values(f"evaluation_{name}")[-1][1], rel=1e-6)
-    assert evaluated(home, *TWO_RANKS, "engine.name=ort") == pytest.approx(found, rel=1e-5)
+    for words in WORLDS:
+        assert evaluated(home, *words) == pytest.approx(found, rel=1e-5)
+    for model in (exported, exported / "model.onnx", trained.folder / "export"):
+        done = ortlaunch(home, "evaluate", str(model), "--json")
+        assert done.returncode == 0, done.stderr
+        by_itself = json.loads(done.stdout)
+        assert by_itself.pop("step") is None
+        assert by_itself == pytest.approx({name: found[name] for name in by_itself}, rel=1e-5)
 
     monkeypatch.chdir(home)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
     samples = Data(parse_resolved((trained.folder / "recipe.yaml").read_text())).evaluation
     assert samples is not None
     batch = collate([samples.sample(i, epoch=0) for i in range(len(samples))])
-    ids, labels = batch["input_ids"], batch["labels"]
     with torch.no_grad():
-        plain = BertForMaskedLM.from_pretrained(trained.folder / "export").eval()(**batch)
-    session = onnxruntime.InferenceSession(str(exported / "model.onnx"), providers=["CPUExecutionProvider"])
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
-    (by_onnx,) = session.run(None, {name: value.numpy() for name, value in given.items()})
-    for logits in (plain.logits, torch.tensor(by_onnx)):
-        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels)
-        right = (logits.argmax(-1) == labels).sum() / (labels != -100).sum()
-        expected = {"loss": loss, "perplexity": loss.exp(), "masked_word_accuracy": right}
-        measured = {name: found[name] for name in expected}
-        assert measured == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
-    assert found["samples"] == len(samples)
+        logits, labels = (
+            BertForMaskedLM.from_pretrained(trained.folder / "export").eval()(**batch).logits,
+            batch["labels"],
+        )
+    right = (logits.argmax(-1) == labels).sum() / (labels != -100).sum()
+    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels)
+    assert (found["loss"], found["samples"]) == (pytest.approx(float(loss), rel=1e-5), len(samples))
+    assert found["masked_word_accuracy"] == pytest.approx(float(right), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_export_of_each_stage(stage: int, train: Train, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of ZeRO 0 to 3: the run's export, the checkpoint's and model.onnx have the checkpoint's logits."""
+    from transformers import AutoModelForMaskedLM
+
+    sharded = merged(BERT, {**EAGER, "zero": {"stage": stage}, "train": {"max_steps": 3, "evaluate_every_steps": None}})
+    run = ended_well(train(f"stage{stage}", sharded, *TWO_RANKS))
+    for form in ("huggingface", "onnx", "ondevice"):  # the latter two are held against PyTorch as they are written
+        done = ortlaunch(home, "export", run.folder.name, f"--format={form}", f"--to=stage{stage}-{form}")
+        assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
+    _, whole, _ = checkpoint_model(RunDir(run.folder), 3)
+    ids = torch.arange(5, 25).reshape(2, 10)
+    with torch.no_grad():
+        expected = whole.model.eval()(input_ids=ids).logits
+        for folder in (run.folder / "export", home / f"stage{stage}-huggingface"):
+            assert torch.equal(AutoModelForMaskedLM.from_pretrained(folder).eval()(input_ids=ids).logits, expected)
+
+
+def test_adapters_alone_and_merged(train: Train, home: Path) -> None:
+    """LoRA of ZeRO 2: adapters on their base have the logits of the merged model, and of model.onnx to 1e-4."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForMaskedLM
+
+    adapted = {"lora": {"r": 4, "target_modules": ["query", "value"]}, "pretrained": "base/export", "config": None}
+    ended_well(train("base", merged(BERT, {**EAGER, "train": {"max_steps": 2, "evaluate_every_steps": None}})))
+    recipe = merged(BERT, {**EAGER, "zero": {"stage": 2}, "train": {"max_steps": 3, "evaluate_every_steps": None}})
+    ended_well(train("lora", {**recipe, "model": {"task": "masked-lm", **adapted}}, *TWO_RANKS))
+    for words in (("--lora=merged", "--to=merged"), ("--lora=alone", "--to=alone"), ("--format=onnx",)):
+        done = ortlaunch(home, "export", "lora", *words)
+        assert done.returncode == 0, done.stderr
+    ids = torch.arange(5, 25).reshape(2, 10)
+    base = AutoModelForMaskedLM.from_pretrained(home / "base/export").eval()
+    with torch.no_grad():
+        untouched = base(input_ids=ids).logits
+        merged_one = AutoModelForMaskedLM.from_pretrained(home / "merged").eval()(input_ids=ids).logits
+        alone = peft.PeftModel.from_pretrained(base, home / "alone").eval()(input_ids=ids).logits
+    torch.testing.assert_close(alone, merged_one, atol=1e-5, rtol=0)
+    assert float((untouched - merged_one).abs().max()) > 1e-4
+
+
+def test_a_device_goes_on(trained: Run, home: Path) -> None:
+    """Export, train, evaluate, average and export again, by the command line: a lower loss, one number."""
+    for words in (
+        ("export", "trained", "--format=ondevice", "--to=artifacts"),
+        ("device", "train", "artifacts", "data.train.path=[train.txt]", "--steps=4", "--to=one"),
+        ("device", "train", "artifacts", "--steps=2", "--to=two"),
+        ("device", "evaluate", "artifacts"),
+    ):
+        done = ortlaunch(home, *words)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    before = json.loads((home / "artifacts/evaluation.json").read_text())
+    assert before["loss"] == pytest.approx(trained.values("evaluation_loss")[-1][1], rel=1e-5)
+    for words in (
+        ("device", "average", "artifacts", "one", "two"),
+        ("device", "evaluate", "artifacts"),
+        ("device", "export", "artifacts", "--to=left"),
+    ):
+        done = ortlaunch(home, *words)
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    after = json.loads((home / "artifacts/evaluation.json").read_text())
+    assert after["loss"] < before["loss"]
+    left = ortlaunch(home, "evaluate", "left", "--recipe=artifacts/recipe.yaml", "--json")
+    assert json.loads(left.stdout)["loss"] == pytest.approx(after["loss"], rel=1e-5), left.stderr

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.export import export
+from ortlaunch.worker.export_checkpoint import _with_adapters
 from ortlaunch.worker.model import build_model
 from ortlaunch.worker.stepping import TorchStepper
 from tests import makers
@@ -65,3 +67,23 @@ def test_an_export_follows_the_umask(tmp_path: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in RunDir(tmp_path).export.iterdir()}
     assert "model.safetensors" in modes
     assert set(modes.values()) == {0o664}
+
+
+ADAPTED = makers.recipe(
+    model={"task": "causal-lm", "config": LLAMA, "lora": {"r": 2, "target_modules": ["q_proj"]}}, data=WORDS
+)
+
+
+def test_adapters_merged_or_alone() -> None:
+    """As asked, whatever the recipe says; refused where there are none, or where a format has one way."""
+    for word, merge in (("merged", True), ("alone", False), ("", True)):
+        found = _with_adapters(ADAPTED, "huggingface", word).model.lora
+        assert found is not None
+        assert found.merge is merge
+    for recipe, form, told in (
+        (makers.recipe(), "huggingface", "the run has no adapters"),
+        (ADAPTED, "onnx", "--format onnx has adapters merged; leave --lora out"),
+        (ADAPTED, "ondevice", "--format ondevice has adapters apart, to train them"),
+    ):
+        with pytest.raises(InputError, match=told):
+            _with_adapters(recipe, form, "alone")

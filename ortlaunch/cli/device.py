@@ -1,0 +1,94 @@
+"""`ortlaunch device`: training with what `ortlaunch export --format ondevice` wrote, without PyTorch's engines."""
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from ortlaunch.cli.hints import Verb, Verbs
+from ortlaunch.cli.options import Overrides
+from ortlaunch.errors import InputError
+
+app = typer.Typer(cls=Verbs, help="Train on a device, and average what several devices learned.", no_args_is_help=True)
+
+Artifacts = Annotated[
+    Path,
+    typer.Argument(
+        metavar="ARTIFACTS", help="Folder that `ortlaunch export --format ondevice` wrote.", show_default=False
+    ),
+]
+Checkpoint = Annotated[
+    Optional[Path],
+    typer.Option("--checkpoint", help="Weights to begin with; the artifacts' own checkpoint if not."),
+]
+To = Annotated[
+    Optional[Path], typer.Option("--to", help="File of the result; the artifacts' own checkpoint, in place, if not.")
+]
+
+
+@app.command(cls=Verb)
+def train(
+    artifacts: Artifacts,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    to: To = None,
+    steps: Annotated[
+        Optional[int], typer.Option("--steps", min=1, help="Of this training; all up to train.max_steps if not.")
+    ] = None,
+) -> None:
+    """Train a checkpoint on data.train, by ONNX Runtime alone; it goes on where its steps ended."""
+    from ortlaunch.run import device
+
+    asked = device.Asked("train", str(artifacts), _text(checkpoint), _text(to), steps)
+    raise typer.Exit(device.train(asked, tuple(overrides or ())))
+
+
+@app.command(cls=Verb)
+def evaluate(artifacts: Artifacts, overrides: Overrides = None, checkpoint: Checkpoint = None) -> None:
+    """Measure a checkpoint on data.evaluation, as `ortlaunch evaluate` does; into ARTIFACTS/evaluation.json."""
+    from ortlaunch.run import device
+
+    asked = device.Asked("evaluate", str(artifacts), _text(checkpoint))
+    raise typer.Exit(device.evaluate(asked, tuple(overrides or ())))
+
+
+@app.command(cls=Verb)
+def export(
+    artifacts: Artifacts,
+    to: Annotated[Path, typer.Option("--to", help="A new folder.", show_default=False)],
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Write a checkpoint as model.onnx for onnxruntime alone, held against the evaluation graph."""
+    from ortlaunch.run import device
+
+    raise typer.Exit(device.export(device.Asked("export", str(artifacts), _text(checkpoint), str(to))))
+
+
+@app.command(cls=Verb)
+def average(
+    artifacts: Artifacts,
+    checkpoints: Annotated[
+        list[Path], typer.Argument(metavar="CHECKPOINT", help="Of each client.", show_default=False)
+    ],
+    to: To = None,
+    weights: Annotated[
+        Optional[str],
+        typer.Option("--weights", metavar="W,W,...", help="Of each client; the samples that it trained on if not."),
+    ] = None,
+) -> None:
+    """Average the weights of clients' checkpoints, each by its samples: federated averaging."""
+    from ortlaunch.run import device
+
+    asked = device.Asked("average", str(artifacts), to=_text(to), checkpoints=tuple(map(str, checkpoints)))
+    raise typer.Exit(device.average(asked._replace(weights=_numbers(weights))))
+
+
+def _text(path: Optional[Path]) -> Optional[str]:
+    return None if path is None else str(path)
+
+
+def _numbers(text: Optional[str]) -> Optional[tuple[float, ...]]:
+    try:
+        return None if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise InputError(f"--weights: got {text!r}; give numbers, as 100,250,80") from None

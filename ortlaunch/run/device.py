@@ -1,0 +1,94 @@
+"""`ortlaunch device`: what is done with a folder of training artifacts, checked, and the process that does it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from ortlaunch import start
+from ortlaunch.errors import InputError
+from ortlaunch.recipe import load, to_yaml
+from ortlaunch.run.device_folder import DeviceFolder
+
+# What a device can change of the recipe; the rest is in the graphs.
+_OPEN = ("data", "batch.micro_size", "train.max_steps", "train.epochs", "optimizer.learning_rate", "schedule", "seed",
+         "log.every_steps")  # fmt: skip
+
+
+class Asked(NamedTuple):
+    """What was typed."""
+
+    verb: str
+    artifacts: str
+    checkpoint: str | None = None
+    """To begin with; None: the artifacts' own."""
+    to: str | None = None
+    """Where the result goes; None: the artifacts' own checkpoint."""
+    steps: int | None = None
+    """Of this training; None: all that are left."""
+    checkpoints: tuple[str, ...] = ()
+    """Of clients, to average."""
+    weights: tuple[float, ...] | None = None
+    recipe: str | None = None
+    """Resolved, as YAML."""
+
+
+def train(asked: Asked, overrides: tuple[str, ...]) -> int:
+    """Train a checkpoint; returns the exit status of the process that does it.
+
+    Raises:
+        InputError: there are no artifacts or no checkpoint, or an override is none that a device takes.
+    """
+    return _start(asked, overrides)
+
+
+def evaluate(asked: Asked, overrides: tuple[str, ...]) -> int:
+    """Measure a checkpoint; as `train`."""
+    return _start(asked, overrides)
+
+
+def export(asked: Asked) -> int:
+    """Write a model for onnxruntime alone, into a new folder; as `train`."""
+    if asked.to and Path(asked.to).exists():
+        raise InputError(f"{asked.to} is there already; take it away, or give another folder with --to")
+    return _start(asked, None)
+
+
+def average(asked: Asked) -> int:
+    """Write the mean of clients' checkpoints; as `train`."""
+    if len(asked.checkpoints) < 2:
+        raise InputError(f"an average is of two checkpoints at least; got {len(asked.checkpoints)}")
+    if asked.weights is not None and len(asked.weights) != len(asked.checkpoints):
+        raise InputError(f"--weights: got {len(asked.weights)} for {len(asked.checkpoints)} checkpoints")
+    return _start(asked, None)
+
+
+def _start(asked: Asked, overrides: tuple[str, ...] | None) -> int:
+    place = DeviceFolder(asked.artifacts)
+    missing = place.missing()
+    if missing:
+        raise InputError(
+            f"{place} is no folder of training artifacts: it lacks {', '.join(missing)}; "
+            "ortlaunch export RUN --format ondevice writes one"
+        )
+    own = str(place.checkpoint)
+    asked = asked._replace(checkpoint=asked.checkpoint or own, to=asked.to or own)
+    for path in asked.checkpoints or (asked.checkpoint,):
+        if not Path(path or "").is_file():
+            raise InputError(f"there is no checkpoint {path}")
+    if overrides is not None:
+        asked = asked._replace(recipe=_recipe(place, overrides))
+    words = start.command("ortlaunch.worker.device")
+    return subprocess.run([*words, json.dumps(asked._asdict())], check=False).returncode
+
+
+def _recipe(place: DeviceFolder, overrides: tuple[str, ...]) -> str:
+    """The artifacts' recipe with their tokenizer, and what was typed."""
+    for word in overrides:
+        key = word.partition("=")[0].lstrip("+")
+        if not any(key == name or key.startswith(f"{name}.") for name in _OPEN):
+            raise InputError(f"{word}: is settled in the artifacts; on a device can be set {', '.join(_OPEN)}")
+    own = (f"data.tokenizer={json.dumps(str(place.path.absolute()))}",) if place.has_tokenizer else ()
+    return to_yaml(load(place.recipe, (*own, *overrides)).recipe)

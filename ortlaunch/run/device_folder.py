@@ -1,0 +1,40 @@
+"""Every path of a folder of artifacts, which `ortlaunch export --format ondevice` writes. Standard library only.
+
+training_model.onnx eval_model.onnx optimizer_model.onnx     graphs without weights, for onnxruntime.training.api
+checkpoint                                                   weights; after a training the optimizer's state, too
+device.json recipe.yaml                                      names and sizes; the run's recipe, a step of one pass
+evaluation.json                                              what `ortlaunch device evaluate` measured last
+config.json tokenizer.json ...                               as beside a model of transformers'
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class DeviceFolder:
+    """The paths."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.training = self.path / "training_model.onnx"
+        self.eval = self.path / "eval_model.onnx"
+        self.optimizer = self.path / "optimizer_model.onnx"
+        self.checkpoint = self.path / "checkpoint"
+        self.description = self.path / "device.json"
+        self.recipe = self.path / "recipe.yaml"
+        self.evaluation = self.path / "evaluation.json"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the data are texts."""
+        return (self.path / "tokenizer_config.json").exists()
+
+    def missing(self) -> list[str]:
+        """Names of files that must be there and are not."""
+        wanted = (self.training, self.eval, self.optimizer, self.description, self.recipe)
+        return [path.name for path in wanted if not path.exists()]

@@ -1,0 +1,71 @@
+"""`python ortlaunch/start.py ortlaunch.worker.device JSON`: a verb of `ortlaunch device`; JSON: run/device.py's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from ortlaunch.cache import take_notes
+from ortlaunch.errors import OrtlaunchError
+from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.user_modules import make_importable
+from ortlaunch.worker.child import die_with_parent
+
+
+def main() -> int:
+    """Do it, or say why not."""
+    die_with_parent(signal.SIGTERM, os.getppid())
+    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
+    try:
+        run(json.loads(sys.argv[1]))
+    except OrtlaunchError as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def run(asked: dict[str, Any]) -> None:
+    """The verb that was asked for."""
+    place, checkpoint, to = DeviceFolder(asked["artifacts"]), Path(asked["checkpoint"] or ""), Path(asked["to"] or "")
+    if asked["verb"] == "average":
+        from ortlaunch.worker.device.average import average
+
+        average(place, [Path(path) for path in asked["checkpoints"]], asked["weights"], to)
+    elif asked["verb"] == "export":
+        from ortlaunch.worker.device.inference import export
+
+        export(place, checkpoint, to)
+    else:
+        _with_data(asked["verb"], place, parse_resolved(asked["recipe"]), (checkpoint, to), asked["steps"])
+
+
+def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path, Path], steps: int | None) -> None:
+    from transformers import AutoConfig
+
+    from ortlaunch.worker.data import Data
+    from ortlaunch.worker.device.evaluate import evaluate
+    from ortlaunch.worker.device.labels import number_as_trained
+    from ortlaunch.worker.device.train import train
+    from ortlaunch.worker.model import refuse_too_small
+
+    make_importable(recipe, place.path.absolute())
+    data = Data(recipe)
+    for note in take_notes():
+        print(note)
+    if (place.path / "config.json").exists():
+        config = AutoConfig.from_pretrained(str(place))
+        number_as_trained(data, config.label2id)
+        refuse_too_small(recipe, data, config)
+    if verb == "train":
+        train(place, recipe, data, *paths, steps)
+    else:
+        evaluate(place, recipe, data, paths[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

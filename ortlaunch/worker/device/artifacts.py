@@ -1,0 +1,172 @@
+"""`ortlaunch export --format ondevice`: graphs for training, evaluation and the optimizer, and a first checkpoint.
+
+Made by onnxruntime.training.artifacts; run back by onnxruntime.training.api and held against PyTorch before it counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ortlaunch.errors import EngineError, InputError
+from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.models import Batch as BatchSizes
+from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run.folder import write_json, write_text
+from ortlaunch.run.records import DeviceArtifacts, DeviceParameter, as_json
+from ortlaunch.user_modules import factories
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.device import graph
+from ortlaunch.worker.device.device import Device, require
+from ortlaunch.worker.device.graph import Batch, Forward
+from ortlaunch.worker.model import LossModule, give_back_cache
+from ortlaunch.worker.module_copies import own_modules
+from ortlaunch.worker.module_copies import place as beside
+
+LIMIT = 1e-4  # of the largest difference of the loss, or of a logit
+_MOST = 2**31 - 2**20  # bytes that a graph may have while its gradient is made: protobuf's 2 GiB
+
+
+def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> DeviceArtifacts:
+    """All that `ortlaunch device` needs, into an existing folder.
+
+    Raises:
+        EngineError: the model does not export, or ONNX Runtime's answers differ from PyTorch's.
+        InputError: it is too large, or keeps what a device cannot.
+        MissingDependency: onnxruntime-training is not installed.
+    """
+    made = require()
+    whole, place = trained.float(), DeviceFolder(folder)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in whole.parameters())
+    if size > _MOST:
+        raise InputError(f"--format ondevice: the weights take {size:,} bytes; ONNX Runtime derives graphs below 2 GiB")
+    batches = graph.labelled_batches(recipe, whole, data)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        forward = graph.export(whole, batches, Path(scratch) / "forward.onnx")
+        _generate(made, recipe, forward, folder)
+    worst = max(_difference(place, graph.WithLoss(whole, tuple(batch)), batch) for batch in batches)
+    if not worst <= LIMIT:  # nan, too
+        raise EngineError(f"ONNX Runtime's answers differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
+    told = _description(recipe, whole, forward, worst)
+    write_json(place.description, as_json(told))
+    write_text(place.recipe, to_yaml(recipe))
+    _save_surroundings(whole, folder, data.tokenizer)
+    for module in own_modules() if dict(factories(recipe)) else ():
+        (folder / beside(module)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(str(module.__file__), folder / beside(module))
+    return told
+
+
+def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
+    """The artifacts' recipe: a step is one pass, nothing is sharded, and attention is written out, for its gradient."""
+    fields = recipe.model
+    return recipe.model_copy(
+        update={
+            "model": fields.model_copy(update={"attention": "eager", "gradient_checkpointing": False}),
+            "batch": BatchSizes(global_size=None, micro_size=micro_samples, accumulation_steps=1),
+            "engine": Engine(name="eager"),
+            "zero": None,
+            "precision": "fp32",
+        }
+    )
+
+
+def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None:
+    import onnx
+
+    with _quiet():
+        try:
+            made.generate_artifacts(
+                onnx.load(str(forward.path)), requires_grad=forward.trained, frozen_params=forward.frozen or None,
+                optimizer=_optimizer(recipe), artifact_directory=str(folder),
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise EngineError(f"--format ondevice: ONNX Runtime derives no gradient of this model: {error}") from error
+    path = DeviceFolder(folder).optimizer
+    model = onnx.load(str(path))
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "adam_mode":
+                attribute.i = 0  # torch.optim.AdamW's: weights decay before the step
+    onnx.save(model, str(path))
+
+
+def _optimizer(recipe: Recipe) -> Any:
+    """The recipe's, as far as ONNX Runtime has it for devices."""
+    from onnxruntime.training.onnxblock import optim
+
+    chosen, norm = recipe.optimizer, recipe.train.max_grad_norm
+    clip = None if norm is None else optim.ClipGradNorm(norm)
+    if chosen.name == "sgd":
+        return optim.SGD(clip_grad=clip)
+    return optim.AdamW(betas=tuple(chosen.betas), eps=chosen.epsilon, weight_decay=chosen.weight_decay, clip_grad=clip)
+
+
+def _notes(recipe: Recipe, forward: Forward) -> list[str]:
+    """What a device does not do as the recipe says."""
+    chosen, found = recipe.optimizer, []
+    if chosen.name == "lamb":
+        found.append("optimizer: lamb was asked; ONNX Runtime's AdamW runs on devices")
+    if chosen.name == "sgd" and (chosen.momentum or chosen.weight_decay):
+        found.append("optimizer: ONNX Runtime's SGD for devices has no momentum and no weight_decay")
+    if chosen.name != "sgd" and chosen.weight_decay and chosen.no_decay:
+        found.append("optimizer: weight_decay holds for all weights; no_decay is not known on devices")
+    if forward.unused:
+        found.append(f"not trained, for the loss does not use them: {', '.join(forward.unused)}")
+    return found
+
+
+@torch.no_grad()
+def _difference(place: DeviceFolder, module: graph.WithLoss, batch: Batch) -> float:
+    """The largest of loss and logits, without dropout."""
+    expected = module.eval()(*batch.values())
+    found = Device(place, place.checkpoint).evaluate(batch)
+    return max(float((torch.from_numpy(one) - other).abs().max()) for one, other in zip(found.values(), expected))
+
+
+def _description(recipe: Recipe, whole: LossModule, forward: Forward, worst: float) -> DeviceArtifacts:
+    import onnx
+
+    shapes = {each.name: list(each.dims) for each in onnx.load(str(forward.path)).graph.initializer}
+    named = dict.fromkeys(forward.trained, True) | dict.fromkeys(forward.frozen, False)
+    used = "SGDOptimizerV2" if recipe.optimizer.name == "sgd" else "AdamWOptimizer"
+    return DeviceArtifacts(
+        opset=graph.OPSET,
+        inputs=list(forward.inputs),
+        outputs=list(forward.outputs),
+        parameters=[DeviceParameter(name, shapes[name], trained) for name, trained in named.items()],
+        optimizer=used,
+        largest_difference=worst,
+        limit=LIMIT,
+        notes=_notes(recipe, forward),
+    )
+
+
+def _save_surroundings(whole: LossModule, folder: Path, tokenizer: Any) -> None:
+    model: Any = whole.model
+    if hasattr(model, "config"):
+        give_back_cache(model, whole.generates_with_cache)
+        model.config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """While open, what ONNX Runtime's graph transformers say at every step goes nowhere: no setting reaches them."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

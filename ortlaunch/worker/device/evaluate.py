@@ -1,0 +1,44 @@
+"""`ortlaunch device evaluate`: a checkpoint's weights in eval_model.onnx, measured as every evaluation is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ortlaunch.errors import InputError
+from ortlaunch.rank import Rank
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run.folder import write_json
+from ortlaunch.run.records import Evaluation, as_json
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.device.device import STEPS, Device, number
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.evaluate_model import measured
+from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.tasks.evaluate import table
+
+
+class _OnDevice(nn.Module):
+    """`forward(**batch)` -> loss and logits by name."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: torch.as_tensor(value) for name, value in self.device.evaluate(batch).items()}
+
+
+def evaluate(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path) -> Evaluation:
+    """Measure, write evaluation.json, print it."""
+    if data.evaluation is None:
+        raise InputError(f"{place.recipe} has no data.evaluation; give one, as data.evaluation.path=[held-out.txt]")
+    device, group = Device(place, checkpoint), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    whole = LossModule(_OnDevice(device))
+    found = measured(recipe, whole, data.evaluation, group, number(device.state, STEPS))
+    write_json(place.evaluation, as_json(found))
+    print(*table(found), f"written to {place.evaluation}", sep="\n")
+    return found

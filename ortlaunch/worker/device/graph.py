@@ -1,0 +1,156 @@
+"""A model with its loss as one ONNX graph that can be trained, for batches and texts of any size.
+
+Written by torch's TorchScript exporter in training mode: dropout stays, and nothing is folded into the weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ortlaunch.errors import EngineError, InputError
+from ortlaunch.recipe import Recipe
+from ortlaunch.worker.chunked_head import LABELS
+from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.model import LossModule, loss_of
+from ortlaunch.worker.onnx_export import real_batches
+
+OPSET = 15  # from 17 on a LayerNorm is one operator, written without the outputs that ONNX Runtime's gradient needs
+Batch = dict[str, torch.Tensor]
+Axes = dict[str, dict[int, str]]
+
+
+class WithLoss(nn.Module):
+    """`forward(*inputs)` -> the loss, then logits and whatever else the model returns by name, a tuple."""
+
+    def __init__(self, whole: LossModule, inputs: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.inputs = whole.model, inputs
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self.named(*tensors).values())
+
+    def named(self, *tensors: torch.Tensor) -> Batch:
+        """The same, each under its name."""
+        output = self.model(**dict(zip(self.inputs, tensors)))
+        pairs = output.items() if isinstance(output, Mapping) else ()
+        others = {name: value for name, value in pairs if isinstance(value, torch.Tensor) and value.dim()}
+        return {"loss": loss_of(output), **others}
+
+
+class Forward(NamedTuple):
+    """What was exported."""
+
+    path: Path
+    inputs: Axes
+    """Each with its axes whose size is open."""
+    outputs: Axes
+    trained: list[str]
+    """Parameters that the loss can change, by their names in the graph."""
+    frozen: list[str]
+    unused: list[str]
+    """Parameters that training would change, and this loss does not use."""
+
+
+def labelled_batches(recipe: Recipe, whole: LossModule, data: Data) -> list[Batch]:
+    """Batches of the run's own data, in the order of the model's forward; the first two differ in both sizes."""
+    few = collate([data.train.sample(index % len(data.train), epoch=0) for index in range(3)])
+    model: Any = whole.model
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's has no names
+    taken = inspect.signature(model.forward).parameters
+    if recipe.model.task == "custom":
+        wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+        whole_batch = {name: value for name, value in few.items() if wild or name in taken}
+        return [whole_batch, {name: value[:2] for name, value in whole_batch.items()}]
+    found = []
+    for batch in real_batches(model, data):
+        rows, length = batch["input_ids"].shape
+        labels = {name: _cut(few[name], rows, length, few["input_ids"].size(1)) for name in LABELS if name in few}
+        both = {**batch, **labels}
+        found.append({name: both[name] for name in taken if name in both})
+    return found
+
+
+def _cut(labels: torch.Tensor, rows: int, length: int, whole: int) -> torch.Tensor:
+    """Labels of a smaller batch, one of each text counted: the mean over none is no number."""
+    labels = labels[:rows, :length].clone() if labels.dim() > 1 and labels.size(1) == whole else labels[:rows].clone()
+    if labels.dim() > 1 and not labels.is_floating_point():
+        labels[:, 1] = 0
+    return labels
+
+
+def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
+    """Write the graph of a model in float32 on the CPU.
+
+    Raises:
+        InputError: it keeps statistics of batches, or has nothing to train.
+        EngineError: the exporter cannot write it, or writes weights that the model shares as two.
+    """
+    module = WithLoss(whole, tuple(batches[0])).train()
+    _require_no_statistics(module)
+    inputs, outputs = _axes(batches), _axes([module.named(*batch.values()) for batch in batches])
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")  # of what tracing cannot see; the comparison shows whether it mattered
+        try:
+            torch.onnx.export(
+                module, tuple(batches[0].values()), str(path), input_names=[*inputs], output_names=[*outputs],
+                dynamic_axes={**inputs, **outputs}, opset_version=OPSET, dynamo=False, do_constant_folding=False,
+                training=torch.onnx.TrainingMode.TRAINING,
+            )  # fmt: skip
+        except Exception as error:  # whatever the exporter raises is a reason
+            raise EngineError(f"--format ondevice: the model does not export: {str(error).splitlines()[0]}") from error
+    return _sorted(module, Forward(path, inputs, outputs, [], [], []))
+
+
+def _require_no_statistics(module: nn.Module) -> None:
+    kept = [name for name, part in module.named_modules() if getattr(part, "track_running_stats", False)]
+    if kept:
+        raise InputError(f"--format ondevice: {kept[0]} keeps statistics of batches, which a device does not update")
+
+
+def _axes(batches: list[Batch]) -> Axes:
+    """Axis 0 is the batch; others whose size differs between the first two batches follow the text's length."""
+    (long, short), found = batches[:2], Axes()
+    for name, value in long.items():
+        open_ones = [axis for axis in range(1, value.dim()) if value.size(axis) != short[name].size(axis)]
+        found[name] = {0: "batch", **dict.fromkeys(open_ones, "length")} if value.dim() else {}
+    return found
+
+
+def _sorted(module: WithLoss, forward: Forward) -> Forward:
+    """Which of the graph's weights are trained: those that the model trains and the loss uses."""
+    import onnx
+
+    graph = onnx.load(str(forward.path)).graph
+    used, there = _used(graph), {each.name for each in graph.initializer}
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    for parameter in module.parameters():
+        names = [name for name in aliases[id(parameter)] if name in there]
+        if len(names) > 1:
+            raise EngineError(f"--format ondevice: the exporter wrote one weight as {' and '.join(names)}")
+        if parameter.requires_grad and used.isdisjoint(names):
+            forward.unused.append(aliases[id(parameter)][0])
+        (forward.trained if parameter.requires_grad and used & {*names} else forward.frozen).extend(names)
+    if not forward.trained:
+        raise InputError("--format ondevice: the model has nothing to train; its loss uses no trained parameter")
+    return forward
+
+
+def _used(graph: Any) -> set[str]:
+    """Names that the loss is computed from."""
+    makers = {name: node for node in graph.node for name in node.output}
+    found, left = set[str](), [graph.output[0].name]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += makers[name].input if name in makers else ()
+    return found

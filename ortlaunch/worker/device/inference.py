@@ -1,0 +1,73 @@
+"""`ortlaunch device export`: a checkpoint's weights in one graph for onnxruntime alone, with config and tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ortlaunch.errors import EngineError
+from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.worker.device.artifacts import LIMIT
+from ortlaunch.worker.device.device import Device
+from ortlaunch.worker.onnx_model import Batch, arrays
+
+_SIZES = {"batch": 3, "length": 7}  # of the batch that is compared
+
+
+def export(place: DeviceFolder, checkpoint: Path, to: Path) -> None:
+    """Write a new folder with model.onnx, run back by onnxruntime and held against the evaluation graph.
+
+    Raises:
+        InputError: the model returns a loss alone.
+        EngineError: the two graphs differ.
+    """
+    partial = to.with_name(f"{to.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    device = Device(place, checkpoint)
+    outputs = device.save_for_inference(partial / "model.onnx")
+    worst = _difference(device, place, partial / "model.onnx", outputs)
+    if not worst <= LIMIT:  # nan, too
+        raise EngineError(f"model.onnx and {place.eval} differ by {worst:.3g}; the limit is {LIMIT:g}")
+    _copy_surroundings(place, partial)
+    partial.replace(to)
+    print(f"{', '.join(outputs)} differ from the evaluation graph's by at most {worst:.2g} (limit {LIMIT:g})")
+    print(f"model for onnxruntime: {to / 'model.onnx'}")
+
+
+def _difference(device: Device, place: DeviceFolder, path: Path, outputs: list[str]) -> float:
+    import onnxruntime
+
+    batch = _made_up(device, place)
+    expected = device.evaluate(batch)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = session.run(outputs, arrays([each.name for each in session.get_inputs()], batch))
+    return max(float(abs(one - expected[name]).max()) for name, one in zip(outputs, found))
+
+
+def _made_up(device: Device, place: DeviceFolder) -> Batch:
+    """A batch for the evaluation graph: whole numbers are 0 and 1, which any vocabulary and number of classes has."""
+    import onnx
+
+    generator, graph = torch.Generator().manual_seed(0), onnx.load(str(place.eval)).graph
+    named: dict[str, Any] = {each.name: each.type.tensor_type for each in graph.input}
+    found = {}
+    for name in device.inputs:
+        shape = [_SIZES.get(axis.dim_param, axis.dim_value) for axis in named[name].shape.dim]
+        dtype = torch.from_numpy(np.zeros(1, onnx.helper.tensor_dtype_to_np_dtype(named[name].elem_type))).dtype
+        numbers = torch.randn(shape, generator=generator)
+        found[name] = numbers.to(dtype) if dtype.is_floating_point else (numbers > 0).to(dtype)
+        found[name][..., 0] = 1  # no text is all padding, nor without a label
+    return found
+
+
+def _copy_surroundings(place: DeviceFolder, folder: Path) -> None:
+    """Config and tokenizer, as beside transformers' weights."""
+    ours = {place.description.name, place.evaluation.name}
+    for path in sorted(place.path.iterdir()):
+        if path.suffix in (".json", ".txt", ".model", ".jinja") and path.name not in ours:
+            shutil.copy(path, folder / path.name)

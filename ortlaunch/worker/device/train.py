@@ -1,0 +1,77 @@
+"""`ortlaunch device train`: steps of one pass each, from one checkpoint into another."""
+
+from __future__ import annotations
+
+import math
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ortlaunch.errors import InputError, NonFiniteError
+from ortlaunch.plan import BatchPlan
+from ortlaunch.recipe import Recipe
+from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.worker.data import Batches, Data
+from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
+from ortlaunch.worker.schedule import factor
+
+
+class _Span(NamedTuple):
+    """Steps of this training, from 0, of the whole one's."""
+
+    first: int
+    last: int
+    total: int
+
+
+def train(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path, to: Path, steps: int | None) -> None:
+    """Train up to `train.max_steps`, or `steps` of them, and save.
+
+    Raises:
+        InputError: there is no step left.
+        NonFiniteError: a loss is inf or nan; nothing is saved.
+    """
+    require()
+    micro = recipe.batch.micro_size
+    assert isinstance(micro, int), "the artifacts' recipe has a number"
+    span = _span(recipe, len(data.train), micro, checkpoint, steps)
+    import_module("onnxruntime").set_seed(recipe.seed + span.first)  # of dropout
+    device = Device(place, checkpoint, trains=True)
+    print(f"steps {span.first + 1} to {span.last} of {span.total}, each one pass over {micro} samples", flush=True)
+    losses = _take(device, recipe, Batches(data.train, BatchPlan(micro, micro, 1, 1, None), recipe.seed), span)
+    _count(device.state, span, micro)
+    save_state(device.state, to, with_optimizer=True)
+    print(f"trained {len(losses)} steps, {len(losses) * micro} samples, loss {losses[0]:.4f} to {losses[-1]:.4f}: {to}")
+
+
+def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int | None) -> _Span:
+    first, total = number(load_state(checkpoint), STEPS), recipe.train.max_steps
+    if total is None:
+        total = max(1, math.ceil(round((recipe.train.epochs or 0.0) * samples / micro, 6)))
+    if first >= total:
+        raise InputError(f"{checkpoint} has {first} steps of {total}; for more: train.max_steps={2 * total}")
+    return _Span(first, total if steps is None else min(first + steps, total), total)
+
+
+def _take(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list[float]:
+    """Take the steps; the loss of each."""
+    losses, began = list[float](), time.monotonic()
+    for step in range(span.first, span.last):
+        rate = recipe.optimizer.learning_rate * factor(recipe.schedule, step, span.total)
+        losses.append(device.step(batches.micro_batch(step, 0, 0), rate))
+        if not math.isfinite(losses[-1]):
+            raise NonFiniteError(f"step {step + 1}: the loss is {losses[-1]}; nothing is saved")
+        if (step + 1) % recipe.log.every_steps == 0 or step + 1 == span.last:
+            speed = len(losses) * batches.batch.micro_samples / (time.monotonic() - began)
+            told = f"step {step + 1}/{span.total}  loss {losses[-1]:.4f}  lr {rate:.3g}  {speed:,.1f} samples/s"
+            print(told, flush=True)
+    return losses
+
+
+def _count(state: Any, span: _Span, micro: int) -> None:
+    """Steps, and samples since the weights were last averaged."""
+    before = 0 if number(state, AVERAGED) else number(state, SAMPLES)
+    properties = state.properties
+    properties[STEPS], properties[AVERAGED] = span.last, 0
+    properties[SAMPLES] = before + (span.last - span.first) * micro

@@ -1,0 +1,74 @@
+"""`ortlaunch device`: what is refused before a process is started, and what that process is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import InputError, RecipeError
+from ortlaunch.recipe import parse_resolved, to_yaml
+from ortlaunch.run import device
+from ortlaunch.run.device_folder import DeviceFolder
+from tests import makers
+from tests.control.typed import Run
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> DeviceFolder:
+    """A folder with everything by its name."""
+    place = DeviceFolder(tmp_path / "artifacts")
+    place.path.mkdir()
+    words = {"train": "python-docs", "tokenizer": {"train": "wordpiece", "vocab_size": 300}, "sequence_length": 24}
+    config = {"model_type": "bert"}
+    place.recipe.write_text(to_yaml(makers.recipe(model={"task": "masked-lm", "config": config}, data=words)))
+    for path in (place.training, place.eval, place.optimizer, place.description, place.checkpoint):
+        path.touch()
+    (place.path / "tokenizer_config.json").touch()
+    return place
+
+
+def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The artifacts' recipe with their tokenizer and the client's data; checkpoints are theirs if not given."""
+    started: list[Any] = []
+
+    class Ended:
+        returncode = 3
+
+    monkeypatch.setattr(device.subprocess, "run", lambda words, check: started.append(words) or Ended)
+    mine = ("data.train.format=text", "data.train.path=[mine.txt]", "train.max_steps=7")
+    assert device.train(device.Asked("train", str(artifacts), to="after", steps=5), mine) == 3
+    given = json.loads(started[0][3])
+    recipe = parse_resolved(given["recipe"])
+    assert (recipe.data.tokenizer, recipe.train.max_steps) == (str(artifacts), 7)
+    assert (given["checkpoint"], given["to"], given["steps"]) == (str(artifacts.checkpoint), "after", 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("train", "model.config.num_hidden_layers=3"), "is settled in the artifacts; on a device can be set data, "),
+        (("train", "--checkpoint=nothing"), "there is no checkpoint nothing"),
+        (("export", "--to=."), ". is there already"),
+        (("average", "checkpoint"), "an average is of two checkpoints at least; got 1"),
+        (("average", "one", "two", "--weights=1,x"), "--weights: got '1,x'; give numbers, as 100,250,80"),
+        (("average", "one", "two", "--weights=1"), "--weights: got 1 for 2 checkpoints"),
+        (("average", "one", "two"), "there is no checkpoint one"),
+    ],
+)  # fmt: skip
+def test_refusals(words: tuple[str, ...], told: str, artifacts: DeviceFolder, ortlaunch: Run) -> None:
+    """Each with what there is."""
+    ended = ortlaunch("device", words[0], str(artifacts), *words[1:])
+    assert (ended.status, told in ended.err) == (2, True), ended.err
+
+
+def test_no_artifacts_and_a_mistyped_key(artifacts: DeviceFolder) -> None:
+    """A folder that lacks some files names them; a key that no recipe has is told as everywhere."""
+    artifacts.eval.unlink()
+    with pytest.raises(InputError, match=r"it lacks eval_model\.onnx; ortlaunch export RUN --format ondevice writes"):
+        device.train(device.Asked("train", str(artifacts)), ())
+    artifacts.eval.touch()
+    with pytest.raises(RecipeError, match=r"did you mean data\.sequence_length"):
+        device.train(device.Asked("train", str(artifacts)), ("data.sequence_lenght=8",))

@@ -1,0 +1,211 @@
+"""Training artifacts: a device's steps are PyTorch's, what is frozen stays, and clients' checkpoints are averaged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ortlaunch.errors import CheckpointError, InputError
+from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.device import graph
+from ortlaunch.worker.device.artifacts import as_on_a_device, ondevice
+from ortlaunch.worker.device.average import average
+from ortlaunch.worker.device.device import SAMPLES, STEPS, Device, load_state, number, save_state
+from ortlaunch.worker.device.evaluate import evaluate
+from ortlaunch.worker.device.inference import export
+from ortlaunch.worker.device.labels import number_as_trained
+from ortlaunch.worker.device.train import train
+from ortlaunch.worker.evaluate_model import evaluated
+from ortlaunch.worker.model import LossModule, build_model
+from tests import makers
+from tests.ort import needs_ort
+
+pytestmark = needs_ort
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+         "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+BERT = makers.recipe(
+    model={"task": "pretraining", "config": {"model_type": "bert", **SMALL}},
+    data={"train": "python-docs", "evaluation": "python-docs", "tokenizer": {"train": "wordpiece", "vocab_size": 300},
+          "sequence_length": 24},
+    optimizer={"learning_rate": 1e-2, "weight_decay": 0.1, "no_decay": []},
+    schedule={"name": "constant"},
+    train={"max_steps": 6, "max_grad_norm": 1.0},
+)  # fmt: skip
+LORA = makers.recipe(
+    model={"task": "causal-lm", "lora": {"r": 2, "target_modules": ["q_proj"]},
+           "config": {"model_type": "llama", **{name: SMALL[name] for name in list(SMALL)[:5]}}},
+    data={"train": "python-docs", "tokenizer": {"train": "bpe", "vocab_size": 300}, "sequence_length": 24},
+)  # fmt: skip
+
+
+class Made:
+    """Artifacts of a recipe, and the model they were made of."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        folder.mkdir()
+        self.recipe, self.place = as_on_a_device(recipe, 2), DeviceFolder(folder)
+        self.data = Data(self.recipe)
+        self.data.train, self.data.evaluation = First(self.data.train), First(self.data.train)
+        self.whole: LossModule = build_model(self.recipe, self.data)
+        self.told = ondevice(self.recipe, folder, self.whole, self.data)
+
+    def train(self, to: Path, steps: int | None = None, checkpoint: Path | None = None) -> Any:
+        train(self.place, self.recipe, self.data, checkpoint or self.place.checkpoint, to, steps)
+        return load_state(to)
+
+
+class First:
+    """Eight samples of many, so that evaluations are quick."""
+
+    def __init__(self, samples: Any) -> None:
+        self.sample = samples.sample
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for this file, so that its tokenizers are trained once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTLAUNCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory, cache: None) -> Made:
+    return Made(BERT, tmp_path_factory.mktemp("bert") / "artifacts")
+
+
+def weights(state: Any) -> dict[str, Any]:
+    return {name: parameter.data for name, parameter in state.parameters}
+
+
+def test_steps_are_pytorchs(bert: Made) -> None:
+    """Clipping and AdamW with decay, two batches of different lengths: the weights that PyTorch has."""
+    assert bert.told.outputs == ["loss", "prediction_logits", "seq_relationship_logits"]
+    assert bert.told.inputs[-2:] == ["labels", "next_sentence_label"]
+    device, batches = (
+        Device(bert.place, bert.place.checkpoint, trains=True),
+        graph.labelled_batches(bert.recipe, bert.whole, bert.data),
+    )
+    whole = build_model(bert.recipe, bert.data).float()
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1, eps=bert.recipe.optimizer.epsilon)
+    for batch in batches[:2]:
+        loss = whole(**batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert device.step(batch, 1e-2) == pytest.approx(float(loss), abs=1e-5)
+    found = weights(device.state)
+    for name, value in whole.named_parameters():
+        torch.testing.assert_close(torch.tensor(found[name]), value.detach(), atol=2e-5, rtol=0)
+
+
+def test_it_learns_goes_on_and_leaves(bert: Made, tmp_path: Path) -> None:
+    """Six steps at once, or two and four; a lower loss, one number by the artifacts and by the exported model."""
+    at_once = bert.train(tmp_path / "six")
+    bert.train(tmp_path / "two", steps=2)
+    chained = bert.train(tmp_path / "all", checkpoint=tmp_path / "two")
+    assert (number(chained, STEPS), number(chained, SAMPLES)) == (6, 12)
+    expected = weights(at_once)
+    for name, value in weights(chained).items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-6)
+    with pytest.raises(InputError, match=r"six has 6 steps of 6; for more: train\.max_steps=12"):
+        bert.train(tmp_path / "more", checkpoint=tmp_path / "six")
+
+    before = evaluate(bert.place, bert.recipe, bert.data, bert.place.checkpoint)
+    after = evaluate(bert.place, bert.recipe, bert.data, tmp_path / "six")
+    assert after.loss < 0.9 * before.loss
+    assert (after.step, after.samples) == (6, 8)
+    export(bert.place, tmp_path / "six", tmp_path / "model")
+    assert {path.name for path in (tmp_path / "model").iterdir()} >= {"model.onnx", "config.json", "tokenizer.json"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ortlaunch.worker.data.load_data", lambda *_: bert.data)
+        found = evaluated(bert.recipe, tmp_path / "model" / "model.onnx", tmp_path)
+    assert found.loss == pytest.approx(after.loss, abs=1e-5)
+    assert found.next_sentence_accuracy == after.next_sentence_accuracy
+
+
+def test_adapters_alone_are_trained(tmp_path: Path) -> None:
+    """Under LoRA a device changes the adapters and nothing else; the recipe that it reads is the artifacts'."""
+    made = Made(LORA, tmp_path / "artifacts")
+    assert parse_resolved(made.place.recipe.read_text()).model.attention == "eager"
+    before, after = weights(load_state(made.place.checkpoint)), weights(made.train(tmp_path / "after", steps=2))
+    changed = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert changed == {each.name for each in made.told.parameters if each.trained}
+    assert all("lora_" in name for name in changed)
+    assert len(changed) == 2
+
+
+def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:
+    """Weighted by the samples of each since the last average, or as asked; trained again it begins to count anew."""
+    one, two = bert.train(tmp_path / "one", steps=1), bert.train(tmp_path / "two", steps=3)
+    clients = [tmp_path / "one", tmp_path / "two"]
+    average(bert.place, clients, None, tmp_path / "mean")
+    mean, first, second = load_state(tmp_path / "mean"), weights(one), weights(two)
+    for name, value in weights(mean).items():
+        np.testing.assert_allclose(value, (first[name] + 3 * second[name]) / 4, atol=1e-6)
+    assert (number(mean, STEPS), number(mean, SAMPLES)) == (3, 8)
+    assert number(bert.train(tmp_path / "again", steps=2, checkpoint=tmp_path / "mean"), SAMPLES) == 4
+    average(bert.place, clients, [1.0, 1.0], tmp_path / "even")
+    name = next(iter(first))
+    even = weights(load_state(tmp_path / "even"))[name]
+    np.testing.assert_allclose(even, (first[name] + second[name]) / 2, atol=1e-6)
+
+
+def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
+    """Another model's weights, a number that is none, a client without samples, a file that is no checkpoint."""
+    good = tmp_path / "good"
+    bert.train(good, steps=1)
+    to = tmp_path / "mean"
+    with pytest.raises(InputError, match="checkpoint trained on no sample since the last average"):
+        average(bert.place, [good, bert.place.checkpoint], None, to)
+    with pytest.raises(InputError, match="got weight 0; a weight is above 0"):
+        average(bert.place, [good, good], [1.0, 0.0], to)
+    with pytest.raises(CheckpointError, match=r"device\.json is no checkpoint of onnxruntime's"):
+        average(bert.place, [good, bert.place.description], None, to)
+
+    spoiled, name = load_state(good), bert.told.parameters[0].name
+    spoiled.parameters[name] = np.full_like(spoiled.parameters[name].data, np.nan)
+    save_state(spoiled, tmp_path / "nan", with_optimizer=False)
+    with pytest.raises(CheckpointError, match=f"nan: {name} holds inf or nan"):
+        average(bert.place, [good, tmp_path / "nan"], None, to)
+
+    config = {"model_type": "bert", **SMALL, "intermediate_size": 48}
+    wider = bert.recipe.model_copy(update={"model": bert.recipe.model.model_copy(update={"config": config})})
+    other = Made(wider, tmp_path / "wider")
+    with pytest.raises(CheckpointError, match=r"intermediate.*is of shape \[48.*, and of \[32.* in the artifacts"):
+        average(bert.place, [good, other.place.checkpoint], [1.0, 1.0], to)
+    shutil.copy(good, tmp_path / "copy")
+    with pytest.raises(CheckpointError, match="is not of these artifacts: it has"):
+        average(DeviceFolder(other_names(bert, tmp_path / "renamed")), [good, tmp_path / "copy"], None, to)
+    assert not to.exists()
+
+
+def other_names(made: Made, folder: Path) -> Path:
+    """The artifacts, whose first weight has another name."""
+    folder.mkdir()
+    text = made.place.description.read_text()
+    (folder / "device.json").write_text(text.replace(made.told.parameters[0].name, "model.another"))
+    return folder
+
+
+def test_a_client_knows_some_of_the_words() -> None:
+    """Its labels get the graph's numbers; a word that the graph has not is an error."""
+    data: Any = SimpleNamespace(label_names=["bad", "odd"], train=SimpleNamespace(labels=[1, 0]), evaluation=None)
+    number_as_trained(data, {"bad": 0, "good": 1, "odd": 2})
+    assert data.train.labels == [2, 0]
+    with pytest.raises(DataError, match="label 'odd' is none of the artifacts': bad, good"):
+        number_as_trained(data, {"bad": 0, "good": 1})
