@@ -37,7 +37,7 @@ BERT = makers.recipe(
     model={"task": "pretraining", "config": {"model_type": "bert", **SMALL}},
     data={"train": "python-docs", "evaluation": "python-docs", "tokenizer": {"train": "wordpiece", "vocab_size": 300},
           "sequence_length": 24},
-    optimizer={"learning_rate": 1e-2, "weight_decay": 0.1, "no_decay": []},
+    optimizer={"learning_rate": 1e-2, "epsilon": 1e-4, "weight_decay": 0.1, "no_decay": []},
     schedule={"name": "constant"},
     train={"max_steps": 6, "max_grad_norm": 1.0},
 )  # fmt: skip
@@ -127,7 +127,7 @@ def test_it_learns_goes_on_and_leaves(bert: Made, tmp_path: Path) -> None:
 
     before = evaluate(bert.place, bert.recipe, bert.data, bert.place.checkpoint)
     after = evaluate(bert.place, bert.recipe, bert.data, tmp_path / "six")
-    assert after.loss < 0.9 * before.loss
+    assert after.loss < before.loss - 0.1
     assert (after.step, after.samples) == (6, 8)
     export(bert.place, tmp_path / "six", tmp_path / "model")
     assert {path.name for path in (tmp_path / "model").iterdir()} >= {"model.onnx", "config.json", "tokenizer.json"}
@@ -177,9 +177,10 @@ def test_what_cannot_be_averaged(bert: Made, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"device\.json is no checkpoint of onnxruntime's"):
         average(bert.place, [good, bert.place.description], None, to)
 
-    spoiled, name = load_state(good), bert.told.parameters[0].name
-    spoiled.parameters[name] = np.full_like(spoiled.parameters[name].data, np.nan)
-    save_state(spoiled, tmp_path / "nan", with_optimizer=False)
+    spoiled, name = Device(bert.place, good), bert.told.parameters[0].name
+    parameters = spoiled.state.parameters
+    parameters[name] = np.full_like(parameters[name].data, np.nan)
+    save_state(spoiled.state, tmp_path / "nan", with_optimizer=False)
     with pytest.raises(CheckpointError, match=f"nan: {name} holds inf or nan"):
         average(bert.place, [good, tmp_path / "nan"], None, to)
 

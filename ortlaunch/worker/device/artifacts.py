@@ -55,7 +55,7 @@ def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> D
     worst = max(_difference(place, graph.WithLoss(whole, tuple(batch)), batch) for batch in batches)
     if not worst <= LIMIT:  # nan, too
         raise EngineError(f"ONNX Runtime's answers differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
-    told = _description(recipe, whole, forward, worst)
+    told = _description(recipe, forward, worst)
     write_json(place.description, as_json(told))
     write_text(place.recipe, to_yaml(recipe))
     _save_surroundings(whole, folder, data.tokenizer)
@@ -132,17 +132,14 @@ def _difference(place: DeviceFolder, module: graph.WithLoss, batch: Batch) -> fl
     return max(float((torch.from_numpy(one) - other).abs().max()) for one, other in zip(found.values(), expected))
 
 
-def _description(recipe: Recipe, whole: LossModule, forward: Forward, worst: float) -> DeviceArtifacts:
-    import onnx
-
-    shapes = {each.name: list(each.dims) for each in onnx.load(str(forward.path)).graph.initializer}
+def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifacts:
     named = dict.fromkeys(forward.trained, True) | dict.fromkeys(forward.frozen, False)
     used = "SGDOptimizerV2" if recipe.optimizer.name == "sgd" else "AdamWOptimizer"
     return DeviceArtifacts(
         opset=graph.OPSET,
         inputs=list(forward.inputs),
         outputs=list(forward.outputs),
-        parameters=[DeviceParameter(name, shapes[name], trained) for name, trained in named.items()],
+        parameters=[DeviceParameter(name, forward.shapes[name], trained) for name, trained in named.items()],
         optimizer=used,
         largest_difference=worst,
         limit=LIMIT,

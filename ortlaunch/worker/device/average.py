@@ -11,7 +11,7 @@ import numpy as np
 from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.run.device_folder import DeviceFolder
 from ortlaunch.run.folder import read_json
-from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, load_state, number, require, save_state
+from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
 
 Weights = dict[str, Any]
 
@@ -33,15 +33,16 @@ def average(place: DeviceFolder, checkpoints: list[Path], weights: list[float] |
         raise CheckpointError("\n".join(wrong))
     _require_same_frozen(checkpoints, states, wanted)
     parts = _parts(checkpoints, states, weights)
+    device = Device(place, checkpoints[0])  # only a state that a living module has takes weights
     for parameter in (each for each in wanted if each["trained"]):
         name = parameter["name"]
         mean = sum(part * state.parameters[name].data.astype(np.float64) for part, state in zip(parts, states))
-        states[0].parameters[name] = np.asarray(mean, dtype=np.float32)
-    properties = states[0].properties
+        device.state.parameters[name] = np.asarray(mean, dtype=np.float32)
+    properties = device.state.properties
     properties[STEPS] = max(number(state, STEPS) for state in states)
     properties[SAMPLES] = sum(number(state, SAMPLES) for state in states)
     properties[AVERAGED] = 1
-    save_state(states[0], to, with_optimizer=False)
+    save_state(device.state, to, with_optimizer=False)
     told = "\n".join(f"  {part:7.2%}  {path}" for part, path in zip(parts, checkpoints))
     trained = sum(each["trained"] for each in wanted)
     print(f"{told}\naverage of {len(states)} checkpoints, {trained} trained of {len(wanted)} weights: {to}")

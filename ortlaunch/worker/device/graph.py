@@ -56,6 +56,8 @@ class Forward(NamedTuple):
     frozen: list[str]
     unused: list[str]
     """Parameters that training would change, and this loss does not use."""
+    shapes: dict[str, list[int]]
+    """Sizes of everything in the graph that is no input."""
 
 
 def labelled_batches(recipe: Recipe, whole: LossModule, data: Data) -> list[Batch]:
@@ -105,7 +107,7 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
             )  # fmt: skip
         except Exception as error:  # whatever the exporter raises is a reason
             raise EngineError(f"--format ondevice: the model does not export: {str(error).splitlines()[0]}") from error
-    return _sorted(module, Forward(path, inputs, outputs, [], [], []))
+    return _sorted(module, Forward(path, inputs, outputs, [], [], [], {}))
 
 
 def _require_no_statistics(module: nn.Module) -> None:
@@ -128,7 +130,8 @@ def _sorted(module: WithLoss, forward: Forward) -> Forward:
     import onnx
 
     graph = onnx.load(str(forward.path)).graph
-    used, there = _used(graph), {each.name for each in graph.initializer}
+    used, there = _used(graph), {each.name: list(each.dims) for each in graph.initializer}
+    forward.shapes.update(there)
     aliases: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
