@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError
+from ortlaunch.ortmodule.broadcasts import hide_shapes
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.chunked_head import LABELS
 from ortlaunch.worker.data import Data, collate
@@ -107,7 +108,15 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
             )  # fmt: skip
         except Exception as error:  # whatever the exporter raises is a reason
             raise EngineError(f"--format ondevice: the model does not export: {str(error).splitlines()[0]}") from error
+    _hide_shapes(path)
     return _sorted(module, Forward(path, inputs, outputs, [], [], [], {}))
+
+
+def _hide_shapes(path: Path) -> None:
+    """Sizes that ONNX Runtime would take for equal without knowing them, as 1 and the batch, are asked for."""
+    import onnx
+
+    onnx.save(hide_shapes(onnx.shape_inference.infer_shapes(onnx.load(str(path)))), str(path))
 
 
 def _require_no_statistics(module: nn.Module) -> None:
