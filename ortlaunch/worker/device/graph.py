@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError
-from ortlaunch.ortmodule.broadcasts import hide_shapes
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.chunked_head import LABELS
 from ortlaunch.worker.data import Data, collate
@@ -108,15 +107,53 @@ def export(whole: LossModule, batches: list[Batch], path: Path) -> Forward:
             )  # fmt: skip
         except Exception as error:  # whatever the exporter raises is a reason
             raise EngineError(f"--format ondevice: the model does not export: {str(error).splitlines()[0]}") from error
-    _hide_shapes(path)
+    _write_sizes(path, batches)
     return _sorted(module, Forward(path, inputs, outputs, [], [], [], {}))
 
 
-def _hide_shapes(path: Path) -> None:
-    """Sizes that ONNX Runtime would take for equal without knowing them, as 1 and the batch, are asked for."""
+def _write_sizes(path: Path, batches: list[Batch]) -> None:
+    """Write into the graph the sizes that its values have in two batches.
+
+    ONNX Runtime's gradient takes sizes that it does not know for equal: a 1 that is broadcast, as the batch of BERT's
+    positions, was not summed over, and the gradient was wrong without a word.
+    """
     import onnx
 
-    onnx.save(hide_shapes(onnx.shape_inference.infer_shapes(onnx.load(str(path)))), str(path))
+    model = onnx.load(str(path))
+    made = [name for node in model.graph.node for name in node.output if name]
+    long, short = (_values(model, made, batch) for batch in batches[:2])
+    known, words = {each.name for each in model.graph.output}, _open_sizes(batches)
+    for name in made:
+        one, other = long[name], short[name]
+        if name not in known and one.ndim == other.ndim:
+            pairs = zip(one.shape, other.shape)
+            sizes = [a if a == b else words.get((a, b), f"size_{a}_{b}") for a, b in pairs]
+            kind = onnx.helper.np_dtype_to_tensor_dtype(one.dtype)
+            model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, sizes))
+    onnx.save(model, str(path))
+
+
+def _open_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
+    """The names of the sizes that differ between two batches, as the graph's inputs have them."""
+    pairs, axes = dict[tuple[int, int], str](), _axes(batches)
+    for name, value in batches[0].items():
+        pairs.update({(value.size(axis), batches[1][name].size(axis)): word for axis, word in axes[name].items()})
+    return pairs
+
+
+def _values(model: Any, names: list[str], batch: Batch) -> dict[str, Any]:
+    """Everything that the graph computes, for one batch."""
+    import onnx
+    import onnxruntime
+
+    whole = onnx.ModelProto()
+    whole.CopyFrom(model)
+    given = {each.name for each in model.graph.output}
+    whole.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in given)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(whole.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return dict(zip(names, session.run(names, {name: value.numpy() for name, value in batch.items()})))
 
 
 def _require_no_statistics(module: nn.Module) -> None:
