@@ -41,9 +41,11 @@ def test_refusals(step: int | None, to: Path | None, form: str, message: str, ru
 
 
 def test_adapters_as_nobody_knows(run: RunDir) -> None:
-    """A word that is no way to export adapters."""
+    """A word that is no way to export adapters; artifacts for devices on the hub."""
+    with pytest.raises(InputError, match="--push uploads models for transformers and ONNX; --format ondevice is for"):
+        exports.export(run, None, None, "ondevice", push="me/mine")
     with pytest.raises(InputError, match="--lora: got 'apart'; one of merged, alone"):
-        exports.export(run, None, None, "huggingface", "apart")
+        exports.export(run, None, None, "huggingface", lora="apart")
 
 
 def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
