@@ -127,13 +127,18 @@ def _section(title: str, found: dict[str, Any]) -> list[str]:
 
 def _row(name: str, case: dict[str, Any]) -> str:
     if "difference" not in case:
-        return f"| {name} | {case['state']} | | {case['why'].replace('|', ' ')[:200]} |"
+        return f"| {name} | {case['state']} | | {_plain(case['why'], 200)} |"
     calls = f"as the error says, torch_modules: {', '.join(case['named'])}; " if case.get("named") else ""
     calls += ", ".join(f"{key.removeprefix('aten.')} {count}" for key, count in list(case["torch"].items())[:6])
     calls += f" and {len(case['torch']) - 6} more" if len(case["torch"]) > 6 else ""
     if case.get("before"):
-        calls += f" (with `torch_operators: off`: {case['before'].replace('|', ' ')[:120]})"
+        calls += f" (with `torch_operators: off`: {_plain(case['before'], 120)})"
     return f"| {name} | {case['state']} | {_difference(case)} | {calls} |"
+
+
+def _plain(why: str, length: int) -> str:
+    """Of a table's cell."""
+    return why.replace("|", " ").replace(f"{ROOT}/", "")[:length]
 
 
 def _difference(case: dict[str, Any]) -> str:
