@@ -174,6 +174,13 @@ def _left(found: Evidence) -> Cause | None:
     return None
 
 
+def _input(found: Evidence) -> Cause | None:
+    """What the user wrote, or the data, is wrong."""
+    if found.first.get("exit_status") != 2 or not found.first.get("message"):
+        return None
+    return Cause("bad-input", str(found.first["message"]).partition("\n")[0][:400], ("mend that, and start again",))
+
+
 def _raised(found: Evidence) -> Cause | None:
     if not found.first:
         return None
@@ -213,7 +220,7 @@ def _otherwise(found: Evidence) -> Cause:
 
 
 _LOOKS: tuple[Callable[[Evidence], Cause | None], ...] = (
-    _alive, _well, _stopped, _stall, _host, _numbers, _memory, _disk, _signalled, _known_words, _left, _raised,
+    _alive, _well, _stopped, _stall, _host, _numbers, _memory, _disk, _signalled, _known_words, _left, _input, _raised,
     _launch_failures, _only_echoes, _otherwise,
 )  # fmt: skip
 

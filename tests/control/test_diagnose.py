@@ -53,6 +53,7 @@ ACCOUNTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "os._exit": ({"type": "Exit"}, "left-early", "left by itself with exit status 1 before the end"),
     "host": ({"type": "LostHost", "message": "ssh to b ended with status 255: x"}, "host-lost", "ssh to b ended with"),
     "raise": ({"type": "ValueError", "message": "planted"}, "raised", "rank 1 on host a raised ValueError: planted"),
+    "bad data": ({"type": "DataError", "exit_status": 2, "message": "a.jsonl:3: x"}, "bad-input", "a.jsonl:3: x"),
     "segfault": ({"signal": 11, "exit_status": 139}, "crash", "crashed in native code (SIGSEGV, invalid memory"),
     "abort": ({"signal": 6, "traceback": "x\nterminate called after 'y'\n"}, "crash", "SIGABRT, an assertion"),
     "killed": (KILLED, "killed", "rank 1 on host a was killed (SIGKILL), and not for memory"),

@@ -67,7 +67,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             {},
             r"a.jsonl:2: the chat template refuses it: hello first",
         ),
-        (CLASSES, GOOD, {"num_labels": 1}, r"model.config.num_labels: got 1, and the data has 2 classes"),
+        (CLASSES, GOOD, {"num_labels": 1}, r"num_labels: got 1, and .*a.jsonl:1 has label 1$"),
     ],
 )
 def test_before_the_ranks_meet(task: str, content: bytes, config: Any, message: str, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -11,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe.data import Corpus
@@ -30,9 +34,6 @@ def write(folder: Path, kind: str, texts: list[Any], name: str = "part", column:
     elif kind == "jsonl":
         path.write_text("".join(json.dumps({column: text, "other": 1}) + "\n" for text in texts), encoding="utf-8")
     else:
-        import pyarrow
-        from pyarrow import parquet
-
         parquet.write_table(pyarrow.table({column: texts, "other": [1] * len(texts)}), path)
     return str(path)
 
@@ -86,12 +87,22 @@ def test_a_pattern_without_files(pattern: str, tmp_path: Path) -> None:
 
 
 GOOD = b'{"text": "a"}\n'
+NO_ROWS = io.BytesIO()
+parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), NO_ROWS)
 
 
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
         ("text", b"", ": is empty"),
+        ("text", "one\n\ntwo".encode("utf-16"), ":1: is not UTF-8: .*; it begins as UTF-16 does"),
+        ("jsonl", b"\n\n", ": has no rows"),
+        ("jsonl", b'{"text": "a"\n', ":1:13: is no JSON: .*; a line must be a whole object"),
+        ("jsonl.gz", gzip.compress(GOOD + b'{"text": b}\n'), ":2:10: is no JSON: Expecting value"),
+        ("jsonl.gz", gzip.compress(GOOD * 999)[:-30], ": cannot be read as jsonl: Compressed file ended before"),
+        ("jsonl.gz", GOOD, ": cannot be read as jsonl: Not a gzipped file"),
+        ("text.xz", lzma.compress(b"one\n\n\xff"), ":3: is not UTF-8"),
+        ("parquet", NO_ROWS.getvalue(), ": has no rows"),
         ("text", b"one\n\ntwo\n\xff\xfe", ":4: is not UTF-8"),
         ("jsonl", b"", ": is empty"),
         ("jsonl", GOOD + b'{"text": b}\n', ":2:10: is no JSON: Expecting value"),
@@ -110,7 +121,7 @@ def test_files_that_are_not_what_they_should_be(kind: str, content: bytes, messa
     path = tmp_path / f"x.{kind}"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"^{path}{message}"):
-        list(documents(Corpus(format=kind, path=(str(path),))))
+        list(documents(Corpus(format=kind.partition(".")[0], path=(str(path),))))
 
 
 def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
@@ -121,7 +132,7 @@ def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
         list(documents(Corpus(format="parquet", path=(str(good), str(bad)))))
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "text.gz"])
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "text.gz", "jsonl.xz"])
 def test_rows_are_those_of_datasets(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library that everybody uses reads the same, across our portions too; a share of the file goes up to 1."""
     import datasets
@@ -130,17 +141,17 @@ def test_rows_are_those_of_datasets(kind: str, tmp_path: Path, monkeypatch: pyte
     texts = ["a", "", "\nb", "c\n", "d\r\ne", "näïve\u2028ünïcode", *("word " * n for n in range(30)), "\n"]
     form = kind.partition(".")[0]
     path = write(tmp_path, form, texts)
-    if kind == "text.gz":
-        Path(f"{path}.gz").write_bytes(gzip.compress(Path(path).read_bytes()))
-        path += ".gz"
+    if kind != form:
+        packed = {"gz": gzip, "xz": lzma}[kind.partition(".")[2]].compress(Path(path).read_bytes())
+        path = str(tmp_path / f"part.{kind}")
+        Path(path).write_bytes(packed)
     options = {"sample_by": "paragraph"} if form == "text" else {}
     builder = {"text": "text", "jsonl": "json", "parquet": "parquet"}[form]
     theirs: Any = datasets.load_dataset(builder, data_files=path, split="train", streaming=True, **options)
     ours = list(rows(Corpus(format=form, path=(path,))))
     assert [row.values for row in ours] == list(theirs)
-    if kind in ("text", "jsonl"):
-        assert [row.share for row in ours] == sorted(row.share for row in ours)
-        assert ours[-1].share == 1
+    assert [row.share for row in ours] == sorted(row.share for row in ours)
+    assert ours[-1].share == 1
 
 
 def test_an_unreachable_data_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,5 +435,5 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
 def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split without rows has no classes, and is said to be empty."""
     monkeypatch.setattr(labelled_module, "rows", lambda source: iter(()))
-    with pytest.raises(DataError, match="the corpus for sequence-classification has no rows"):
+    with pytest.raises(DataError, match=": has no rows"):
         LabelledTexts(Corpus(format="hub", name="some/set"), Words(), 4)

@@ -80,11 +80,11 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
         found = datasets.load_dataset(
             source.name, source.subset, split=source.split, revision=source.revision, streaming=True
         )
-        yield from (Row(row, f"{_named(source)}: row {number}") for number, row in enumerate(found, 1))
+        yield from (Row(row, f"{named(source)}: row {number}") for number, row in enumerate(found, 1))
     except StopIteration:  # `datasets` looks for a first row of JSON
-        raise DataError(f"{_named(source)}: has no rows") from None
+        raise DataError(f"{named(source)}: has no rows") from None
     except (OSError, ValueError) as error:  # pyarrow's and the hub's errors are among these
-        raise DataError(f"{_named(source)}: cannot be read: {(str(error) or repr(error)).splitlines()[0]}") from error
+        raise DataError(f"{named(source)}: cannot be read: {(str(error) or repr(error)).splitlines()[0]}") from error
 
 
 def files(source: Corpus) -> list[str]:
@@ -97,7 +97,7 @@ def files(source: Corpus) -> list[str]:
     for pattern in source.path or ():
         matches = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
         if not matches:
-            raise DataError(f"{_named(source)}: {pattern!r} matches no file (seen from {os.getcwd()})")
+            raise DataError(f"{named(source)}: {pattern!r} matches no file (seen from {os.getcwd()})")
         found += matches
     return found
 
@@ -139,9 +139,12 @@ def _commit(source: Corpus) -> str:
     except (OSError, ValueError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         mend = "to train offline, give the commit as data.*.revision"
-        raise DataError(f"{_named(source)}: cannot be read: {reason}; {mend}") from error
+        raise DataError(f"{named(source)}: cannot be read: {reason}; {mend}") from error
     return found
 
 
-def _named(source: Corpus) -> str:
+def named(source: str | Corpus) -> str:
+    """For an error."""
+    if isinstance(source, str):
+        return source
     return f"data ({source.format} {source.name or ' '.join(source.path or ())})"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ortlaunch.recipe.data import Corpus
-from ortlaunch.worker.data.corpus import rows, value
+from ortlaunch.worker.data.corpus import named, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 from ortlaunch.worker.data.samples import IGNORED, Samples
 
@@ -28,12 +28,15 @@ class LabelledTexts:
         assert isinstance(source, Corpus)
         self.texts: list[Any] = []
         self.labels: list[Any] = []  # words until `number_labels`
+        self.largest = -1, ""  # label that is a number, and where it is
         for row in rows(source):
             text, label = self.read(row, source)
             self.texts.append(text)
             self.labels.append(label)
+            if type(label) is int and label > self.largest[0]:
+                self.largest = label, row.place
         if not self.texts:
-            raise DataError(f"data: the corpus for {self.task} has no rows")
+            raise DataError(f"{named(source)}: has no rows")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.tokenizer, self.length = tokenizer, length

@@ -55,6 +55,10 @@ class Mixture:
     def varies(self) -> bool:
         return any(getattr(part, "varies", False) for part in self.parts)
 
+    @property
+    def largest(self) -> tuple[int, str]:
+        return max(getattr(part, "largest", (-1, "")) for part in self.parts)
+
     def order(self, seed: int) -> MixedOrder:
         return MixedOrder([len(part) for part in self.parts], self.weights, seed)
 

@@ -1,21 +1,28 @@
-"""Files of text, JSON lines and Parquet, row by row, each row with its place: an error names file and line.
+"""Files of text, JSON lines and Parquet, row by row, each row with its place: an error names file and line, or row.
 
-Parquet and compressed files go through Hugging Face `datasets`, which tells rows, not lines.
+What is compressed by gzip, bzip2 or xz is read as it is; other compressions go through Hugging Face `datasets`.
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
 import json
+import lzma
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 from ortlaunch.errors import InputError
 
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
-_LOADER = {"text": "text", "jsonl": "json", "parquet": "parquet"}
-_LETTERS_AT_ONCE = 1 << 20
+_OPENED: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_BY_DATASETS = (".zst", ".lz4", ".zip")
+_LOADER = {"text": "text", "jsonl": "json"}
+_LETTERS_AT_ONCE, _ROWS_AT_ONCE = 1 << 20, 1000
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, at the begin of files from Windows
+_MARKS_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class DataError(InputError):
@@ -36,82 +43,118 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
     """Rows of a file of format text, jsonl or parquet; `document` is what a row of text is.
 
     Raises:
-        DataError: it cannot be read, or is not of this format, or is empty.
+        DataError: it cannot be read, or is not of this format, or has no rows.
     """
     try:
         if os.path.getsize(path) == 0:
             raise DataError(f"{path}: is empty; leave it out")
-        known = None if path.endswith(_COMPRESSED) else _READERS.get(document if form == "text" else form)
-        yield from known(path) if known else _by_datasets(path, form, document)
+        kind = document if form == "text" else form
+        rows = _by_datasets(path, form, document) if path.endswith(_BY_DATASETS) else _READERS[kind](path)
+        first = next(rows, None)
+        if first is None:
+            raise DataError(f"{path}: has no rows; leave it out")
+        yield first
+        yield from rows
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}") from None
-    except StopIteration:  # `datasets` looks for a first row of JSON
-        raise DataError(f"{path}: has no rows") from None
-    except (OSError, ValueError) as error:  # pyarrow's are among these
+        raise DataError(f"{path}:{_line_without_text(path)}: is not UTF-8: {error.reason}{_guess(path)}") from None
+    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:  # pyarrow's are among these
         reason = getattr(error, "strerror", None) or (str(error) or repr(error)).splitlines()[0]
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
 
 
+class _File:
+    """A file, compressed or not, and how much of it is read."""
+
+    def __init__(self, path: str) -> None:
+        self._raw, self._size = open(path, "rb"), os.path.getsize(path)  # noqa: SIM115 (closed by `close`)
+        opened = _OPENED.get(os.path.splitext(path)[1])
+        self.bytes: BinaryIO = opened(self._raw) if opened else self._raw
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bytes.close()
+        self._raw.close()
+
+    @property
+    def share(self) -> float:
+        return min(1.0, self._raw.tell() / self._size)
+
+
 def _paragraphs(path: str) -> Iterator[Row]:
-    line, rest, size, read = 1, "", os.path.getsize(path), 0
-    with open(path, encoding="utf-8") as file:
-        while chunk := file.read(_LETTERS_AT_ONCE):
-            read += len(chunk)
+    line, rest = 1, ""
+    with _File(path) as file:
+        letters = io.TextIOWrapper(file.bytes, encoding="utf-8-sig")
+        while chunk := letters.read(_LETTERS_AT_ONCE):
             *whole, rest = (rest + chunk).split("\n\n")
             for paragraph in whole:
                 if paragraph:
-                    yield Row({"text": paragraph}, f"{path}:{line}", min(1.0, read / size))
+                    yield Row({"text": paragraph}, f"{path}:{line}", file.share)
                 line += paragraph.count("\n") + 2
     if rest:
         yield Row({"text": rest}, f"{path}:{line}", 1.0)
 
 
 def _lines(path: str) -> Iterator[Row]:
-    size, read = os.path.getsize(path), 0
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            read += len(line)
+    with _File(path) as file:
+        for number, line in enumerate(io.TextIOWrapper(file.bytes, encoding="utf-8-sig"), 1):
             if line.strip():
-                yield Row({"text": line.rstrip("\n")}, f"{path}:{number}", min(1.0, read / size))
+                yield Row({"text": line.rstrip("\n")}, f"{path}:{number}", file.share)
 
 
 def _whole(path: str) -> Iterator[Row]:
-    with open(path, encoding="utf-8") as file:
-        yield Row({"text": file.read()}, f"{path}:1", 1.0)
+    with _File(path) as file:
+        yield Row({"text": file.bytes.read().decode("utf-8-sig")}, f"{path}:1", 1.0)
 
 
 def _jsonl(path: str) -> Iterator[Row]:
-    size, read = os.path.getsize(path), 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            read += len(line)
-            text = (line.removeprefix(_MARK) if number == 1 else line).decode("utf-8")
-            if text.strip():
-                yield Row(_object(text, f"{path}:{number}"), f"{path}:{number}", read / size)
+    with _File(path) as file:
+        for number, line in enumerate(file.bytes, 1):
+            text = (line.removeprefix(_MARK) if number == 1 else line).decode("utf-8").rstrip()
+            if text:
+                yield Row(_object(text, f"{path}:{number}"), f"{path}:{number}", file.share)
 
 
 def _object(text: str, place: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{place}:{error.colno}: is no JSON: {error.msg}") from None
+        raise DataError(f"{place}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object") from None
     if not isinstance(found, dict):
         raise DataError(f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}')
     return found
 
 
+def _parquet(path: str) -> Iterator[Row]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        number, rows = 0, max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(_ROWS_AT_ONCE):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(values, f"{path}: row {number}", number / rows)
+
+
 def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
+    """For compressions that Python has not."""
     import datasets
 
+    if form not in _LOADER:
+        raise DataError(f"{path}: a Parquet file is compressed within, not as a whole; unpack it")
     by = "document" if document == "file" else document
     options: dict[str, Any] = {"sample_by": by} if form == "text" else {}
-    found = datasets.load_dataset(_LOADER[form], data_files=[path], split="train", streaming=True, **options)
-    yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))
+    try:
+        found = datasets.load_dataset(_LOADER[form], data_files=[path], split="train", streaming=True, **options)
+        yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))
+    except RuntimeError as error:  # of a loop in which `datasets` looked for a first row
+        raise DataError(f"{path}: has no rows") from error
 
 
 def _line_without_text(path: str) -> int:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+    with _File(path) as file:
+        for number, line in enumerate(file.bytes, 1):
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError:
@@ -119,4 +162,11 @@ def _line_without_text(path: str) -> int:
     return 1
 
 
-_READERS = {"paragraph": _paragraphs, "line": _lines, "file": _whole, "jsonl": _jsonl}
+def _guess(path: str) -> str:
+    with _File(path) as file:
+        return "; it begins as UTF-16 does" if file.bytes.read(2) in _MARKS_OF_UTF16 else ""
+
+
+_READERS: dict[str, Callable[[str], Iterator[Row]]] = {
+    "paragraph": _paragraphs, "line": _lines, "file": _whole, "jsonl": _jsonl, "parquet": _parquet,
+}  # fmt: skip
