@@ -53,6 +53,10 @@ def factories(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.factory", recipe.model.factory
     if recipe.train.hook:
         yield "train.hook", recipe.train.hook
+    if recipe.train.metric:
+        yield "train.metric", recipe.train.metric
+    if recipe.data.collate:
+        yield "data.collate", recipe.data.collate
     for key, source in recipe.data.sources():
         if not isinstance(source, str) and source.factory:
             yield f"{key}.factory", source.factory

@@ -66,6 +66,7 @@ def session_here(
     planned, group = plan(made), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     batches = Batches(OwnSamples(samples), planned.batch, made.seed)
     wrapped = LossModule(model.train())
+    wrapped.has_numbers = made.model.task == "custom"
     engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
     held_out = None if evaluation is None else OwnSamples(evaluation)
     data: Any = SimpleNamespace(train=batches.samples, evaluation=held_out, tokenizer=None)

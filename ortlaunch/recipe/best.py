@@ -20,6 +20,7 @@ METRICS = {
     "custom": ("loss",),
 }
 Mode = Optional[Literal["min", "max"]]
+_VOCABULARY = ("causal-lm", "masked-lm", "pretraining")
 _LESS_IS_BETTER = ("loss", "perplexity", "mse")
 
 
@@ -28,9 +29,11 @@ class KeepBest(Section):
 
     metric: Text = "loss"
     """Of an evaluation: `loss`; `perplexity` of language models; `masked_word_accuracy`; `next_sentence_accuracy` of
-    pretraining; `classification_accuracy` or `f1_macro` of classes; `mse` or `pearson` of sequence-regression."""
+    pretraining; `classification_accuracy` or `f1_macro` of classes; `mse` or `pearson` of sequence-regression; a number
+    of `train.metric`, or one that a custom model returns beside its loss."""
     mode: Mode = None
-    """`min`: less is better, `max`: more is. null: min for loss, perplexity and mse, max for the others."""
+    """`min`: less is better, `max`: more is. null: min for loss, perplexity and mse, max for the others; give it for
+    numbers of your own."""
     export: bool = False
     """Make the run's export/ from it, not from the last step."""
 
@@ -53,6 +56,13 @@ def direction(asked: Union[KeepBest, StopAfter]) -> str:
 
 def best_rules(recipe: "Recipe") -> Iterator[Problem]:
     """A metric that the task has not, and evaluations that there are none of."""
+    if recipe.train.metric is not None and recipe.model.task in _VOCABULARY:
+        message = (
+            f"is not for {recipe.model.task}, whose scores over the vocabulary are too large to keep; leave it out"
+        )
+        yield ("train.metric", "model.task"), message
+    if recipe.train.metric is not None and recipe.data.evaluation is None:
+        yield ("train.metric", "data.evaluation"), "does nothing without data.evaluation; give that corpus"
     for path, asked in (
         ("checkpoint.keep_best", recipe.checkpoint.keep_best),
         ("train.stop_after", recipe.train.stop_after),
@@ -60,8 +70,12 @@ def best_rules(recipe: "Recipe") -> Iterator[Problem]:
         if asked is None:
             continue
         known = METRICS[recipe.model.task]
-        if asked.metric not in known:
+        own = recipe.train.metric is not None or recipe.model.task == "custom"
+        if asked.metric not in known and not own:
             message = f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"
             yield (f"{path}.metric", "model.task"), message
+        elif asked.metric not in known and asked.mode is None:
+            message = f"is missing: give min or max, for {asked.metric} is a number of your own"
+            yield (f"{path}.mode", f"{path}.metric"), message
         if recipe.train.evaluate_every_steps is None:
             yield (path, "train.evaluate_every_steps"), "does nothing without train.evaluate_every_steps; give that too"

@@ -153,6 +153,15 @@ class Data(Section):
     without one outrun."""
     masked_lm: Optional[MaskedLm] = None
     """Masking; null takes BERT's (15 %, no limit)."""
+    collate: Optional[Text] = None
+    """`package.module:function`, for custom data: a list of samples (as the factory's object has them, of any type)
+    becomes a batch, names to tensors, as for padding of your own; evaluation takes it, too. null: samples are mappings
+    to tensors of one shape, and are stacked."""
+    workers: Optional[Annotated[int, Field(ge=0, le=256)]] = None
+    """Processes of each rank that read micro batches while earlier ones train, for custom data whose samples take time
+    to make, or text. Each sample is read with Python's, NumPy's and torch's random numbers seeded by seed, epoch and
+    sample, the same with any number of workers. 0: none. null: for text a thread, which is enough; for custom data
+    none. Not for evaluation."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

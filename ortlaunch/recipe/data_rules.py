@@ -35,6 +35,7 @@ def data_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _chats(recipe.data, recipe.model.task)
     yield from _packing(recipe.data, recipe.model.task)
     yield from _buckets(recipe.data, recipe.model.task)
+    yield from function("data.collate", recipe.data.collate)
 
 
 def _corpus(path: str, corpus: Corpus) -> Iterator[Problem]:
@@ -85,6 +86,8 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
     if data.masked_lm is not None and (own or task not in ("masked-lm", "pretraining")):
         paths = ("data.masked_lm", "model.task", "data.train.format")
         yield paths, f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}"
+    if data.collate is not None and not own:
+        yield ("data.collate", "data.train.format"), "is for custom data: what text becomes is known"
     for key, source in data.sources():
         labels = isinstance(source, Corpus) and source.format != "text"
         if task in LABELLED_TASKS and not labels:

@@ -57,6 +57,8 @@ RULES: dict[str, RuleOf] = {
     "data.evaluation": _EFFECT,
     **_all(_DATA, "tokenizer tokenizer.train tokenizer.vocab_size sequence_length", "data"),
     **_all(_DATA, "masked_lm masked_lm.probability masked_lm.max_predictions masked_lm.whole_words", "data"),
+    "data.collate": _DATA,
+    "data.workers": Rule(EFFECT, why="what samples draw at random may be drawn otherwise"),
     **_all(
         _EFFECT, "global_size micro_size accumulation_steps", "batch"
     ),  # world.global_samples tells what comes of it
@@ -75,7 +77,7 @@ RULES: dict[str, RuleOf] = {
     **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
     **_all(_EFFECT, "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds", "train"),
     **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
-    **_all(_EFFECT, "hook stop_after stop_after.evaluations", "train"),
+    **_all(_EFFECT, "hook metric stop_after stop_after.evaluations", "train"),
     **_all(Rule(EFFECT, why="the best is found anew"), "stop_after.metric stop_after.mode", "train"),
     "train.loss_weight": Rule(REFUSED, "loss", "what is minimized is another mean"),
     **_all(_EFFECT, "every_minutes every_steps keep keep_every on_failure on_complete async", "checkpoint"),

@@ -213,6 +213,7 @@ def _train(recipe: Recipe) -> Iterator[Problem]:
         paths = ("train.epochs", "train.max_steps")
         yield paths, f"got {epochs:g} beside max_steps: {steps}; keep one, and write null in place of the other"
     yield from function("train.hook", recipe.train.hook)
+    yield from function("train.metric", recipe.train.metric)
     if recipe.train.loss_weight is not None and not recipe.data.is_custom:
         yield (
             ("train.loss_weight", "data.train", "data.train.format"),

@@ -177,7 +177,8 @@ class BadStep:
 
 @dataclass
 class MetricsLine:
-    """A line for each logged step (`log.every_steps`).
+    """A line for each logged step (`log.every_steps`); numbers that a custom model returns beside its loss stand in it
+    under their names.
 
     Infinite and undefined numbers are the words `inf`, `-inf` and `nan`.
     """
@@ -241,7 +242,7 @@ class ParityLine:
 
 @dataclass
 class EvaluationLine:
-    """A line for each evaluation."""
+    """A line for each evaluation; `evaluation_NAME` are numbers of `train.metric` and of a custom model's own."""
 
     step: int
     """Optimizer steps taken."""
@@ -381,3 +382,5 @@ class Evaluation:
     """Mean squared error of sequence-regression."""
     pearson: float | None = None
     """Its correlation with the labels; "nan" where either is constant."""
+    own: dict[str, float] | None = None
+    """Numbers of `train.metric`, and those that a custom model returns beside its loss, by name."""

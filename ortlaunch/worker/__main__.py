@@ -64,11 +64,16 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
 
     from ortlaunch.worker import distributed, tasks
     from ortlaunch.worker.data import Data
+    from ortlaunch.worker.data.own import find
     from ortlaunch.worker.matmul_precision import matmul_precision
     from ortlaunch.worker.meeting import beating
     from ortlaunch.worker.model import config_of
     from ortlaunch.worker.session import build_session
 
+    if recipe.train.metric:
+        find("train.metric", recipe.train.metric)  # that it is there, before anything is trained
+    if recipe.data.collate:
+        find("data.collate", recipe.data.collate)
     data = None
     if not recipe.data.is_custom:  # whose function may want the group
         progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it

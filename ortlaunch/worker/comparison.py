@@ -17,6 +17,7 @@ from torch import nn
 from ortlaunch.errors import EngineError
 from ortlaunch.worker.matmul_precision import matmul_precision
 from ortlaunch.worker.model import whole_logits
+from ortlaunch.worker.own_numbers import loss_in
 
 Gradients = Sequence["torch.Tensor | None"]
 # A loss near zero has no relative difference; those of training are of order one.
@@ -103,7 +104,7 @@ def compare(
 
     def passed(call: Callable[..., torch.Tensor]) -> tuple[float, Gradients]:
         with _buffers_kept(reference), torch.autocast(device.type, dtype, enabled=dtype is not None):
-            loss = call(**batch)
+            loss = loss_in(call(**batch))
             # Not backward(): that would run the hooks by which DistributedDataParallel and DeepSpeed take gradients.
             return float(loss.detach()), torch.autograd.grad(loss.float() * limits.scale, parameters, allow_unused=True)
 

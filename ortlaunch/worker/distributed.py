@@ -79,6 +79,14 @@ class DistributedContext:
         dist.all_gather_object(texts, value, group=self._channel)
         return texts
 
+    def collect(self, value: Any) -> list[Any]:
+        """Every rank's value on rank 0, in rank order; nothing on the others."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, found, group=self._channel)
+        return found or []
+
     def print_all(self, lines: list[str]) -> None:
         """Rank 0 prints what any rank has to say, each line once (collective)."""
         texts = self.gather("\n".join(lines))

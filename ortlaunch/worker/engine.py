@@ -45,6 +45,7 @@ from ortlaunch.worker.metrics import flops_per_token
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.optimizer import Chosen, build_optimizer
 from ortlaunch.worker.ort_settings import in_recipes_words, settings_of
+from ortlaunch.worker.own_numbers import loss_in
 from ortlaunch.worker.pretrained import loading_notes
 from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 
@@ -249,7 +250,7 @@ def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: DistributedCo
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     dtype = torch.float16 if recipe.precision == "fp16" and recipe.zero is None else None
     with torch.random.fork_rng(), torch.autocast(group.device.type, dtype, enabled=dtype is not None):
-        wrapped(**sample).backward()
+        loss_in(wrapped(**sample)).backward()
     for parameter in model.parameters():
         parameter.grad = None
     with torch.no_grad():

@@ -17,9 +17,11 @@ from torch.nn import functional
 from ortlaunch.recipe.families import LABELLED_TASKS
 from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.chunked_head import LABELS, ChunkedHead
-from ortlaunch.worker.data import IGNORED, Samples, collate, cut_padding
+from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.own_metric import OwnMetric
+from ortlaunch.worker.own_numbers import Numbers
 from ortlaunch.worker.session import Session
 
 Batch = dict[str, torch.Tensor]
@@ -38,12 +40,11 @@ def turns(session: Session, samples: Samples) -> Iterator[tuple[Batch, range]]:
 
     A rank without samples left still runs one: with ZeRO 3 a forward pass is a collective.
     """
-    group, micro, buckets = session.group, session.plan.batch.micro_samples, session.recipe.data.bucket_lengths
+    group, micro = session.group, session.plan.batch.micro_samples
     for turn in range(0, len(samples), group.size * micro):
         first = turn + group.rank * micro
         counted = range(first, min(first + micro, len(samples)))
-        batch = collate([samples.sample(i, epoch=0) for i in counted or range(1)])
-        yield cut_padding(batch, buckets) if buckets else batch, counted
+        yield session.batches.stacked([samples.sample(i, epoch=0) for i in counted or range(1)]), counted
 
 
 @torch.no_grad()
@@ -52,8 +53,8 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
 
     None where the ranks agreed to stop meanwhile.
     """
-    engine, group = session.engine, session.group
-    total, seen, counts = 0.0, 0.0, Counts()
+    engine, group, own_metric = session.engine, session.group, OwnMetric(session.recipe.train.metric)
+    total, seen, counts, numbers = 0.0, 0.0, Counts(), Numbers()
     with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
         for batch, counted in turns(session, samples):
             if agreed is not None and agreed.now().stops:
@@ -61,15 +62,22 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
             weight = engine.loss_weight.of(batch, counted) if counted else 0.0
             session.progress.pulse.tick()
             taken = engine.take(batch)
-            total, seen = total + float(engine.eval_module(**taken)) * weight, seen + weight
+            loss = numbers.take(engine.eval_module(**taken), weight)
+            total, seen = total + float(loss) * weight, seen + weight
             labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}  # without an added one
-            found = counts_of(output_of(taken), labels, engine.plain, session.recipe.model.task)
-            _add(counts, found, counts_them=bool(counted))
+            output = output_of(taken)
+            if session.recipe.model.task in WITH_LOGITS:
+                found = counts_of(output, labels, engine.plain, session.recipe.model.task)
+                _add(counts, found, counts_them=bool(counted))
+            own_metric.add(counted, output, batch)
     losses, weights = zip(*group.gather_numbers([total, seen]))  # not reduced, so that all ranks have the same bits
     if not sum(weights):
         raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
     loss = sum(losses) / sum(weights)
-    return {"loss": loss, **_metrics(session, loss, _of_all_ranks(group, counts))}
+    numbers.keep()
+    found = {"loss": loss, **_metrics(session, loss, _of_all_ranks(group, counts))}
+    found |= numbers.read(group) if engine.plain.has_numbers else {}
+    return found | own_metric.read(group, found)
 
 
 @contextlib.contextmanager
@@ -86,12 +94,13 @@ def _evaluating(*modules: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _outputs(session: Session) -> Iterator[Callable[[Batch], Any]]:
-    """What the model returns for a batch beside its loss; None for tasks without metrics of that.
+    """What the model returns for a batch beside its loss; None where no metric wants to know.
 
     Eager PyTorch's own pass has it. The other engines hand out a loss alone: plain PyTorch passes once more.
     """
     model = session.engine.plain.model
-    if session.recipe.model.task not in WITH_LOGITS:
+    own = session.recipe.model.task == "custom"
+    if session.recipe.model.task not in WITH_LOGITS and session.recipe.train.metric is None:
         yield lambda taken: None
     elif session.engine.record.engine.used == "eager":
         kept: list[Any] = []
@@ -101,7 +110,7 @@ def _outputs(session: Session) -> Iterator[Callable[[Batch], Any]]:
         finally:
             handle.remove()
     else:
-        yield lambda taken: model(**{name: value for name, value in taken.items() if name not in LABELS})
+        yield lambda taken: model(**{name: value for name, value in taken.items() if own or name not in LABELS})
 
 
 def counts_of(output: Any, labels: Batch, plain: Any = None, task: str = "") -> Counts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.data.left_out import recorded
 from ortlaunch.worker.export import export
 from ortlaunch.worker.memory_use import memory_line
-from ortlaunch.worker.metrics import EVALUATED, records
+from ortlaunch.worker.metrics import EVALUATED, EVALUATION, own_names, records
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.summary import say_outcome
 
@@ -112,8 +113,14 @@ def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) 
         seconds=seconds,
         failed_saves=saves,
         failed_commands=commands,
-        evaluation={name: last[f"evaluation_{name}"] for name in EVALUATED if f"evaluation_{name}" in last} or None,
+        evaluation=_evaluated(last) or None,
     )
+
+
+def _evaluated(last: Mapping[str, Any]) -> dict[str, float]:
+    """The last evaluation beside its loss, the user's own numbers among it."""
+    names = [*(EVALUATION + name for name in EVALUATED), *own_names(last)]
+    return {name.removeprefix(EVALUATION): last[name] for name in names if name in last and name.startswith(EVALUATION)}
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -123,7 +130,8 @@ def summary_lines(summary: Summary) -> list[str]:
         for loss, words in ((summary.loss, "final loss"), (summary.evaluation_loss, "evaluation loss"))
         if loss is not None
     ]
-    losses += [EVALUATED[name].format(float(value)) for name, value in (summary.evaluation or {}).items()]
+    forms = ((EVALUATED.get(name, f"{name} {{:.4g}}"), value) for name, value in (summary.evaluation or {}).items())
+    losses += [form.format(float(value)) for form, value in forms]
     return [
         f"trained {summary.steps:,} steps: {summary.samples:,} samples, {summary.epochs:.3g} epochs, "
         f"in {duration(summary.training_seconds)}",

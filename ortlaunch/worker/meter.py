@@ -23,7 +23,8 @@ class Meter:
 
     def __init__(self, session: Session) -> None:
         self.group, self.batch = session.group, session.plan.batch
-        self.flops_per_token = session.engine.flops_per_token
+        self.flops_per_token, self.numbers = session.engine.flops_per_token, session.engine.stepper.numbers
+        self.has_numbers = session.engine.plain.has_numbers
         self.dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[session.recipe.precision]
         self.peak = measured_peak_flops(self.group.device, self.dtype) if self.flops_per_token else 0.0
         self.restart()
@@ -47,6 +48,7 @@ class Meter:
         self.steps += 1
         if loss is not None:
             self.losses.append(loss)
+            self.numbers.keep()
 
     def read(self) -> dict[str, Any]:
         """Values since the last reading (collective)."""
@@ -59,6 +61,7 @@ class Meter:
             values["tokens_per_second"] = tokens / seconds
             if self.flops_per_token:
                 values["mfu"] = self._utilization(self.flops_per_token * tokens / seconds / self.group.size)
+        values |= self.numbers.read(self.group) if self.has_numbers else {}
         self.restart()
         return values
 

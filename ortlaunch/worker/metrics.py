@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_text
+from ortlaunch.run.records import EvaluationLine, MetricsLine
 from ortlaunch.units import duration
 from ortlaunch.worker.trackers import Beside
 
@@ -19,6 +22,10 @@ EVALUATED = {
     "next_sentence_accuracy": "sentence pairs {:.2%}", "classification_accuracy": "accuracy {:.2%}",
     "f1_macro": "F1 {:.4f}", "mse": "MSE {:.4g}", "pearson": "Pearson {:.4f}",
 }  # fmt: skip
+
+
+EVALUATION = "evaluation_"
+KNOWN = {each.name for kind in (MetricsLine, EvaluationLine) for each in fields(kind)}
 
 
 class Metrics:
@@ -59,7 +66,13 @@ def _shown(values: dict[str, Any]) -> list[str]:
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
         **{f"evaluation_{name}": form for name, form in EVALUATED.items()},
     }  # fmt: skip
-    return [form.format(values[name]) for name, form in forms.items() if values.get(name) is not None]
+    own = (f"{name.replace(EVALUATION, 'evaluation ')} {values[name]:.4g}" for name in own_names(values))
+    return [*(form.format(values[name]) for name, form in forms.items() if values.get(name) is not None), *own]
+
+
+def own_names(values: Mapping[str, Any]) -> list[str]:
+    """Of those numbers that the user's own model or metric gave."""
+    return [name for name, value in values.items() if name not in KNOWN and value is not None]
 
 
 def _cut_after(run: RunDir, step: int) -> float:

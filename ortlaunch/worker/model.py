@@ -17,6 +17,7 @@ from ortlaunch.recipe.models import Lora
 from ortlaunch.worker import packing
 from ortlaunch.worker.chunked_head import ChunkedHead
 from ortlaunch.worker.data import Data, call
+from ortlaunch.worker.own_numbers import LOSS, numbers_of
 from ortlaunch.worker.pretrained import Loaded, load_pretrained
 
 _AUTO_CLASSES = {
@@ -32,7 +33,7 @@ _SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id"
 
 
 class LossModule(nn.Module):
-    """`forward(**batch)` -> the loss, a scalar: nothing else has to leave the engine's graph."""
+    """`forward(**batch)` -> the loss, a scalar, or with numbers beside it a dict of both: `loss_in`, `Numbers`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -40,13 +41,19 @@ class LossModule(nn.Module):
         self.generates_with_cache: bool | None = None  # the model's own `use_cache`; None: it has none
         self.loaded: Loaded | None = None
         self.chunked: ChunkedHead | None = None
+        self.has_numbers = False
+        """The user's own model: what it returns beside its loss is logged. transformers' logits stay in the graph."""
 
-    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
             batch = packing.with_mask(batch, next(self.model.parameters()).dtype)
         if self.chunked is not None:
             return self.chunked.loss(self.model, batch, self.training)
-        return loss_of(self.model(**batch))
+        output = self.model(**batch)
+        loss, numbers = loss_of(output), numbers_of(output) if self.has_numbers else {}
+        if torch.jit.is_tracing():  # ONNX Runtime has no output that depends on nothing
+            numbers = {name: value + 0 * loss.detach() for name, value in numbers.items()}
+        return {LOSS: loss, **numbers} if numbers else loss
 
     def chunk(self, chunked: ChunkedHead | None) -> None:
         """Make head and loss in chunks from now on; None: as the model makes them itself."""
@@ -107,6 +114,7 @@ def build_model(recipe: Recipe, data: Data) -> LossModule:
         packing.require_separate(model)
     whole = LossModule(model.train())
     whole.generates_with_cache, whole.loaded = generates_with_cache, loaded
+    whole.has_numbers = recipe.model.task == "custom"
     return whole
 
 
@@ -243,7 +251,9 @@ def refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
     if places is not None and length is not None and length > places:
         raise InputError(f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}")
     if config.num_labels < _classes(data):
-        raise InputError(f"model.config.num_labels: got {config.num_labels}, and the data has {_classes(data)} classes")
+        label, place = max(getattr(samples, "largest", (-1, "")) for samples in (data.train, data.evaluation))
+        told = f"{place} has label {label}" if place else f"the data has {_classes(data)} classes"
+        raise InputError(f"model.config.num_labels: got {config.num_labels}, and {told}")
 
 
 def attention_of(recipe: Recipe) -> str | None:

@@ -5,6 +5,7 @@ A task takes a Session and nothing else. Knows no task and no launcher.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory
 from ortlaunch.worker.checkpoint import Found, choose, explain
-from ortlaunch.worker.data import Batches, Data, load_data
+from ortlaunch.worker.data import Batches, Data, load_data, reader, stack_of
 from ortlaunch.worker.deepspeed.take_in import take_in
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
@@ -50,6 +51,10 @@ class Session:
     identity: Mapping[str, Any] = field(default_factory=dict)
     """Of samples and frozen weights, for checkpoints to hold."""
 
+    def reading_ahead(self) -> contextlib.AbstractContextManager[None]:
+        """While open, batches are read before they are asked for, as the recipe says; their order must stay."""
+        return self.batches.read_ahead(self.group.rank, reader(self.recipe, self.group.device.type))
+
 
 def build_session(
     recipe: Recipe,
@@ -76,7 +81,7 @@ def build_session(
     else:
         explain(run, recipe, found, trained_on, group)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
-    batches = Batches(data.train, plan.batch, recipe.seed, recipe.data.bucket_lengths or ())
+    batches = Batches(data.train, plan.batch, recipe.seed, recipe.data.bucket_lengths or (), stack_of(recipe))
     recipe = with_steps(recipe, plan.batch, run, group, len(data.train), found)
     progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))

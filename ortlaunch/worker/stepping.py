@@ -19,6 +19,7 @@ from ortlaunch.worker.averaging import Averaging
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.named_state import NamedState, buffers_of, grad_scaler, trained_shapes, whole_parts
+from ortlaunch.worker.own_numbers import Numbers
 
 Batch = dict[str, torch.Tensor]
 
@@ -38,6 +39,8 @@ class Stepper(Protocol):
     """What the loop needs of an engine."""
 
     module: Any
+    numbers: Numbers
+    """What the passes returned beside their losses."""
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -78,7 +81,7 @@ class TorchStepper:
         max_norm: float | None,
     ) -> None:
         self.model, self.optimizer, self.group = model, optimizer, group
-        self.accumulation, self.max_norm = accumulation, max_norm
+        self.accumulation, self.max_norm, self.numbers = accumulation, max_norm, Numbers()
         self.averaging = Averaging(model, group) if group.size > 1 else None
         self.module: Any = self.averaging.module if self.averaging else model
         self.dtype = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
@@ -108,7 +111,7 @@ class TorchStepper:
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         with self._pass(last):
-            loss = _weighted(self.module(**batch), factor)
+            loss = _weighted(self.numbers.take(self.module(**batch), factor), factor)
             # Inside, because DistributedDataParallel decides in the backward pass whether to average.
             self.scaler.scale(loss / self.accumulation).backward()
         return loss.detach()
@@ -167,7 +170,7 @@ class DeepSpeedStepper:
         import deepspeed
 
         _only_what_training_needs(deepspeed)
-        self.model, self.group = model, group
+        self.model, self.group, self.numbers = model, group, Numbers()
         with _no_step(optimizer):
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
@@ -178,7 +181,7 @@ class DeepSpeedStepper:
 
     def micro_step(self, batch: Batch, last: bool, factor: float = 1.0) -> torch.Tensor:
         self.engine.set_gradient_accumulation_boundary(last)
-        loss = _weighted(self.engine(**batch), factor)
+        loss = _weighted(self.numbers.take(self.engine(**batch), factor), factor)
         self.engine.backward(loss)
         if not last:
             self.engine.step()  # counts the micro step; weights change at the boundary

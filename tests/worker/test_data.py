@@ -182,7 +182,7 @@ def test_documents_begin_as_a_pretrained_tokenizer_begins_them(
 def test_a_corpus_shorter_than_a_sample_is_an_error(corpus: Corpora) -> None:
     """Fewer tokens than one sample: said with both numbers, before anything is built."""
     short = corpus("a.txt", "one two three")
-    with pytest.raises(DataError, match=r"the corpus has \d+ tokens, fewer than one sample of 64"):
+    with pytest.raises(DataError, match=r"has \d+ tokens, fewer than one sample of 64"):
         data_of("masked-lm", train=short, tokenizer={"train": "wordpiece"}, sequence_length=64)
 
 

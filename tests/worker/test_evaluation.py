@@ -132,7 +132,9 @@ def session_of(task: str, model: Any, rows: list[dict[str, torch.Tensor]], **eng
     planned, alone = plan(made), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     batches, wrapped = Batches(OwnSamples(rows), planned.batch, 0), LossModule(model.train())
     built = build_engine(made, planned, wrapped, alone, batches.micro_batch(0, 0, 0))
-    return SimpleNamespace(engine=built, recipe=made, plan=planned, progress=Progress(rank=1), group=alone)
+    return SimpleNamespace(
+        engine=built, recipe=made, plan=planned, progress=Progress(rank=1), group=alone, batches=batches
+    )
 
 
 @pytest.mark.parametrize("chunks", ["off", 2])

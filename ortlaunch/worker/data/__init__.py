@@ -7,15 +7,17 @@ from typing import Any
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import Corpus, MaskedLm, is_chat
+from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import Conversations, tokenized_chats
+from ortlaunch.worker.data.corpus import named
 from ortlaunch.worker.data.labelled import OF_ROWS, LabelledTexts, ScoredTexts, TaggedWords, number_labels
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.mixture import Mixture, source_seed
-from ortlaunch.worker.data.own import OwnSamples, call
+from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call
 from ortlaunch.worker.data.pairs import SentencePairs
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data.samples import IGNORED, Samples, collate, cut_padding
+from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.data.tokens import Documents, Tell, begin_of_text, silent, tokenized_documents
 from ortlaunch.worker.data.windows import Blocks, SeparateDocuments
@@ -24,7 +26,7 @@ from ortlaunch.worker.distributed import DistributedContext
 __all__ = [
     "IGNORED", "Batches", "Blocks", "Conversations", "Data", "LabelledTexts", "MaskedBlocks", "Masking", "Mixture",
     "OwnSamples", "Samples", "ScoredTexts", "SentencePairs", "TaggedWords", "begin_of_text", "call", "collate",
-    "cut_padding", "load_data", "make_samples",
+    "cut_padding", "load_data", "make_samples", "reader", "stack_of",
 ]  # fmt: skip
 
 
@@ -49,6 +51,21 @@ def load_data(recipe: Recipe, group: DistributedContext, data: Data | None = Non
     return data
 
 
+def stack_of(recipe: Recipe) -> Stack:
+    """How samples become a batch."""
+    if recipe.data.collate:
+        return OwnCollate(recipe.data.collate)
+    return collate
+
+
+def reader(recipe: Recipe, device: str) -> Reader:
+    """Who reads ahead: by default a thread for text, and nobody for custom data, which may draw random numbers."""
+    workers = recipe.data.workers
+    if workers is None:
+        return Reader(None if recipe.data.is_custom else 0, device == "cuda")
+    return Reader(workers or None, device == "cuda")
+
+
 def _training(recipe: Recipe, tokenizer: Any, tell: Tell) -> Samples:
     parts = recipe.data.parts
     if not isinstance(recipe.data.train, tuple):
@@ -70,7 +87,8 @@ def make_samples(
 ) -> Samples:
     """The samples of one corpus for the recipe's task; what is drawn in them comes from `seed`, else the recipe's."""
     if isinstance(source, Corpus) and source.format == "custom":
-        return OwnSamples(call("data.factory", str(source.factory), source.arguments))
+        items = call("data.factory", str(source.factory), source.arguments)
+        return OwnSamples(items, is_mapping=recipe.data.collate is None)
     seed = recipe.seed if seed is None else seed
     length, task = recipe.data.sequence_length or 0, recipe.model.task
     if task in OF_ROWS:
@@ -84,7 +102,7 @@ def make_samples(
     documents = tokenized_documents(source, tokenizer, end_of_text=end, begin=begin, tell=tell)
     samples: Samples = _of_text(recipe, documents, tokenizer, seed)
     if len(samples) == 0:
-        raise DataError(f"the corpus has {len(documents.tokens)} tokens, fewer than one sample of {length}")
+        raise DataError(f"{named(source)}: has {len(documents.tokens)} tokens, fewer than one sample of {length}")
     return samples
 
 

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ortlaunch.plan import BatchPlan
+from ortlaunch.worker.data.ahead import Ahead, Places, Reader, seed_sample
 from ortlaunch.worker.data.left_out import LeftOut
 from ortlaunch.worker.data.mixture import Mixture
 from ortlaunch.worker.data.order import Order
-from ortlaunch.worker.data.samples import Samples, collate, cut_padding
+from ortlaunch.worker.data.samples import Samples, Stack, collate, cut_padding
 
 
 class Batches:
     """Micro batches by step; the order of samples depends on the seed alone."""
 
-    def __init__(self, samples: Samples, batch: BatchPlan, seed: int, buckets: Sequence[int] = ()) -> None:
-        """buckets: lengths that padded samples are cut to, a step's samples being dealt out by theirs."""
-        self.samples, self.batch, self.seed, self.buckets = samples, batch, seed, buckets
+    def __init__(
+        self, samples: Samples, batch: BatchPlan, seed: int, buckets: Sequence[int] = (), stack: Stack = collate
+    ) -> None:
+        """buckets: lengths that padded samples are cut to, a step's samples being dealt out by theirs.
+
+        stack: samples -> a batch.
+        """
+        self.samples, self.batch, self.seed, self.buckets, self._stack = samples, batch, seed, buckets, stack
         self._dealt: tuple[int, list[tuple[int, int]]] | None = None
+        self._ahead: tuple[int, Ahead] | None = None  # of a rank
         self.left_out = LeftOut()
         self._step, self._seen = 0, 0
         self.order = samples.order(seed) if isinstance(samples, Mixture) else Order(len(samples), seed)
@@ -46,8 +54,41 @@ class Batches:
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> dict[str, torch.Tensor]:
         """What `rank` takes in pass `accumulation` of step `step` (both from 0); tensors are (micro_samples, ...)."""
-        places = self._places(step, accumulation, rank)
-        batch = collate([self.samples.sample(index, epoch) for index, epoch in places])
+        if self._ahead is not None and self._ahead[0] == rank:
+            return self._ahead[1].take(step, accumulation)
+        return self._read(self._places(step, accumulation, rank))
+
+    @contextlib.contextmanager
+    def read_ahead(self, rank: int, reader: Reader) -> Iterator[None]:
+        """While open, this rank's micro batches are read before they are asked for; nothing may change the order."""
+        if reader.workers is None:
+            yield
+            return
+        read = self._read_drawn if reader.workers else self._read
+        ahead = Ahead(
+            read, lambda step, number: self._places(step, number, rank), self.batch.accumulation_steps, reader
+        )
+        self._ahead = rank, ahead
+        try:
+            yield
+        finally:
+            self._ahead = None
+            ahead.close()
+
+    def _read(self, places: Places) -> dict[str, torch.Tensor]:
+        return self.stacked([self.samples.sample(index, epoch) for index, epoch in places])
+
+    def _read_drawn(self, places: Places) -> dict[str, torch.Tensor]:
+        """In a process of its own, whose random numbers nobody else draws."""
+        taken = []
+        for index, epoch in places:
+            seed_sample(self.seed, index, epoch)
+            taken.append(self.samples.sample(index, epoch))
+        return self.stacked(taken)
+
+    def stacked(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        """A batch of these samples, as the model takes it."""
+        batch = self._stack(samples)
         return cut_padding(batch, self.buckets) if self.buckets else batch
 
     def indices(self, step: int, accumulation: int, rank: int) -> list[int]:

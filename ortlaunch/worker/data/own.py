@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from ortlaunch.worker.data.reading import DataError
 
 
-def call(key: str, target: str, arguments: dict[str, Any]) -> Any:
-    """What the user's own `module:function` returns.
+def find(key: str, target: str) -> Any:
+    """The user's own `module:function`.
 
     Raises:
-        DataError: there is no such module or function, or it takes other arguments.
+        DataError: there is no such module or function.
     """
     module, _, function = target.partition(":")
     try:
@@ -25,6 +27,16 @@ def call(key: str, target: str, arguments: dict[str, Any]) -> Any:
         raise
     if not callable(found):
         raise DataError(f"{key}: module {module!r} has no function {function!r}")
+    return found
+
+
+def call(key: str, target: str, arguments: dict[str, Any]) -> Any:
+    """What the user's own `module:function` returns.
+
+    Raises:
+        DataError: there is no such module or function, or it takes other arguments.
+    """
+    found = find(key, target)
     try:
         inspect.signature(found).bind(**arguments)
     except TypeError as error:
@@ -32,23 +44,41 @@ def call(key: str, target: str, arguments: dict[str, Any]) -> Any:
     return found(**arguments)
 
 
+class OwnCollate:
+    """The user's own function from a list of samples to a batch."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.function = name, find("data.collate", name)
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        found = self.function(samples)
+        if not isinstance(found, Mapping) or not found:
+            raise DataError(f"data.collate: {self.name} returned {type(found).__name__}; it must be names to tensors")
+        try:
+            return {str(name): torch.as_tensor(value) for name, value in found.items()}
+        except (TypeError, ValueError, RuntimeError) as error:  # all three are torch's
+            raise DataError(f"data.collate: {self.name} returned what becomes no tensor: {error}") from None
+
+
 class OwnSamples:
     """The user's own data set: any object with `__len__` and `__getitem__`."""
 
-    def __init__(self, items: Any) -> None:
+    def __init__(self, items: Any, is_mapping: bool = True) -> None:
+        """is_mapping: each sample has to be one; else a function of the user's knows what it is."""
         if not hasattr(items, "__len__") or not hasattr(items, "__getitem__") or len(items) == 0:
             raise DataError(
                 f"data.factory returned {type(items).__name__}; it must have samples, __len__ and __getitem__"
             )
-        self.items = items
+        self.items, self.is_mapping = items, is_mapping
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def sample(self, index: int, epoch: int) -> Any:
         item = self.items[index]
-        if not isinstance(item, Mapping):
+        if self.is_mapping and not isinstance(item, Mapping):
             raise DataError(
-                f"sample {index} of data.factory is a {type(item).__name__}; it must be a mapping of names to tensors"
+                f"sample {index} of data.factory is a {type(item).__name__}; it must be a mapping of names to tensors, "
+                "or data.collate make a batch of such samples"
             )
         return item

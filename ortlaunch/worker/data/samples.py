@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ortlaunch.worker.data.reading import DataError
 
+Stack = Callable[[list[Mapping[str, Any]]], dict[str, torch.Tensor]]
 IGNORED = -100  # the label that cross entropy leaves out
 
 
@@ -53,6 +54,9 @@ def collate(samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
             raise DataError(f"{name!r} of a sample is no tensor, nor what becomes one: {error}") from None
         shapes = sorted({tuple(value.shape) for value in values})
         if len(shapes) > 1:
-            raise DataError(f"samples of one batch differ in the shape of {name!r}: {shapes}; pad them in data.factory")
+            raise DataError(
+                f"samples of one batch differ in the shape of {name!r}: {shapes}; pad them in data.factory, or give "
+                "data.collate"
+            )
         batch[name] = torch.stack(values)
     return batch

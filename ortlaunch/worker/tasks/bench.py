@@ -23,6 +23,7 @@ from ortlaunch.worker.comparison import LEAST_LOSS, LIMITS, Comparison, compare
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.matmul_precision import matmul_precision
 from ortlaunch.worker.metrics import measured_peak_flops, wait_for
+from ortlaunch.worker.own_numbers import loss_in
 from ortlaunch.worker.parity_steps import is_plain
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.summary import plan_lines
@@ -33,6 +34,11 @@ _POLL_SECONDS = 0.02
 
 def run(session: Session) -> None:
     """Warm up, then obey orders until the one to leave."""
+    with session.reading_ahead():
+        _live(session)
+
+
+def _live(session: Session) -> None:
     folder, group, engine = session.run, session.group, session.engine
     asked = read_json(folder.bench)
     if group.rank == 0:
@@ -159,9 +165,9 @@ def loss_from_highest(session: Session) -> dict[str, float]:
     batch = engine.take(session.batches.micro_batch(0, 0, session.group.rank))
     module = engine.eval_module.eval()
     with engine.uncounted(compiled=True), torch.no_grad():
-        ours = float(module(**batch))
+        ours = float(loss_in(module(**batch)))
         with matmul_precision("highest"):
-            exact = float((engine.plain if engine.own_precision else module)(**batch))
+            exact = float(loss_in((engine.plain if engine.own_precision else module)(**batch)))
     module.train()
     mine = abs(ours - exact) / max(abs(exact), LEAST_LOSS)
     return {"loss_from_highest": max(map(float, session.group.gather(str(mine))))}

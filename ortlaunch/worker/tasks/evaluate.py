@@ -11,6 +11,8 @@ from ortlaunch.worker.evaluation import evaluate
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.summary import plan_lines
 
+_FIELDS = [each.name for each in fields(Evaluation) if each.name != "own"]
+
 
 def run(session: Session) -> None:
     """Measure, write evaluation.json, print it."""
@@ -24,7 +26,9 @@ def run(session: Session) -> None:
         found_metrics = evaluate(session, samples)
         assert found_metrics is not None, "nobody was asked to stop"
     if group.rank == 0:
-        measured = Evaluation(found.step, len(samples), **found_metrics)
+        known = {name: value for name, value in found_metrics.items() if name in _FIELDS}
+        own = {name: value for name, value in found_metrics.items() if name not in _FIELDS}
+        measured = Evaluation(found.step, len(samples), **known, own=own or None)
         write_json(session.run.evaluation, as_json(measured))
         write_json(session.run.engine, session.engine.report().to_json())
         print(*table(measured), f"written to {session.run.evaluation}", sep="\n", flush=True)
@@ -32,5 +36,6 @@ def run(session: Session) -> None:
 
 def table(measured: Evaluation) -> list[str]:
     """A line for each number that there is."""
-    rows = [(each.name.replace("_", " "), getattr(measured, each.name)) for each in fields(measured)]
+    rows = [(name.replace("_", " "), getattr(measured, name)) for name in _FIELDS]
+    rows += (measured.own or {}).items()
     return [f"  {name:24}{value:>14,.6g}" for name, value in rows if value is not None]

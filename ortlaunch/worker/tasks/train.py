@@ -86,7 +86,7 @@ def _train(
         saving.best = best.kept_step(state.best)
         saving.finish(session.progress.pulse.tick)  # what an earlier start left unfinished
         return state
-    metrics = _metrics(session, state.step, ending)
+    metrics = _open(session, state.step, ending)
     meter = Meter(session)
     parity = parity_steps(session, state.step)
     bad_steps.begin(saving, state)
@@ -180,8 +180,9 @@ def _saves_through(session: Session, saving: checkpoint.Saving, agreed: Agreemen
     return agreed.stopped if agreed.stopped.stops else stop(session, agreed.now(), step)
 
 
-def _metrics(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics | None:
-    """What rank 0 writes from this step on, closed at the end."""
+def _open(session: Session, step: int, ending: contextlib.ExitStack) -> Metrics | None:
+    """Read ahead from this step on; what rank 0 writes. Both are closed at the end."""
+    ending.enter_context(session.reading_ahead())
     if session.group.rank > 0:
         return None
     metrics = Metrics(session.recipe, session.run, step)
@@ -255,6 +256,7 @@ def _passes(session: Session, step: int) -> list[torch.Tensor]:
     engine, group = session.engine, session.group
     torch.manual_seed(step_seed(session.recipe.seed, step, group.rank))
     last = session.plan.batch.accumulation_steps - 1
+    engine.stepper.numbers.begin()
     return [
         engine.stepper.micro_step(engine.take(batch), accumulation == last, weight)
         for accumulation, (batch, weight) in enumerate(

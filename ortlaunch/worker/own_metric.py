@@ -1,0 +1,112 @@
+"""`train.metric`: the user's own function over a whole evaluation, what the model said beside what the samples hold.
+
+Rank 0 calls it with the samples of all ranks in their order, so that it gives one number on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import traceback
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ortlaunch.errors import HookError
+from ortlaunch.worker.data.own import find
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.own_numbers import LOSS, by_name
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+class Piece(NamedTuple):
+    """Of one micro batch."""
+
+    first: int
+    outputs: Arrays
+    batch: Arrays
+
+
+class OwnMetric:
+    """One evaluation, seen by the user's function; without `train.metric` it does nothing."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name, self.pieces = name, list[Piece]()
+
+    def add(self, counted: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
+        """What the model returned for these samples; an empty range only fills a rank's turn."""
+        if self.name is not None and counted:
+            self.pieces.append(Piece(counted[0], _arrays(_named(output), len(counted)), _arrays(batch, len(counted))))
+
+    def read(self, group: DistributedContext, taken: Mapping[str, float]) -> dict[str, float]:
+        """What the function says of all samples; the same on all ranks (collective).
+
+        Args:
+            taken: metrics that the evaluation has already.
+
+        Raises:
+            HookError: it raised, or returned what means nothing; on all ranks the same.
+        """
+        if self.name is None:
+            return {}
+        pieces = group.collect(self.pieces)
+        told: dict[str, Any] = {}
+        if group.rank == 0:
+            try:
+                told = {"found": self._asked(sorted(itertools.chain(*pieces), key=lambda piece: piece.first), taken)}
+            except HookError as error:
+                told = {"error": str(error)}
+        told = json.loads(group.gather(json.dumps(told))[0])
+        if "error" in told:
+            raise HookError(told["error"])
+        found: dict[str, float] = told["found"]
+        return found
+
+    def _asked(self, pieces: list[Piece], taken: Mapping[str, float]) -> dict[str, float]:
+        own = find("train.metric", str(self.name))
+        outputs, batch = (_joined([getattr(piece, side) for piece in pieces]) for side in ("outputs", "batch"))
+        try:
+            answer = own(outputs, batch)
+        except Exception as error:
+            where = "".join(traceback.format_exception(type(error), error, error.__traceback__.tb_next))  # type: ignore[union-attr]
+            raise HookError(f"train.metric: {self.name} raised {type(error).__name__}: {error}\n{where}") from error
+        try:
+            found = {str(name): float(value) for name, value in answer.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise HookError(f"train.metric: {self.name} returned {answer!r:.200}; it returns numbers by name") from None
+        for name in found.keys() & {"step", "samples", *taken}:
+            raise HookError(
+                f"train.metric: {self.name} returned {name!r}, which the evaluation has: give it another name"
+            )
+        return found
+
+
+def _named(output: Any) -> Mapping[str, Any]:
+    """By name, as the model names it, or by the place in a bare tuple."""
+    if isinstance(output, (list, tuple)) and not hasattr(output, "_asdict"):
+        return {f"output_{number}": value for number, value in enumerate(output)}
+    return by_name(output)
+
+
+def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
+    """Those tensors that have a row a sample."""
+    rows = {
+        name: value.detach().cpu()
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == samples and name != LOSS
+    }
+    return {name: (row.float() if row.is_floating_point() else row).numpy() for name, row in rows.items()}
+
+
+def _joined(parts: list[Arrays]) -> dict[str, Any]:
+    """All samples' rows, in order: an array, or a list of rows where batches differ in their shape."""
+    return {name: _rows([part[name] for part in parts if name in part]) for name in parts[0]} if parts else {}
+
+
+def _rows(parts: list[np.ndarray[Any, Any]]) -> Any:
+    if len({part.shape[1:] for part in parts}) == 1:
+        return np.concatenate(parts)
+    return [row for part in parts for row in part]

@@ -1,0 +1,168 @@
+"""Micro batches that are read ahead: the same ones in the same order, whoever reads them, and whatever is asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ortlaunch.plan import BatchPlan
+from ortlaunch.worker.data import Batches, OwnSamples
+from ortlaunch.worker.data.ahead import Reader
+from ortlaunch.worker.data.own import OwnCollate
+from ortlaunch.worker.data.reading import DataError
+from tests.makers import recipe
+from tests.training import train_here
+from tests.worker.test_train import ROWS, Line
+
+READERS = [Reader(None), Reader(0), Reader(2)]
+
+
+class Items:
+    """Each says who read it; one is bad."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.bad:
+            raise DataError(f"sample {index} is bad")
+        drawn = [torch.rand(()).item(), np.random.rand(), random.random()]
+        return {"index": index, "process": os.getpid(), "drawn": torch.tensor(drawn)}
+
+
+def batches_of(items: Any, accumulation: int = 2) -> Batches:
+    return Batches(OwnSamples(items), BatchPlan(2 * accumulation, 2, accumulation, 1, None), 7)
+
+
+def taken(batches: Batches, keys: list[tuple[int, int]]) -> list[list[int]]:
+    return [batches.micro_batch(*key, 0)["index"].tolist() for key in keys]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=str)
+def test_the_same_batches_as_without(reader: Reader) -> None:
+    """In a row, one twice, from another place on, and for other ranks, which nobody reads ahead for."""
+    batches = batches_of(Items())
+    keys = [(0, 0), (0, 1), (1, 0), (1, 0), (1, 1), (2, 0), (7, 1), (8, 0), (3, 0), (3, 1)]
+    plain = taken(batches, keys)
+    with batches.read_ahead(0, reader):
+        assert taken(batches, keys) == plain
+        assert batches.micro_batch(0, 0, 1)["index"].tolist() == batches.micro_batch(0, 1, 0)["index"].tolist()
+    assert taken(batches, keys) == plain
+    assert not multiprocessing.active_children()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+
+
+def test_processes_read_and_draw_alike() -> None:
+    """What a sample draws is a function of seed, epoch and sample: not of the process, nor of where reading began."""
+    drawn, readers = {}, set()
+    for workers, first in ((1, 0), (3, 0), (2, 5)):
+        batches = batches_of(Items())
+        with batches.read_ahead(0, Reader(workers)):
+            for step in range(first, 20):  # two epochs
+                for number in (0, 1):
+                    batch = batches.micro_batch(step, number, 0)
+                    readers |= set(batch["process"].tolist())
+                    for index, values in zip(batch["index"].tolist(), batch["drawn"].tolist()):
+                        assert drawn.setdefault((step // 10, index), values) == values
+    assert len(drawn) == 80
+    assert len({tuple(values) for values in drawn.values()}) == 80
+    assert os.getpid() not in readers
+
+
+@pytest.mark.parametrize("reader", READERS[1:], ids=str)
+def test_what_is_wrong_with_a_sample_is_told(reader: Reader) -> None:
+    """When its turn comes, in its own words."""
+    batches = batches_of(Items())
+    bad = batches.indices(1, 1, 0)[0]
+    batches.samples.items.bad = bad  # type: ignore[attr-defined]
+    with batches.read_ahead(0, reader):
+        taken(batches, [(0, 0), (0, 1), (1, 0)])
+        with pytest.raises(DataError, match=f"^sample {bad} is bad$"):
+            batches.micro_batch(1, 1, 0)
+
+
+def test_signals_of_a_stop_leave_them_be() -> None:
+    """A stop goes to all processes, and the rank may need samples yet; at its end they go."""
+    batches = batches_of(Items())
+    with batches.read_ahead(0, Reader(2)):
+        plain = taken(batches, [(0, 0)])
+        workers = multiprocessing.active_children()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            for worker in workers:
+                os.kill(int(worker.pid or 0), number)
+        assert len(taken(batches, [(0, 1), (1, 0), (1, 1)])) == 3
+        assert all(worker.is_alive() for worker in workers)
+        assert plain
+    for worker in workers:
+        worker.join(1)
+        assert not worker.is_alive()
+
+
+def test_a_training_with_processes(tmp_path: Path) -> None:
+    """Has the same losses, and leaves no process."""
+    sections = {
+        "train": {"max_steps": 6},
+        "log": {"every_steps": 1},
+        "batch": {"micro_size": 2, "accumulation_steps": 2},
+    }
+    data = recipe().data.model_dump(exclude_defaults=True)
+    plain, ahead = (
+        train_here(tmp_path / str(workers), Line(), ROWS, data={**data, "workers": workers}, **sections)
+        for workers in (None, 2)
+    )
+    assert ahead.values("loss") == plain.values("loss")
+    assert not multiprocessing.active_children()
+
+
+def padded(samples: list[tuple[list[int], int]]) -> dict[str, Any]:
+    width = max(len(ids) for ids, _ in samples)
+    return {"ids": [[*ids, *[0] * (width - len(ids))] for ids, _ in samples], "y": [label for _, label in samples]}
+
+
+def nothing(samples: Any) -> Any:
+    return None
+
+
+def words(samples: Any) -> Any:
+    return {"ids": ["a", "b"]}
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "collates_of_a_test", sys.modules[__name__])
+
+
+def test_a_collate_of_the_users_own(own: None) -> None:
+    """Samples of any type and length."""
+    items = OwnSamples([([1] * (1 + n % 3), n) for n in range(9)], is_mapping=False)
+    batches = Batches(items, BatchPlan(3, 3, 1, 1, None), 7, stack=OwnCollate("collates_of_a_test:padded"))
+    batch = batches.micro_batch(0, 0, 0)
+    assert batch["y"].tolist() == batches.indices(0, 0, 0)
+    assert batch["ids"].shape == (3, max(1 + n % 3 for n in batch["y"].tolist()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "collates_of_a_test:nothing returned NoneType; it must be names to tensors"),
+        ("words", "collates_of_a_test:words returned what becomes no tensor"),
+        ("gone", "data.collate: module 'collates_of_a_test' has no function 'gone'"),
+    ],
+)
+def test_what_is_no_collate(name: str, message: str, own: None) -> None:
+    """Told with its name."""
+    with pytest.raises(DataError, match=message):
+        OwnCollate(f"collates_of_a_test:{name}")([{"x": 1}])

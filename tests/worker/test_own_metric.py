@@ -1,0 +1,124 @@
+"""train.metric: one number on any number of ranks, what it is given, and what is no metric."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import HookError
+from ortlaunch.worker import best
+from ortlaunch.worker.data import OwnSamples, collate
+from ortlaunch.worker.data.own import DataError
+from ortlaunch.worker.own_metric import OwnMetric
+from tests.training import session_here, train_here
+from tests.worker import test_evaluation
+from tests.worker.test_train import ROWS, Line
+
+SEEN: list[tuple[Any, Any]] = []
+
+
+def spread(outputs: Any, batch: Any) -> dict[str, Any]:
+    """What no mean over batches is: a median, and it sees the order of the samples."""
+    SEEN.append((outputs, batch))
+    return {"median": np.median(outputs["found"] - batch["y"]), "last": outputs["found"][-1]}
+
+
+def fails(outputs: Any, batch: Any) -> Any:
+    raise KeyError("logits")
+
+
+def answers(outputs: Any, batch: Any) -> Any:
+    return 0.5
+
+
+def takes(outputs: Any, batch: Any) -> Any:
+    return {"loss": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    SEEN.clear()
+    monkeypatch.setitem(sys.modules, "metrics_of_a_test", sys.modules[__name__])
+
+
+class Told(Line):
+    """Returns what it found, too."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return SimpleNamespace(loss=super().forward(x, y), found=x @ self.weight, hidden=torch.ones(2))
+
+
+class Ranks(test_evaluation.Ranks):
+    """The same, of ranks that send texts and anything else."""
+
+    def gather(self, mine: str) -> list[Any]:
+        return self.gather_numbers(mine)  # type: ignore[arg-type]
+
+    def collect(self, mine: Any) -> list[Any]:
+        found = self.gather(mine)
+        return found if self.rank == 0 else []
+
+
+def test_one_number_on_any_ranks(tmp_path: Path) -> None:
+    """Seven samples on 1, 2 and 4 ranks, whose last batches are short or empty: as at once."""
+    torch.manual_seed(0)
+    model, rows = Told(), ROWS[:7]
+    nn.init.normal_(model.weight)
+    train = {"max_steps": 1, "metric": "metrics_of_a_test:spread"}
+    session: Any = session_here(tmp_path, model, rows, batch={"micro_size": 3}, train=train)
+    whole = collate(rows)
+    found = (whole["x"] @ model.weight).detach()
+    expected = {"median": float((found - whole["y"]).median()), "last": float(found[-1])}
+    for size in (1, 2, 4):
+        session = replace(session, group=Ranks(size))
+        for evaluated in session.group.evaluated(session, OwnSamples(rows)):
+            assert {name: evaluated[name] for name in expected} == pytest.approx(expected), size
+    outputs, batch = SEEN[-1]
+    assert (sorted(outputs), sorted(batch)) == (["found"], ["x", "y"])
+    np.testing.assert_array_equal(batch["y"], whole["y"].numpy())
+
+
+def test_rows_of_many_lengths() -> None:
+    """A list, where batches were padded to lengths of their own."""
+    metric = OwnMetric("metrics_of_a_test:spread")
+    for first, length in ((0, 3), (2, 4)):
+        metric.add(range(first, first + 2), {"found": torch.ones(2)}, {"y": torch.zeros(2), "x": torch.ones(2, length)})
+    group: Any = SimpleNamespace(rank=0, collect=lambda mine: [mine], gather=lambda text: [text])
+    assert metric.read(group, {}) == {"median": 1.0, "last": 1.0}
+    assert [len(row) for row in SEEN[-1][1]["x"]] == [3, 3, 4, 4]
+
+
+def test_it_chooses_the_best_and_ends_early(tmp_path: Path) -> None:
+    """As a number of ours does."""
+    name = "metrics_of_a_test:spread"
+    train = {"max_steps": 9, "evaluate_every_steps": 1, "metric": name}
+    train["stop_after"] = {"metric": "last", "mode": "max", "evaluations": 2}
+    keep = {"keep_best": {"metric": "median", "mode": "max"}, "every_minutes": None, "keep": 1}
+    found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:4], train=train, checkpoint=keep)
+    medians, lasts = (dict(found.values(f"evaluation_{each}")) for each in ("median", "last"))
+    assert found.state.best[best.KEEP]["step"] == max(medians, key=medians.__getitem__)
+    assert found.state.step == min(9, max(lasts, key=lasts.__getitem__) + 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("fails", HookError, r"metrics_of_a_test:fails raised KeyError: 'logits'\n.*line \d+, in fails"),
+        ("answers", HookError, r"metrics_of_a_test:answers returned 0.5; it returns numbers by name"),
+        ("takes", HookError, r"metrics_of_a_test:takes returned 'loss', which the evaluation has"),
+        ("nothing", DataError, r"train.metric: module 'metrics_of_a_test' has no function 'nothing'"),
+    ],
+)
+def test_what_is_no_metric(name: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    """Each names the function; all ranks raise the same."""
+    train = {"max_steps": 1, "metric": f"metrics_of_a_test:{name}"}
+    with pytest.raises(error, match=f"(?s){message}"):
+        train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:4], train=train)

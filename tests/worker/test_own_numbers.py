@@ -1,0 +1,125 @@
+"""What a model of the user's returns beside its loss: on every engine, over passes and ranks, into every record."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import InputError
+from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.own_numbers import Numbers, loss_in, numbers_of
+from tests.ort import needs_ort
+from tests.ortmodule.modules import wrapped
+from tests.training import train_here
+from tests.worker.test_train import ROWS, Line
+
+
+class Told(Line):
+    """Says more than its loss: a mean, a count, and what depends on no weight."""
+
+    def found(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        found = self.found(x)
+        right = (found > 1e-6) == (y > 0)
+        return {
+            "loss": ((found - y) ** 2).mean(),
+            "size": (found**2).mean(),
+            "right": right.float().mean(),
+            "counted": right.sum(),
+            "largest": y.max().detach(),
+            "three": 3.0,
+            "logits": found,
+        }
+
+
+class ByLayer(Told):
+    """The same by a linear layer."""
+
+    def found(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight[None])[:, 0]
+
+
+def test_which_are_numbers() -> None:
+    """Of a mapping, an object or a named tuple; rows, words and truths are none."""
+    one = torch.tensor(2.0)
+    output = {"loss": one, "a": one, "b": 3, "logits": torch.ones(3), "name": "x", "flag": True, "none": None}
+    for form in (output, types.SimpleNamespace(**output)):
+        assert {name: float(value) for name, value in numbers_of(form).items()} == {"a": 2.0, "b": 3.0}
+    assert numbers_of((one, one)) == numbers_of(one) == {}
+
+
+def test_they_are_logged_as_means_over_passes_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rate of almost 0 the means are those of the rows that were taken; an evaluation has them, too."""
+    still = {"optimizer": {"name": "sgd", "learning_rate": 1e-30}, "log": {"every_steps": 4}, "train": {"max_steps": 4}}
+    batch = {"micro_size": 4, "accumulation_steps": 4}
+    found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:8], batch=batch, **still)
+    signs = torch.tensor([float(row["y"] <= 0) for row in ROWS])  # weights of 0 find none above 0
+    (step,) = found.values("right")
+    assert step == (4, pytest.approx(float(signs.mean())))
+    assert found.values("counted") == [(4, pytest.approx(4 * float(signs.mean())))]
+    assert found.values("evaluation_right") == [(4, pytest.approx(float(signs[:8].mean())))]
+    assert found.values("three") == [(4, 3.0)]
+    assert not found.values("logits")
+    said = capsys.readouterr().out
+    assert f"right {step[1]:.4g}" in said
+    assert "evaluation right" in said
+
+
+def test_a_name_that_is_taken(tmp_path: Path) -> None:
+    """Numbers of the user's never stand in for ours."""
+
+    class Takes(Line):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return {"loss": super().forward(x, y), "epoch": x.mean()}
+
+    with pytest.raises(InputError, match=r"returns 'epoch' beside its loss, and metrics.jsonl has that name already"):
+        train_here(tmp_path, Takes(), ROWS)
+
+
+class Two:
+    """A group of two ranks, of which the other one has said this."""
+
+    def __init__(self, other: dict[str, Any]) -> None:
+        self.other = other
+
+    def gather(self, mine: str) -> list[str]:
+        return [mine, json.dumps(self.other)]
+
+
+def test_ranks_count_by_their_weights() -> None:
+    """Also where one of them has not returned a name; a step that is left out counts nothing."""
+    numbers, group = Numbers(), Two({"a": [40.0, 4.0], "b": [5.0, 1.0]})
+    for value, weight in ((1.0, 1.5), (2.0, 0.5)):
+        numbers.take({"loss": torch.tensor(0.0), "a": torch.tensor(value)}, weight)
+    numbers.keep()
+    numbers.take({"loss": torch.tensor(0.0), "a": torch.tensor(1e9)}, 1.0)
+    numbers.begin()
+    numbers.keep()
+    assert numbers.read(group) == {"a": (1.5 + 1.0 + 40.0) / 6.0, "b": 5.0}  # type: ignore[arg-type]
+    assert numbers.read(Two({})) == {}  # type: ignore[arg-type]
+
+
+@needs_ort
+@pytest.mark.usefixtures("built")
+def test_on_onnx_runtime_they_are_outputs_of_the_graph() -> None:
+    """Equal to eager's in each pass, on batches that differ, and the gradients are the loss's alone."""
+    model = LossModule(ByLayer().train())
+    model.has_numbers = True
+    nn.init.normal_(model.model.weight)  # type: ignore[arg-type]
+    module = wrapped(model)
+    for start in (0, 8):
+        batch = {name: torch.stack([row[name] for row in ROWS[start : start + 8]]) for name in ("x", "y")}
+        ours, theirs = module(**batch), model(**batch)
+        assert list(ours) == list(theirs)
+        torch.testing.assert_close({k: v.float() for k, v in ours.items()}, {k: v.float() for k, v in theirs.items()})
+        gradients = [torch.autograd.grad(loss_in(each), list(model.parameters()))[0] for each in (ours, theirs)]
+        torch.testing.assert_close(*gradients)
+    assert len(module._torch_module._execution_manager(True)._onnx_models.exported_model.graph.output) == 6
