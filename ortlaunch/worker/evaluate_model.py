@@ -61,10 +61,11 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
 
 def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | None = None) -> Evaluation:
     """The numbers of a LossModule on these samples."""
-    from ortlaunch.worker.data import Batches
+    from ortlaunch.worker.data import Batches, stack_of
     from ortlaunch.worker.evaluation import evaluate
     from ortlaunch.worker.loss_weight import LossWeight
     from ortlaunch.worker.progress import Progress
+    from ortlaunch.worker.tasks.evaluate import record_of
 
     weight = LossWeight(recipe, whole)
     weight.shifted = recipe.model.task == "causal-lm"  # which a graph does not say
@@ -77,14 +78,15 @@ def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | N
         record=SimpleNamespace(engine=SimpleNamespace(used="eager")),  # it returns more than a loss
     )
     micro = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 8
-    batches = Batches(samples, BatchPlan(micro, micro, 1, 1, None), recipe.seed)
+    lengths = recipe.data.bucket_lengths or ()
+    batches = Batches(samples, BatchPlan(micro, micro, 1, 1, None), recipe.seed, lengths, stack_of(recipe))
     plan = SimpleNamespace(batch=batches.batch)
     session: Any = SimpleNamespace(
         recipe=recipe, plan=plan, group=group, engine=engine, batches=batches, progress=Progress(rank=1)
     )
     found = evaluate(session, samples)
     assert found is not None, "nobody was asked to stop"
-    return Evaluation(step, len(samples), **found)
+    return record_of(step, len(samples), found)
 
 
 if __name__ == "__main__":

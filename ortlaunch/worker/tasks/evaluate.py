@@ -26,12 +26,17 @@ def run(session: Session) -> None:
         found_metrics = evaluate(session, samples)
         assert found_metrics is not None, "nobody was asked to stop"
     if group.rank == 0:
-        known = {name: value for name, value in found_metrics.items() if name in _FIELDS}
-        own = {name: value for name, value in found_metrics.items() if name not in _FIELDS}
-        measured = Evaluation(found.step, len(samples), **known, own=own or None)
+        measured = record_of(found.step, len(samples), found_metrics)
         write_json(session.run.evaluation, as_json(measured))
         write_json(session.run.engine, session.engine.report().to_json())
         print(*table(measured), f"written to {session.run.evaluation}", sep="\n", flush=True)
+
+
+def record_of(step: int | None, samples: int, found: dict[str, float]) -> Evaluation:
+    """What was measured, numbers of the user's own apart."""
+    known = {name: value for name, value in found.items() if name in _FIELDS}
+    own = {name: value for name, value in found.items() if name not in _FIELDS}
+    return Evaluation(step, samples, **known, own=own or None)
 
 
 def table(measured: Evaluation) -> list[str]:
