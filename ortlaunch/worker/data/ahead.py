@@ -103,7 +103,7 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
     from torch.utils.data import DataLoader
 
     loader: Any = DataLoader(
-        _Reads(read), batch_size=None, sampler=ahead, num_workers=int(reader.workers or 0),  # type: ignore[arg-type]
+        _Reads(read), batch_size=None, sampler=ahead, num_workers=int(reader.workers or 0),
         prefetch_factor=_EACH_WORKERS, pin_memory=reader.pinned, worker_init_fn=_be_left_alone(os.getpid()),
         generator=torch.Generator(), multiprocessing_context="fork",
     )  # fmt: skip
