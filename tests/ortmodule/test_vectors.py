@@ -1,0 +1,56 @@
+"""Gradients of products by a vector."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.ort import needs_ort
+from tests.ortmodule.modules import same, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+PRODUCTS: dict[str, tuple[Product, tuple[int, ...]]] = {
+    "matrix, vector": (lambda x, v: x @ v, (8, 4)),
+    "mv": (torch.mv, (8, 4)),
+    "vector, matrix": (lambda x, v: v @ x.t(), (8, 4)),
+    "vector, vector": (lambda x, v: x[0] @ v, (8, 4)),
+    "dot": (lambda x, v: torch.dot(v, x[1]), (8, 4)),
+    "matrices, vector": (lambda x, v: x @ v, (8, 3, 4)),
+    "vector, matrices": (lambda x, v: v @ x.transpose(1, 2), (8, 3, 4)),
+    "linear": (lambda x, v: functional.linear(x, v), (8, 4)),
+    "sum of products": (lambda x, v: torch.einsum("ij,j->i", x, v), (8, 4)),
+}
+
+
+class ByVector(nn.Module):
+    """The square of a product with a trained vector, of which no two numbers are alike."""
+
+    def __init__(self, product: Product) -> None:
+        super().__init__()
+        self.product, self.layer, self.weight = product, nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.product(self.layer(x), self.weight) - 1).square().sum()
+
+
+@pytest.mark.parametrize("name", list(PRODUCTS))
+def test_a_vectors_gradient_is_eagers(name: str) -> None:
+    """That of the vector and of what it is multiplied by, also in a batch of another size."""
+    product, shape = PRODUCTS[name]
+    model = ByVector(product)
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for rows in (shape[0], 5):
+        x = torch.randn(rows, *shape[1:])
+        model.zero_grad()
+        eager.zero_grad()
+        loss, expected = module(x), eager(x)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+        same(model, eager)
