@@ -26,7 +26,7 @@ from ortlaunch.ortmodule.registry import Repair, apply
 from ortlaunch.ortmodule.source_guard import EVALUATION, MANAGER, PROCESSED, SHAPES, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.symbolic_sizes import infer_symbolic_sizes
 from ortlaunch.ortmodule.torch_kernels import call_torch_kernels
-from ortlaunch.ortmodule.vectors import multiply_vectors_as_matrices
+from ortlaunch.ortmodule.vectors import keep_vanishing_sizes
 
 
 def apply_repairs(*left_out: str) -> None:
@@ -205,7 +205,7 @@ REPAIRS = (
         (*_EXPORT, *_INFERENCE, f"{TRAINING}.forward", f"{EVALUATION}.forward"),
         keep_broadcast_sizes,
     ),
-    Repair("multiply_vectors_as_matrices", _EXPORT, multiply_vectors_as_matrices),
+    Repair("keep_vanishing_sizes", _EXPORT, keep_vanishing_sizes),
     Repair("infer_symbolic_sizes", (f"{SHAPES}._infer_Slice", f"{SHAPES}._infer_aten_upsample"), infer_symbolic_sizes),
     Repair(
         "call_torch_kernels", (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"), call_torch_kernels

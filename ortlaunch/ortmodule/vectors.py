@@ -1,6 +1,9 @@
-"""Products by a vector, `x @ v`: ORT derives them as if the vector were a matrix, and its gradient is another one's.
+"""Products by a vector, and picks from a product: sizes that vanish, which ORT loses sight of.
 
-In the graph that ORT derives the vector becomes a matrix of one row or column, and the product loses that size again.
+`x @ v`: ORT derives it as if the vector were a matrix, and the gradient is another one's. `layer(x)[:, 0]`: ORT's
+compute optimizer picks from a factor in place of the product, and what is left keeps a size of 1 or another shape. In
+the graph that ORT gets, a vector becomes a matrix of one row or column, a pick one of a single place, and the size of 1
+is taken away from the result.
 """
 
 from __future__ import annotations
@@ -16,19 +19,20 @@ _NEW_AXIS = (0, 1)  # of a vector on the left, and on the right
 _OF_PRODUCT = (-2, -1)
 
 
-def multiply_vectors_as_matrices() -> None:
-    """ORT's gradient of a product has the vector's numbers in other places, without a word."""
-    patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_matrices)
+def keep_vanishing_sizes() -> None:
+    """ORT's gradient of a product by a vector, and the value of a pick from a product, are wrong without a word."""
+    patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_sizes_of_one)
 
 
-def _with_matrices(original: Callable[..., Any], model: Any) -> Any:
+def _with_sizes_of_one(original: Callable[..., Any], model: Any) -> Any:
     inferred = original(model)
     graph, nodes = inferred.graph, []
     values = (*graph.input, *graph.value_info, *graph.output)
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values if _has_shape(value)}
     ranks.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
     for node in graph.node:
-        nodes += _as_matrices(node, ranks) if node.op_type == "MatMul" else [node]
+        form = _FORMS.get(node.op_type)
+        nodes += form(node, ranks) if form else [node]
     if len(nodes) != len(graph.node):
         replace_nodes(graph, nodes)
     return inferred
@@ -50,6 +54,21 @@ def _as_matrices(node: Any, ranks: Mapping[str, int]) -> list[Any]:
         node.input[place] = name
     result, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_product"
     return [*before, node, *_changed("Squeeze", node.output[0], result, [_OF_PRODUCT[place] for place in vectors])]
+
+
+def _of_one_place(node: Any, ranks: Mapping[str, int]) -> list[Any]:
+    """A pick by one number, as one by a list of it whose size is taken away again; not of a shape's numbers."""
+    if ranks.get(node.input[1]) != 0 or ranks.get(node.input[0], 0) < 2:
+        return [node]
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+    index = f"{node.output[0]}_ortlaunch_index"
+    before = _changed("Unsqueeze", node.input[1], index, [0])
+    node.input[1] = index
+    result, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_picked"
+    return [*before, node, *_changed("Squeeze", node.output[0], result, [axis])]
+
+
+_FORMS = {"MatMul": _as_matrices, "Gather": _of_one_place}
 
 
 def _changed(operator: str, given: str, made: str, axes: list[int]) -> list[Any]:

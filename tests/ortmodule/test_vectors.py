@@ -1,4 +1,4 @@
-"""Gradients of products by a vector."""
+"""Products by a vector, and picks from a product."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRODUCTS: dict[str, tuple[Product, tuple[int, ...]]] = {
     "dot": (lambda x, v: torch.dot(v, x[1]), (8, 4)),
     "matrices, vector": (lambda x, v: x @ v, (8, 3, 4)),
     "vector, matrices": (lambda x, v: v @ x.transpose(1, 2), (8, 3, 4)),
-    "linear": (lambda x, v: functional.linear(x, v), (8, 4)),
+    "linear": (functional.linear, (8, 4)),
     "sum of products": (lambda x, v: torch.einsum("ij,j->i", x, v), (8, 4)),
 }
 
@@ -54,3 +54,36 @@ def test_a_vectors_gradient_is_eagers(name: str) -> None:
         expected.backward()
         torch.testing.assert_close(loss, expected)
         same(model, eager)
+
+
+class Picking(nn.Module):
+    """A part of a product without a bias, beside what has the part's shape."""
+
+    def __init__(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.pick, self.layer, self.head = pick, nn.Linear(4, 4), nn.Linear(4, 3, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.pick(self.head(self.layer(x)).relu()) - y).square().mean()
+
+
+@pytest.mark.parametrize(("pick", "shape"), [
+    (lambda x: x[:, 0], (8, 4)),
+    (lambda x: x[:, -1], (8, 4)),
+    (lambda x: x[:, 0], (8, 2, 4)),
+    (lambda x: x[..., 0], (8, 2, 4)),
+    (lambda x: x[:, 1, 0], (8, 2, 4)),
+    (lambda x: x[0], (8, 4)),
+], ids=["column", "last column", "first token", "column of three", "token and column", "row"])  # fmt: skip
+def test_what_is_picked_from_a_product_is_eagers(
+    pick: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    """Loss and gradients: a pick that kept its size would meet the labels as a matrix."""
+    model, x = Picking(pick), torch.randn(*shape)
+    y = torch.randn_like(pick(torch.randn(*shape[:-1], 3)))
+    eager, module = copy.deepcopy(model), wrapped(model)
+    loss, expected = module(x, y), eager(x, y)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    same(model, eager)
