@@ -30,9 +30,14 @@ def _with_sizes_of_one(original: Callable[..., Any], model: Any) -> Any:
     values = (*graph.input, *graph.value_info, *graph.output)
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values if _has_shape(value)}
     ranks.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
+    products = {node.output[0] for node in graph.node if node.op_type == "MatMul"}
     for node in graph.node:
-        form = _FORMS.get(node.op_type)
-        nodes += form(node, ranks) if form else [node]
+        if node.op_type == "MatMul":
+            nodes += _as_matrices(node, ranks)
+        elif node.op_type == "Gather" and node.input[0] in products and ranks.get(node.input[1]) == 0:
+            nodes += _of_one_place(node)
+        else:
+            nodes.append(node)
     if len(nodes) != len(graph.node):
         replace_nodes(graph, nodes)
     return inferred
@@ -56,19 +61,14 @@ def _as_matrices(node: Any, ranks: Mapping[str, int]) -> list[Any]:
     return [*before, node, *_changed("Squeeze", node.output[0], result, [_OF_PRODUCT[place] for place in vectors])]
 
 
-def _of_one_place(node: Any, ranks: Mapping[str, int]) -> list[Any]:
-    """A pick by one number, as one by a list of it whose size is taken away again; not of a shape's numbers."""
-    if ranks.get(node.input[1]) != 0 or ranks.get(node.input[0], 0) < 2:
-        return [node]
+def _of_one_place(node: Any) -> list[Any]:
+    """A pick by one number, as one by a list of it whose size is taken away again."""
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
     index = f"{node.output[0]}_ortlaunch_index"
     before = _changed("Unsqueeze", node.input[1], index, [0])
     node.input[1] = index
     result, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_picked"
     return [*before, node, *_changed("Squeeze", node.output[0], result, [axis])]
-
-
-_FORMS = {"MatMul": _as_matrices, "Gather": _of_one_place}
 
 
 def _changed(operator: str, given: str, made: str, axes: list[int]) -> list[Any]:

@@ -262,6 +262,7 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "custom_autograd": custom_autograd,
     "torch_matmul": torch_matmul,
     "matmul_precision": matmul_precision,
+    "onednn": "tests/worker/test_matmul_precision.py::test_products_are_onednns_where_that_is_faster",
     "chunked_loss": "tests/worker/test_chunked_loss_ranks.py::test_two_ranks_on_two_engines",
     "opset": opset,
     "deepcopy_before_export": deepcopy_before_export,

@@ -64,7 +64,7 @@ class Picking(nn.Module):
         self.pick, self.layer, self.head = pick, nn.Linear(4, 4), nn.Linear(4, 3, bias=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (self.pick(self.head(self.layer(x)).relu()) - y).square().mean()
+        return (self.pick(self.head(self.layer(x))) - y).square().mean()
 
 
 @pytest.mark.parametrize(("pick", "shape"), [
@@ -74,7 +74,15 @@ class Picking(nn.Module):
     (lambda x: x[..., 0], (8, 2, 4)),
     (lambda x: x[:, 1, 0], (8, 2, 4)),
     (lambda x: x[0], (8, 4)),
-], ids=["column", "last column", "first token", "column of three", "token and column", "row"])  # fmt: skip
+    (lambda x: x.relu()[:, 0], (8, 4)),
+    (lambda x: (x + 0)[..., 0], (8, 2, 4)),
+    (lambda x: x.softmax(-1)[:, 0], (8, 2, 4)),
+    (lambda x: (x * 2)[:, 0], (8, 4)),
+    (lambda x: x.unsqueeze(0)[0][:, 0], (8, 4)),
+    (lambda x: x.reshape(-1, 3)[:, 0], (8, 2, 4)),
+    (lambda x: x.t()[0], (8, 4)),
+], ids=["column", "last column", "first token", "column of three", "token and column", "row", "of relu", "of a sum",
+        "of softmax", "of a multiple", "twice", "reshaped", "transposed"])  # fmt: skip
 def test_what_is_picked_from_a_product_is_eagers(
     pick: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
 ) -> None:

@@ -321,7 +321,10 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(monkeypatch: pytest
     session = SimpleNamespace(
         group=SimpleNamespace(device=torch.device("cpu"), size=1, mean=float),
         plan=SimpleNamespace(batch=SimpleNamespace(tokens_per_step=tokens, global_samples=1)),
-        engine=SimpleNamespace(flops_per_token=200.0 / tokens), recipe=SimpleNamespace(precision="fp32"),
+        engine=SimpleNamespace(
+            flops_per_token=200.0 / tokens, stepper=SimpleNamespace(numbers=SimpleNamespace(keep=lambda: None)),
+            plain=SimpleNamespace(has_numbers=False),
+        ), recipe=SimpleNamespace(precision="fp32"),
     )  # fmt: skip
     meter = meter_module.Meter(session)
     for _ in range(2):
