@@ -8,6 +8,7 @@ from ortlaunch.recipe.tree import Tree
 
 _PREFERENCES = "there is no preference training here"
 _SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "parquet": "parquet"}
+_TEXT = ("completion", "pretrain")
 _PROMPT = "the tokenizer's chat template (data.chat_template) writes the prompt, not Axolotl's text"
 
 
@@ -20,10 +21,11 @@ def convert(draft: Draft) -> None:
     _model(draft)
     _adapter(draft)
     _datasets(draft)
+    _template(draft)
     _packing(draft)
     _wandb(draft)
     trainer.optimizer(draft, "optimizer")
-    trainer.schedule(draft, "lr_scheduler")
+    _schedule(draft)
     trainer.training(draft)
     trainer.length(draft, 1)
     for path, value in (("batch.accumulation_steps", 1), ("train.max_grad_norm", 1.0)):
@@ -68,22 +70,28 @@ def _datasets(draft: Draft) -> None:
         node = draft.take(key)
         if node is None:
             continue
+        usual = "pretrain" if key == "pretraining_dataset" else None
         sources = [node] if node.kind != "list" else list(node.children.values())
         if part == "train" and len(sources) > 1:
-            parts = [{"source": _source(draft, each, f"{key}[{at}]"), "weight": 1.0} for at, each in enumerate(sources)]
+            parts = [
+                {"source": _source(draft, each, f"{key}[{at}]", usual), "weight": 1.0}
+                for at, each in enumerate(sources)
+            ]
             why = "each has the same share of the samples; Axolotl puts them one after another"
             draft.put("data.train", node, key, parts, why)
         else:
-            draft.put(f"data.{part}", sources[0], key, _source(draft, sources[0], key))
+            draft.put(f"data.{part}", sources[0], key, _source(draft, sources[0], key, usual))
             for at, each in enumerate(sources[1:], 1):
                 draft.drop(f"{key}[{at}]", each, "data.evaluation is one corpus")
 
 
-def _source(draft: Draft, node: Tree, key: str) -> dict[str, object]:
+def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, object]:
     """A data set, by its path and type; what of it has no place is dropped by name."""
     values = node.plain() if node.kind == "mapping" else {"path": node.scalar}
-    path, kind = str(values.pop("path", "")), values.pop("type", None)
-    form = _SUFFIXES.get(str(values.pop("ds_type", path.rpartition(".")[2])))
+    path, kind = values.pop("path", ""), values.pop("type", usual)
+    form = _SUFFIXES.get(str(values.pop("ds_type", str(path).rpartition(".")[2])))
+    if str(path) in _SUFFIXES and values.get("data_files"):  # the name of a loader
+        path = values.pop("data_files")
     source: dict[str, object] = {"format": form, "path": path} if form else {"format": "hub", "name": path}
     for theirs, ours in (("name", "subset"), ("split", "split"), ("revision", "revision")):
         if values.get(theirs) and not form:
@@ -97,10 +105,12 @@ def _source(draft: Draft, node: Tree, key: str) -> dict[str, object]:
 
 def _columns(draft: Draft, node: Tree, key: str, kind: object, values: dict[str, object]) -> dict[str, object]:
     here = node.find(("type",)) or node
-    if kind == "completion":
-        return {"text_column": values.pop("field", None) or "text"}
+    if kind in _TEXT:
+        return {"text_column": values.pop("field", None) or values.pop("text_column", None) or "text"}
     if kind in ("chat_template", "sharegpt"):
         column = "messages" if kind == "chat_template" else "conversations"
+        if kind == "sharegpt":
+            draft.drop(f"{key}.type", here, "messages have role and content here, not from and value")
         return {"messages_column": values.pop("field_messages", None) or column}
     if kind == "alpaca" or isinstance(kind, dict):
         fields = kind if isinstance(kind, dict) else {}
@@ -114,6 +124,33 @@ def _columns(draft: Draft, node: Tree, key: str, kind: object, values: dict[str,
     return {}
 
 
+def _template(draft: Draft) -> None:
+    """How chats are written."""
+    named, own = draft.take("chat_template"), draft.take("chat_template_jinja")
+    if own is not None:
+        draft.put("data.chat_template", own, "chat_template_jinja")
+    if named is not None and (own is not None or str(named.scalar).startswith("tokenizer_default")):
+        draft.needless("chat_template", named, "data.chat_template, or the tokenizer's own if there is none")
+    elif named is not None:
+        why = "the tokenizer's own is taken; Axolotl's of that name can be given as data.chat_template"
+        draft.drop("chat_template", named, why)
+
+
+def _schedule(draft: Draft) -> None:
+    """Axolotl's own defaults: a cosine, after 3 % of the steps."""
+    named = draft.value("lr_scheduler")
+    if named != "constant" and draft.value("warmup_steps") is None and draft.value("warmup_ratio") is None:
+        draft.assume("schedule.warmup_ratio", 0.03, "Axolotl's default, there with at most 100 steps")
+    draft.assume("schedule.name", "cosine", "Axolotl's default")
+    trainer.schedule(draft, "lr_scheduler")
+
+
+def _has_chats(draft: Draft) -> bool:
+    train = draft.recipe.find(("data", "train"))
+    text = str(train.plain()) if train is not None else ""
+    return "messages_column" in text or "prompt_column" in text
+
+
 def _packing(draft: Draft) -> None:
     """Answers alone count in chats; plain text is always packed."""
     inputs = draft.left.pop("train_on_inputs", None)
@@ -121,10 +158,12 @@ def _packing(draft: Draft) -> None:
         draft.drop("train_on_inputs", inputs, "answers alone count in the loss of chats")
     elif inputs is not None:
         draft.needless("train_on_inputs", inputs, "answers alone count in the loss of chats")
+    chats = _has_chats(draft)
+    why = "a chat is a sample of its own, padded to data.sequence_length" if chats else "text is always packed"
     for key in ("sample_packing", "eval_sample_packing"):
-        node = draft.left.pop(key, None)
-        if node is not None:
-            draft.needless(key, node, "text is always packed, a chat is a sample of its own")
+        if draft.value(key) is not None:
+            node = draft.left.pop(key)
+            (draft.drop if bool(node.scalar) == chats else draft.needless)(key, node, why)
     share = number(draft.left.get("val_set_size"))
     if share == 0:
         draft.needless("val_set_size", draft.left.pop("val_set_size"), "there is none by itself")

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ortlaunch.recipe.dialects import DIALECTS, closest, normal
+from ortlaunch.recipe.dialects import DIALECTS
 from ortlaunch.recipe.fields import choices, everywhere, names_in, section_at
 from ortlaunch.recipe.place import Place, keys
 from ortlaunch.recipe.tree import Tree
+from ortlaunch.recipe.words import closest, normal
 
 NONE = "none: "
 NO_BF16 = ("engine.name", "eager", "ONNX Runtime has no bf16; precision=fp32 engine.name=ort runs on it")
@@ -71,9 +72,12 @@ class Draft:
 
     def put(self, path: str, node: Tree, key: str, value: Any = None, why: str = "") -> None:
         """Set a key of the recipe to `value`, or to the config's own; `why` it does not mean quite the same."""
-        if self.recipe.find(keys(path)) is not None:
-            return self.drop(key, node, f"{path} is set by another key already")
         tree = node if value is None else made(value, node)
+        there = self.recipe.find(keys(path))
+        if there is not None and there.plain() == tree.plain():
+            return self.needless(key, node, f"{path} has it")
+        if there is not None:
+            return self.drop(key, node, f"{path} is set by another key already")
         self.recipe = self.recipe.put(keys(path), tree)
         written = path if value is None else f"{path}: {word(tree)}"
         self._remark(
@@ -126,7 +130,8 @@ class Draft:
         return self.put(ours, node, key, found)
 
     def _remark(self, where: list[Remark], key: str, node: Tree, text: str) -> None:
-        where.append(Remark(node.key_place or node.place, key, word(node), text))
+        value = " ".join(word(node).split())
+        where.append(Remark(node.key_place or node.place, key, value if len(value) <= 80 else value[:77] + "...", text))
 
 
 def is_key(path: str) -> bool:

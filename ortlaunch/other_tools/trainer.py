@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import InputError
-from ortlaunch.other_tools import deepspeed
+from ortlaunch.other_tools import deepspeed, trl
 from ortlaunch.other_tools.draft import NO_BF16, Draft, number, word
 from ortlaunch.recipe.tree import Tree
 
@@ -37,7 +37,9 @@ _FORMATS = {".txt": "text", ".json": "jsonl", ".jsonl": "jsonl", ".parquet": "pa
 
 
 def convert(draft: Draft) -> None:
-    """Trainer's arguments with those of an example script."""
+    """Trainer's arguments with those of an example script, or of TRL's."""
+    if trl.is_sft(draft):
+        trl.convert(draft)
     _task(draft)
     model(draft)
     _data(draft)
@@ -54,6 +56,9 @@ def training(draft: Draft) -> None:
     trackers(draft)
     evaluation(draft)
     saves(draft)
+    level = draft.take("log_level")
+    if level is not None:
+        draft.needless("log_level", level, "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's")
     config = draft.take("deepspeed")
     if config is not None:
         deepspeed.beside(draft, config)
@@ -75,7 +80,11 @@ def model(draft: Draft) -> None:
     if tokenizer is not None or source is not None:
         key = "tokenizer_name" if tokenizer is not None else "model_name_or_path"
         draft.put("data.tokenizer", tokenizer or source, key)  # type: ignore[arg-type]
-    kind, changes = draft.take("model_type"), draft.take("config_overrides")
+    kind, changes, revision = (draft.take(key) for key in ("model_type", "config_overrides", "model_revision"))
+    if revision is not None and revision.scalar == "main":
+        draft.needless("model_revision", revision, "it is the newest")
+    elif revision is not None:
+        draft.drop("model_revision", revision, "the newest is taken; give a folder that holds this one")
     if kind is not None and source is None:
         draft.put("model.config.model_type", kind, "model_type")
     elif kind is not None:
@@ -183,7 +192,7 @@ def _least(draft: Draft, extra: Tree) -> None:
 
 
 def precision(draft: Draft) -> None:
-    """bf16 or fp16; `auto` is bf16 where the hardware has it."""
+    """bf16 or fp16, and fp32's products; `auto` is bf16 where the hardware has it."""
     for kind in ("bf16", "fp16"):
         node = draft.take(kind)
         if node is not None:
@@ -192,6 +201,11 @@ def precision(draft: Draft) -> None:
             )
             if kind == "bf16":
                 draft.assume(*NO_BF16)
+    exact = draft.take("tf32")
+    if exact is not None and draft.recipe.find(("precision",)) is None:
+        draft.put("engine.matmul_precision", exact, "tf32", "high")
+    elif exact is not None:
+        draft.needless("tf32", exact, "products are in the precision of the passes")
 
 
 def name(draft: Draft) -> None:

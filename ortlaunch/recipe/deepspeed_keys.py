@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.words import closest
 
 # Two sources of truth would disagree one day.
 DEEPSPEED_OWNED = {

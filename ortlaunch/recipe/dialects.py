@@ -1,4 +1,4 @@
-"""What other tools call things: tables of foreign keys and words -> ours; and which word is closest to another.
+"""What other tools call their keys: tables of foreign keys -> ours.
 
 Error hints read them, and `ortlaunch import`, which takes a value over where `ours` is a key and nothing more.
 
@@ -7,9 +7,6 @@ Knows nothing of the recipe's models.
 
 from __future__ import annotations
 
-import difflib
-from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -149,10 +146,16 @@ DIALECTS: dict[str, dict[str, str]] = {
         "dataset_prepared_path": "none: prepared data is cached by itself",
         "tokenizer_type": "none: the tokenizer's own files say it",
         "is_llama_derived_model": "none: the model's own config says it",
-        "chat_template": "none: chats are written by the tokenizer's own template",
         "wandb_entity": "none: W&B's own WANDB_ENTITY says it",
         "dataset_processes": "none: text is tokenized in parallel by itself",
         "auto_resume_from_checkpoints": _RESUME,
+        "cosine_min_lr_ratio": "schedule.minimum_ratio",
+        "special_tokens": "data.tokenizer (a folder whose tokenizer has them)",
+        "loss_watchdog_threshold": "train.on_spike (a jump above the losses before it)",
+        "use_tensorboard": "log.trackers: [tensorboard]",
+        "use_mlflow": "log.trackers: [mlflow]",
+        "mlflow_experiment_name": "log.project",
+        "sequence_parallel_degree": _WHOLE,
     },
     "LLaMA-Factory": {
         "model_name_or_path": "model.pretrained",
@@ -177,6 +180,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "max_samples": "data.train (a smaller file: there is no limit of samples)",
         "eval_dataset": "data.evaluation",
         "quantization_bit": _QUANTIZED,
+        "early_stopping_steps": "train.stop_after: {metric: loss, evaluations: ...}",
     },
     "Hugging Face": {
         "output_dir": "the command line option --run-dir",
@@ -194,7 +198,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "optim": "optimizer.name",
         "fp16": "precision: fp16",
         "bf16": "precision: bf16",
-        "tf32": "none: PyTorch's own setting holds",
+        "tf32": "engine.matmul_precision: high",
         "logging_steps": "log.every_steps",
         "logging_dir": "none: TensorBoard files lie in the run folder",
         "save_steps": "checkpoint.every_steps",
@@ -225,6 +229,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "overwrite_output_dir": "none: a run folder is never overwritten",
         "gradient_checkpointing_kwargs": "none: it is transformers' own, not reentrant",
         "preprocessing_num_workers": "none: text is tokenized in parallel by itself",
+        "dataset_num_proc": "none: text is tokenized in parallel by itself",
         "pad_to_max_length": "none: all samples have data.sequence_length tokens",
         "use_fast_tokenizer": "none: it is always the fast one",
         "trust_remote_code": "none: code of a model's folder is never run; a model that needs it cannot be trained",
@@ -236,11 +241,13 @@ DIALECTS: dict[str, dict[str, str]] = {
         "dataloader_pin_memory": "none: it is always so on CUDA",
         "ddp_timeout": "train.stall_seconds (seconds without progress, of the whole run)",
         "push_to_hub": "none: `ortlaunch export RUN --push REPO` does it",
+        "hub_strategy": "none: `ortlaunch export RUN --push REPO` does it",
         "hub_model_id": "none: `ortlaunch export RUN --push REPO` does it",
-        "model_revision": "none: it is the newest, or that of a local folder",
+        "model_revision": "model.pretrained (a folder that holds it; of the hub the newest is taken)",
         "ddp_backend": "launch.device (cuda uses NCCL, cpu gloo)",
-        "dataloader_num_workers": "none: samples are made in the training process",
+        "dataloader_num_workers": "data.workers",
         "group_by_length": "data.bucket_lengths",
+        "auto_find_batch_size": "batch.micro_size: auto (with batch.global_size)",
         "use_cpu": "launch.device: cpu",
         "mixed_precision": "precision",
         "num_processes": "launch.processes_per_node",
@@ -294,84 +301,3 @@ DIALECTS: dict[str, dict[str, str]] = {
 FOREIGN: dict[str, Foreign] = {
     key: Foreign(tool, ours) for tool, keys in DIALECTS.items() for key, ours in keys.items()
 }
-
-# Words of other tools for our words; only where they are not alike already.
-WORDS: dict[str, str] = {
-    "gpu": "cuda",
-    "nvidia": "cuda",
-    "half": "fp16",
-    "float16": "fp16",
-    "16_mixed": "fp16",
-    "amp_fp16": "fp16",
-    "amp_bf16": "bf16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "full": "fp32",
-    "no": "fp32",
-    "mlm": "masked-lm",
-    "fill_mask": "masked-lm",
-    "clm": "causal-lm",
-    "text_generation": "causal-lm",
-    "sft": "causal-lm",
-    "pt": "causal-lm",
-    "nsp": "pretraining",
-    "text_classification": "sequence-classification",
-    "seq_cls": "sequence-classification",
-    "token_cls": "token-classification",
-    "ner": "token-classification",
-    "regression": "sequence-regression",
-    "adam": "adamw",
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "fused_adam",
-    "adamw_ort_fused": "fused_adam",
-    "fused_lamb": "lamb",
-    "poly": "polynomial",
-    "cosine_with_warmup": "cosine",
-    "cosine_with_restarts": "cosine",
-    "constant_with_warmup": "constant",
-    "warmuplr": "constant",
-    "warmupdecaylr": "linear",
-    "deepspeed": "torchrun",
-    "accelerate": "torchrun",
-    "mpirun": "mpi",
-    "openmpi": "mpi",
-    "mpich": "mpi",
-    "onnxruntime": "ort",
-    "onnx": "ort",
-    "ortmodule": "ort",
-    "torch.compile": "inductor",
-    "compile": "inductor",
-    "pytorch": "eager",
-    "torch": "eager",
-    "flash_attention_2": "sdpa",
-    "flash": "sdpa",
-    "fa2": "sdpa",
-    "json": "jsonl",
-    "txt": "text",
-    "huggingface": "hub",
-    "hf": "hub",
-    "byte_level": "bpe",
-    "tb": "tensorboard",
-}
-
-
-def normal(word: str) -> str:
-    """Case, dashes and blanks do not count."""
-    return word.lower().replace("-", "_").replace(" ", "_")
-
-
-def likeness(word: str, candidate: str) -> float:
-    """From 0, nothing in common, to 1; what cannot reach a half by its letters alone is 0."""
-    one, other = normal(word), normal(candidate)
-    shared = sum((Counter(one) & Counter(other)).values())
-    return difflib.SequenceMatcher(None, one, other).ratio() if 4 * shared >= len(one) + len(other) else 0.0
-
-
-def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that `word` most likely stands for, by other tools' use or by likeness; or None."""
-    candidates = tuple(candidates)
-    translated = WORDS.get(normal(word))
-    if translated in candidates:
-        return translated
-    best = max(candidates, key=lambda candidate: likeness(word, candidate), default="")
-    return best if likeness(word, best) >= 0.6 else None

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.fields import choices, description, is_required, takes_null
 from ortlaunch.recipe.place import KeyPath
 from ortlaunch.recipe.tree import Tree
+from ortlaunch.recipe.words import closest
 
 _KINDS = {
     "int_type": "a whole number",

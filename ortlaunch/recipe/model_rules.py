@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.recipe.data import TokenizerTraining
-from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.families import COMMON_DEFAULTS, FAMILIES, LINEAR_LAYERS, complete, known_fields
 from ortlaunch.recipe.models import Model, Recipe
 from ortlaunch.recipe.place import Problem
 from ortlaunch.recipe.section import MOST
+from ortlaunch.recipe.words import closest
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Fields that count something there must be at least one of.

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.words import closest
 
 PREFIX = "ORTMODULE_"
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import Corpus
-from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.words import closest
 from ortlaunch.user_modules import factories, folders
 
 # With one of these a module may have names that its source does not show.

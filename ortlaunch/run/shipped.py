@@ -80,7 +80,7 @@ def locate(given: Path) -> Path:
     known = names()
     if bare in known:
         return find(bare)
-    from ortlaunch.recipe.dialects import closest
+    from ortlaunch.recipe.words import closest
 
     guess = closest(bare, known) if given.parent.name else None
     if guess:

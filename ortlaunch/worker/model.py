@@ -12,8 +12,8 @@ from torch import nn
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.dialects import closest
 from ortlaunch.recipe.models import Lora
+from ortlaunch.recipe.words import closest
 from ortlaunch.worker import packing
 from ortlaunch.worker.chunked_head import ChunkedHead
 from ortlaunch.worker.data import Data, call

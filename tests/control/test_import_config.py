@@ -24,6 +24,8 @@ FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepspeed.json": ("deepspeed", ("schedule.warmup_steps=10",)),
     "run_mlm.json": ("hf-trainer", ()),
 }
+AXOLOTL = {"base_model": "here", "datasets": [{"path": "a/b", "type": "chat_template"}], "sequence_len": 64,
+           "micro_batch_size": 2, "num_epochs": 1, "learning_rate": 0.1}  # fmt: skip
 ACCOUNT = ("taken", "changed", "dropped", "needless")
 
 
@@ -136,6 +138,87 @@ def test_trainers_own_ways(keys: dict[str, Any], values: dict[str, Any], tmp_pat
     found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
     made = yaml.safe_load(found.recipe)
     assert {name: made.get(name) for name in values} == values
+
+
+def test_trls_sft(tmp_path: Path) -> None:
+    """Chats of the hub with their splits and template, LoRA with TRL's defaults; and what is not as there."""
+    absent = dict.fromkeys(("block_size", "train_file"), "absent")
+    chats = {"dataset_name": "a/b", "dataset_test_split": "test", "chat_template": "{{ messages }}", "packing": True}
+    others = {"use_peft": True, "lora_r": 4, "eval_strategy": "epoch", "log_level": "info", "model_revision": "v2"}
+    found = import_config(config(tmp_path, **absent, **chats, **others), "hf-trainer", None, ())
+    made = yaml.safe_load(found.recipe)
+    source = {"format": "hub", "name": "a/b", "messages_column": "messages"}
+    assert (made["data"]["train"], made["data"]["evaluation"]) == (source, {**source, "split": "test"})
+    assert (made["model"]["lora"], made["model"]["task"]) == ({"r": 4, "alpha": 32, "dropout": 0.05}, "causal-lm")
+    assert (made["data"]["chat_template"], "engine" in made) == ("{{ messages }}", False)
+    assert "TRL's without assistant_only_loss in the whole" in said(found, "changed")["dataset_name"]
+    assert {"packing", "model_revision"} <= said(found, "dropped").keys()
+    with pytest.raises(InputError, match=r"beta: 0\.1: of TRL's trainers SFTTrainer alone"):
+        import_config(config(tmp_path, **absent, **chats, beta=0.1), "hf-trainer", None, ())
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "key", "text"),
+    [
+        ({"chat_template": "llama3"}, "dropped", "chat_template", "can be given as data.chat_template"),
+        ({"chat_template": "tokenizer_default"}, "needless", "chat_template", "the tokenizer's own"),
+        ({"chat_template_jinja": "a.jinja"}, "taken", "chat_template_jinja", "data.chat_template"),
+        ({"sample_packing": True}, "dropped", "sample_packing", "a sample of its own"),
+        ({"sample_packing": False}, "needless", "sample_packing", "a sample of its own"),
+        ({"datasets": [{"path": "a/b", "type": "completion"}], "sample_packing": True}, "needless", "sample_packing",
+         "always packed"),
+        ({"datasets": [{"path": "a/b", "type": "sharegpt"}]}, "dropped", "datasets.type", "not from and value"),
+        ({"special_tokens": {"pad_token": "<pad>"}}, "dropped", "special_tokens", "nearest: data.tokenizer"),
+        ({"tf32": True}, "taken", "tf32", "engine.matmul_precision: high"),
+        ({"tf32": True, "bf16": True}, "needless", "tf32", "the precision of the passes"),
+        ({"dataloader_num_workers": 4}, "taken", "dataloader_num_workers", "data.workers"),
+    ],
+)  # fmt: skip
+def test_axolotls_own_ways(keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path) -> None:
+    """What becomes of its words for chats, packing and products."""
+    path = tmp_path / "c.yml"
+    path.write_text(json.dumps({**AXOLOTL, **keys}))
+    assert text in said(import_config(path, "axolotl", None, ()), where)[key]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        ({}, {"schedule": {"warmup_ratio": 0.03, "name": "cosine"}}),
+        ({"lr_scheduler": "linear", "warmup_steps": 0}, {"schedule": {"name": "linear"}}),
+        ({"lr_scheduler": "constant"}, {"schedule": {"name": "constant"}}),
+        ({"lr_scheduler": "cosine", "warmup_steps": 9, "cosine_min_lr_ratio": 0.1},
+         {"schedule": {"warmup_steps": 9, "name": "cosine", "minimum_ratio": 0.1}}),
+    ],
+)  # fmt: skip
+def test_axolotls_schedule(keys: dict[str, Any], values: dict[str, Any], tmp_path: Path) -> None:
+    """Its defaults are not Trainer's."""
+    path = tmp_path / "c.yml"
+    path.write_text(json.dumps({**AXOLOTL, **keys}))
+    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
+    assert {name: made.get(name) for name in values} == values
+
+
+def test_axolotls_text(tmp_path: Path) -> None:
+    """Plain text of the hub, and files behind a loader's name."""
+    path = tmp_path / "c.yml"
+    text = [{"path": "a/b", "name": "en", "text_column": "body"}]
+    path.write_text(json.dumps({**AXOLOTL, "datasets": None, "pretraining_dataset": text}))
+    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
+    assert made["data"]["train"] == {"format": "hub", "name": "a/b", "subset": "en", "text_column": "body"}
+    files = [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template"}]
+    path.write_text(json.dumps({**AXOLOTL, "datasets": files}))
+    made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
+    expected = {"format": "jsonl", "path": ["a.jsonl", "b.jsonl"], "messages_column": "messages"}
+    assert made["data"]["train"] == expected
+
+
+def test_a_value_of_several_lines(tmp_path: Path) -> None:
+    """The account keeps to a line a key."""
+    found = import_config(config(tmp_path, neftune_noise_alpha="a\n b" * 60), "hf-trainer", None, ())
+    (line,) = [line for line in str(found).splitlines() if "neftune" in line]
+    assert "a ba ba" in line
+    assert len(line) < 160
 
 
 def test_deepspeeds_own_ways(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""TRL's SFTTrainer (its sft.py, the alignment handbook): Trainer's arguments with its own of data and LoRA."""
+
+from __future__ import annotations
+
+from ortlaunch.errors import InputError
+from ortlaunch.other_tools.draft import Draft, word
+
+_MARKS = ("chat_template", "dataset_text_field", "dataset_train_split", "dataset_test_split", "dataset_mixture",
+          "assistant_only_loss", "completion_only_loss", "packing", "use_peft")  # fmt: skip
+# Of its trainers with preferences or rewards.
+_OTHERS = ("beta", "max_prompt_length", "num_generations", "reward_model_path", "reward_funcs")
+_ANSWERS = "answers alone count in the loss of chats"
+
+
+def is_sft(draft: Draft) -> bool:
+    """Whether it has keys that Trainer has not.
+
+    Raises:
+        InputError: they are another trainer's of TRL.
+    """
+    found = any(draft.value(key) is not None for key in _MARKS)
+    for key in _OTHERS if found else ():
+        node = draft.left.get(key)
+        if node is not None:
+            place = node.key_place or node.place
+            raise InputError(f"{place}: {key}: {word(node)}: of TRL's trainers SFTTrainer alone is known here")
+    return found
+
+
+def convert(draft: Draft) -> None:
+    """What Trainer does not know; the rest is left."""
+    draft.assume("model.task", "causal-lm", "TRL's SFTTrainer trains no other")
+    draft.assume("optimizer.learning_rate", 2e-5, "TRL's default")
+    draft.assume("data.sequence_length", 1024, "TRL's default")
+    template, mixture = draft.take("chat_template"), draft.take("dataset_mixture")
+    if template is not None:
+        draft.put("data.chat_template", template, "chat_template")
+    if mixture is not None:
+        why = "give data.train, a list of sources; a weight is a share of the samples, TRL's is a part of the rows"
+        draft.drop("dataset_mixture", mixture, why)
+    _data(draft, chats=template is not None)
+    _packing(draft, chats=template is not None)
+    _adapters(draft)
+
+
+def _data(draft: Draft, chats: bool) -> None:
+    """A data set of the hub; which columns it has TRL sees for itself, and we do not."""
+    hub, subset = draft.take("dataset_name"), draft.take("dataset_config")
+    first, second = draft.take("dataset_train_split"), draft.take("dataset_test_split")
+    field, answers = draft.take("dataset_text_field"), draft.take("assistant_only_loss")
+    if hub is not None:
+        columns = {"messages_column": "messages"} if chats else {"text_column": word(field) if field else "text"}
+        source = {"format": "hub", "name": hub.scalar, **({"subset": word(subset)} if subset else {}), **columns}
+        why = f"taken as text; for chats add data.train.messages_column=messages, and {_ANSWERS}"
+        whole = "" if answers is not None else f"{_ANSWERS}, TRL's without assistant_only_loss in the whole chat's"
+        split = {"split": word(first)} if first else {}
+        draft.put("data.train", hub, "dataset_name", {**source, **split}, whole if chats else why)
+        if second is not None and draft.value("eval_strategy") not in (None, False, "no"):
+            draft.put("data.evaluation", second, "dataset_test_split", {**source, "split": word(second)})
+            second = None
+    for key, node in (("dataset_config", subset), ("dataset_train_split", first), ("dataset_text_field", field)):
+        if node is not None and hub is not None:
+            draft.needless(key, node, "data.train has it")
+        elif node is not None:
+            draft.drop(key, node, "there is no dataset_name")
+    if second is not None:
+        draft.drop("dataset_test_split", second, "nothing asks for an evaluation of it")
+    if answers is not None:
+        draft.needless("assistant_only_loss", answers, _ANSWERS)
+    own = draft.take("completion_only_loss")
+    if own is not None:
+        draft.needless("completion_only_loss", own, _ANSWERS)
+
+
+def _packing(draft: Draft, chats: bool) -> None:
+    packed = draft.left.pop("packing", None)
+    if packed is not None:
+        why = "a chat is a sample of its own" if chats else "text is always packed"
+        (draft.drop if bool(packed.scalar) == chats else draft.needless)("packing", packed, why)
+
+
+def _adapters(draft: Draft) -> None:
+    """lora_* count with use_peft alone; the names of layers are peft's own for each model where none are given."""
+    wanted = draft.take("use_peft")
+    if wanted is None:
+        return
+    draft.needless("use_peft", wanted, "model.lora says it")
+    for key, ours, usual in (("lora_r", "r", 16), ("lora_alpha", "alpha", 32), ("lora_dropout", "dropout", 0.05)):
+        node = draft.take(key)
+        if node is not None:
+            draft.put(f"model.lora.{ours}", node, key)
+        draft.assume(f"model.lora.{ours}", usual, "TRL's default")
+    names = draft.take("lora_target_modules")
+    if names is not None:
+        asked = names.plain() if names.kind == "list" else [names.scalar]
+        draft.put("model.lora.target_modules", names, "lora_target_modules", asked)

@@ -1,0 +1,91 @@
+"""What other tools call their values: words -> ours; and which word is closest to another.
+
+Knows nothing of the recipe's models.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable
+
+# Words of other tools for our words; only where they are not alike already.
+WORDS: dict[str, str] = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "half": "fp16",
+    "float16": "fp16",
+    "16_mixed": "fp16",
+    "amp_fp16": "fp16",
+    "amp_bf16": "bf16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "full": "fp32",
+    "no": "fp32",
+    "mlm": "masked-lm",
+    "fill_mask": "masked-lm",
+    "clm": "causal-lm",
+    "text_generation": "causal-lm",
+    "sft": "causal-lm",
+    "pt": "causal-lm",
+    "nsp": "pretraining",
+    "text_classification": "sequence-classification",
+    "seq_cls": "sequence-classification",
+    "token_cls": "token-classification",
+    "ner": "token-classification",
+    "regression": "sequence-regression",
+    "adam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "fused_adam",
+    "adamw_ort_fused": "fused_adam",
+    "fused_lamb": "lamb",
+    "poly": "polynomial",
+    "cosine_with_warmup": "cosine",
+    "cosine_with_restarts": "cosine",
+    "constant_with_warmup": "constant",
+    "warmuplr": "constant",
+    "warmupdecaylr": "linear",
+    "deepspeed": "torchrun",
+    "accelerate": "torchrun",
+    "mpirun": "mpi",
+    "openmpi": "mpi",
+    "mpich": "mpi",
+    "onnxruntime": "ort",
+    "onnx": "ort",
+    "ortmodule": "ort",
+    "torch.compile": "inductor",
+    "compile": "inductor",
+    "pytorch": "eager",
+    "torch": "eager",
+    "flash_attention_2": "sdpa",
+    "flash": "sdpa",
+    "fa2": "sdpa",
+    "json": "jsonl",
+    "txt": "text",
+    "huggingface": "hub",
+    "hf": "hub",
+    "byte_level": "bpe",
+    "tb": "tensorboard",
+}
+
+
+def normal(word: str) -> str:
+    """Case, dashes and blanks do not count."""
+    return word.lower().replace("-", "_").replace(" ", "_")
+
+
+def likeness(word: str, candidate: str) -> float:
+    """From 0, nothing in common, to 1; what cannot reach a half by its letters alone is 0."""
+    one, other = normal(word), normal(candidate)
+    shared = sum((Counter(one) & Counter(other)).values())
+    return difflib.SequenceMatcher(None, one, other).ratio() if 4 * shared >= len(one) + len(other) else 0.0
+
+
+def closest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that `word` most likely stands for, by other tools' use or by likeness; or None."""
+    candidates = tuple(candidates)
+    translated = WORDS.get(normal(word))
+    if translated in candidates:
+        return translated
+    best = max(candidates, key=lambda candidate: likeness(word, candidate), default="")
+    return best if likeness(word, best) >= 0.6 else None
