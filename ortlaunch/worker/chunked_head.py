@@ -38,8 +38,8 @@ class ChunkedHead:
     shifted: bool
     """Each row's label is that of the token after it."""
 
-    def loss(self, model: nn.Module, batch: Batch, training: bool) -> Tensor:
-        """The model's loss of a batch; its head must be `open`."""
+    def loss(self, model: nn.Module, batch: Batch, training: bool) -> tuple[Tensor, Any]:
+        """The model's loss of a batch, and what it returned without labels; its head must be `open`."""
         output = model(**{name: value for name, value in batch.items() if name not in LABELS})
         hidden, labels = _before_head(output), batch["labels"]
         if self.shifted:
@@ -50,9 +50,9 @@ class ChunkedHead:
         loss = chunked_loss(rows, head.weight, head.bias, labels.reshape(-1), self.rows, train)
         pairs = batch.get("next_sentence_label")
         if pairs is None:
-            return loss
+            return loss, output
         scores = output.seq_relationship_logits
-        return loss + functional.cross_entropy(scores.view(-1, scores.shape[-1]), pairs.view(-1))
+        return loss + functional.cross_entropy(scores.view(-1, scores.shape[-1]), pairs.view(-1)), output
 
     def logits(self, model: nn.Module, rows: Tensor) -> Tensor:
         """Of these rows that go into the head, which is `open`."""

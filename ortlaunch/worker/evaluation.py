@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ortlaunch.recipe.families import LABELLED_TASKS
+from ortlaunch.recipe.families import SCORED_TASKS
 from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.chunked_head import LABELS, ChunkedHead
 from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.own_metric import OwnMetric
-from ortlaunch.worker.own_numbers import Numbers
+from ortlaunch.worker.own_numbers import Numbers, loss_in
 from ortlaunch.worker.session import Session
 
 Batch = dict[str, torch.Tensor]
 Counts = dict[str, torch.Tensor]
-WITH_LOGITS = ("pretraining", "masked-lm", *LABELLED_TASKS)
 _ROWS = 1024  # of logits at a time
 
 
@@ -62,11 +61,12 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
             weight = engine.loss_weight.of(batch, counted) if counted else 0.0
             session.progress.pulse.tick()
             taken = engine.take(batch)
-            loss = numbers.take(engine.eval_module(**taken), weight)
+            given = engine.eval_module(**taken)
+            loss = numbers.take(given, weight) if engine.plain.has_numbers else loss_in(given)
             total, seen = total + float(loss) * weight, seen + weight
             labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}  # without an added one
-            output = output_of(taken)
-            if session.recipe.model.task in WITH_LOGITS:
+            output = output_of(given, taken)
+            if session.recipe.model.task in SCORED_TASKS:
                 found = counts_of(output, labels, engine.plain, session.recipe.model.task)
                 _add(counts, found, counts_them=bool(counted))
             own_metric.add(counted, output, batch)
@@ -93,24 +93,25 @@ def _evaluating(*modules: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _outputs(session: Session) -> Iterator[Callable[[Batch], Any]]:
-    """What the model returns for a batch beside its loss; None where no metric wants to know.
+def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
+    """What the model returns for a batch beside its loss, of what the engine gave: scores, which metrics are made of.
 
-    Eager PyTorch's own pass has it. The other engines hand out a loss alone: plain PyTorch passes once more.
+    A metric of the user's may want all of it. Eager PyTorch's own pass has it; for the other engines plain PyTorch
+    passes once more.
     """
     model = session.engine.plain.model
     own = session.recipe.model.task == "custom"
-    if session.recipe.model.task not in WITH_LOGITS and session.recipe.train.metric is None:
-        yield lambda taken: None
+    if session.recipe.train.metric is None:
+        yield lambda given, taken: given if isinstance(given, Mapping) else None
     elif session.engine.record.engine.used == "eager":
         kept: list[Any] = []
         handle = model.register_forward_hook(lambda _, __, output: kept.append(output))
         try:
-            yield lambda taken: kept.pop()
+            yield lambda given, taken: kept.pop()
         finally:
             handle.remove()
     else:
-        yield lambda taken: model(**{name: value for name, value in taken.items() if own or name not in LABELS})
+        yield lambda given, taken: model(**{name: each for name, each in taken.items() if own or name not in LABELS})
 
 
 def counts_of(output: Any, labels: Batch, plain: Any = None, task: str = "") -> Counts:

@@ -32,8 +32,11 @@ _WORD_TASKS = ("pretraining", "masked-lm", "causal-lm")  # the others have label
 _SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 
 
+_SCORES = ("logits", "prediction_logits", "seq_relationship_logits")  # as transformers names them
+
+
 class LossModule(nn.Module):
-    """`forward(**batch)` -> the loss, a scalar, or with numbers beside it a dict of both: `loss_in`, `Numbers`."""
+    """`forward(**batch)` -> the loss, a scalar, or with something beside it a dict of both: `loss_in`, `Numbers`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -43,17 +46,23 @@ class LossModule(nn.Module):
         self.chunked: ChunkedHead | None = None
         self.has_numbers = False
         """The user's own model: what it returns beside its loss is logged. transformers' logits stay in the graph."""
+        self.evaluates_with_scores = False
+        """In evaluation logits go out as well (before the head, where it is chunked): metrics are made of them."""
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
             batch = packing.with_mask(batch, next(self.model.parameters()).dtype)
         if self.chunked is not None:
-            return self.chunked.loss(self.model, batch, self.training)
-        output = self.model(**batch)
-        loss, numbers = loss_of(output), numbers_of(output) if self.has_numbers else {}
+            loss, output = self.chunked.loss(self.model, batch, self.training)
+        else:
+            output = self.model(**batch)
+            loss = loss_of(output)
+        beside = numbers_of(output) if self.has_numbers else {}
         if torch.jit.is_tracing():  # ONNX Runtime has no output that depends on nothing
-            numbers = {name: value + 0 * loss.detach() for name, value in numbers.items()}
-        return {LOSS: loss, **numbers} if numbers else loss
+            beside = {name: value + 0 * loss.detach() for name, value in beside.items()}
+        if self.evaluates_with_scores and not self.training:
+            beside |= {name: output[name] for name in _SCORES if name in output}
+        return {LOSS: loss, **beside} if beside else loss
 
     def chunk(self, chunked: ChunkedHead | None) -> None:
         """Make head and loss in chunks from now on; None: as the model makes them itself."""

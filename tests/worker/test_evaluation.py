@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -188,6 +189,31 @@ def test_classes_on_any_ranks() -> None:
             right = sum(one == other for one, other in zip(given, meant)) / 7
             assert found["classification_accuracy"] == pytest.approx(right)
             assert found["f1_macro"] == pytest.approx(f1_by_hand(given, meant))
+
+
+def test_metrics_are_of_the_engines_own_pass() -> None:
+    """Engine ort hands out what it evaluated, head in chunks or not, and PyTorch does not pass once more."""
+    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    ids = torch.randint(50, (8, 8))
+    cases = (
+        ("sequence-classification", BertForSequenceClassification, [torch.tensor(i % 3) for i in range(8)], {}),
+        ("masked-lm", BertForMaskedLM, list(ids), {}),
+        ("masked-lm", BertForMaskedLM, list(ids), {"chunked_loss": 2}),
+    )
+    for task, kind, labels, engine in cases:
+        model = kind(BertConfig(**SIZES, num_labels=3))
+        rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
+        session = session_of(task, copy.deepcopy(model), rows, **engine)
+        expected = evaluate(session, OwnSamples(rows))
+        passes: list[Any] = []
+        model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+        session = session_of(task, model, rows, name="ort", **engine)
+        evaluate(session, OwnSamples(rows))  # exports
+        passes.clear()
+        assert evaluate(session, OwnSamples(rows)) == pytest.approx(expected, rel=1e-5), task
+        assert not passes, task
 
 
 def f1_by_hand(given: list[int], meant: list[int]) -> float:
