@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("deepspeed", "huggingface_hub", "networkx", "numpy", "onnxruntime", "pydantic", "sympy", "torch")
-BATCH, LENGTH, SEED, RATE, WARM_UP, NORM = 32, 96, 7, 1e-4, 0.1, 1.0
+BATCH, LENGTH, SEED, RATE, WARM_UP, NORM = 32, 96, 7, 3e-4, 0.1, 1.0
 PARTS = (
     "loading libraries", "reading checkpoints", "reading data", "building the model", "building the engine",
     "exporting to ONNX Runtime", "compiling in the first step", "training", "evaluating", "saving a checkpoint",
