@@ -61,7 +61,7 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
             weight = engine.loss_weight.of(batch, counted) if counted else 0.0
             session.progress.pulse.tick()
             taken = engine.take(batch)
-            given = engine.eval_module(**taken)
+            given = _passed(session, taken)
             loss = numbers.take(given, weight) if engine.plain.has_numbers else loss_in(given)
             total, seen = total + float(loss) * weight, seen + weight
             labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}  # without an added one
@@ -78,6 +78,23 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
     found = {"loss": loss, **_metrics(session, loss, _of_all_ranks(group, counts))}
     found |= numbers.read(group) if engine.plain.has_numbers else {}
     return found | own_metric.read(group, found)
+
+
+def _passed(session: Session, taken: Batch) -> Any:
+    """What the engine's module returns. A lone sample, beside others, is passed twice: the mean loss is the same.
+
+    ONNX Runtime's graph would be exported anew for a size of one, and again for the next evaluation's first batch.
+    """
+    module, micro = session.engine.eval_module, session.plan.batch.micro_samples
+    graph = session.engine.record.engine.used == "ort" and session.recipe.model.task != "custom" and micro > 1
+    if not graph or not all(value.dim() and len(value) == 1 for value in taken.values()):
+        return module(**taken)
+    given = module(**{name: torch.cat([value, value]) for name, value in taken.items()})
+    return (
+        {name: value[:1] if value.dim() else value for name, value in given.items()}
+        if isinstance(given, Mapping)
+        else given
+    )
 
 
 @contextlib.contextmanager
