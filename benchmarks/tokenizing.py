@@ -4,7 +4,8 @@
 
 The corpus is Python's own documentation and sources, repeated to the size; the tokenizer a BPE trained on it. Each turn
 is a process of its own with empty caches; libraries are loaded before its clock starts. `datasets` works by as many
-processes as there are cores, in batches of 1000 (its default), and gets the texts without special tokens, too.
+processes as there are cores, in batches of 1000 (its default), and gets the texts without special tokens, too. Last,
+one of ortlaunch's turns is killed (SIGKILL) in its middle and started again: what is left to do, and its tokens.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def turn(way: str, path: str, tokenizer: str) -> None:
     from ortlaunch.worker.data.tokens import tokenized
 
     words = AutoTokenizer.from_pretrained(tokenizer)
+    print("begins", flush=True)
     began, cpu = time.perf_counter(), cpu_seconds()
     if way == "ortlaunch":
         tokens = len(tokenized(Corpus(format="text", path=(path,)), words, end_of_text=False))
@@ -96,6 +98,24 @@ def main(megabytes: int, turns: int) -> None:
         for name, taken in (("time", seconds), ("CPU time", cpu)):
             medians = {way: statistics.median(each) for way, each in taken.items()}
             print(f"{name}, datasets / ortlaunch: {medians['datasets'] / medians['ortlaunch']:.2f}")
+        own = {**os.environ, "ORTLAUNCH_CACHE": f"{folder}/killed"}
+        killed(own, ["--turn", "ortlaunch", str(path), str(words)], statistics.median(seconds["ortlaunch"]), found)
+
+
+def killed(environ: dict[str, str], words: list[str], seconds: float, whole: dict[str, float]) -> None:
+    """A turn that is killed when half of its time is over, and the one that goes on."""
+    command = [sys.executable, __file__, *words]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it begins
+        time.sleep(seconds / 2)
+        process.kill()
+    said = subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.splitlines()
+    found = json.loads(said[-1])
+    same = "as many" if found["tokens"] == whole["tokens"] else f"NOT AS MANY, {found['tokens']:,}"
+    print(
+        f"killed after {seconds / 2:.1f} s, started again: {found['seconds']:.2f} s of {seconds:.2f} s, {same} tokens"
+    )
 
 
 if __name__ == "__main__":
