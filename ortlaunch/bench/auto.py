@@ -30,7 +30,7 @@ from ortlaunch.run.records import as_json
 from ortlaunch.run.resolve import ResolvedRun
 
 SHORT = Length(rounds=3, steps=3)
-_SHAPES = ("sequence_length", "bucket_lengths", "attend_across_documents", "tokenizer")
+_SHAPES = ("sequence_length", "bucket_lengths", "padding", "attend_across_documents", "tokenizer")
 # Fields of `engine` that change no measured figure.
 _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")

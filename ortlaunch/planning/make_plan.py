@@ -131,7 +131,7 @@ def _batch(recipe: Recipe, ranks: int) -> BatchPlan:
             f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps ({steps}) x {ranks} ranks "
             f"= {micro * steps * ranks}; leave one of the three out, or run on {total / (micro * steps):g} ranks"
         )
-    length = None if recipe.data.bucket_lengths else recipe.data.sequence_length  # with those, nobody knows before
+    length = None if recipe.data.lengths else recipe.data.sequence_length  # with those, nobody knows before
     return BatchPlan(total, micro, steps, ranks, total * length if length else None)
 
 

@@ -5,7 +5,7 @@ As in models.py the docstring under each field is the manual.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
@@ -146,6 +146,10 @@ class Data(Section):
     dealt out to its passes and ranks by their lengths, and each micro batch is padded to the shortest length that holds
     it. For padding that costs more than more shapes do: inductor compiles each, ONNX Runtime and GPUs keep memory for
     each. The step's samples are the same, and so are its loss and gradients. null: none."""
+    padding: Literal["fixed", "longest"] = "fixed"
+    """`fixed`: to `sequence_length`, or to `bucket_lengths`. `longest`, for chats and texts with labels: the step's
+    samples are dealt out as by `bucket_lengths`, and each micro batch is padded to its longest sample, rounded up to a
+    multiple of 8. Least padding, and most shapes."""
     attend_across_documents: bool = True
     """Of causal-lm on text, whose samples are packed with documents one after another: whether a token sees those of
     documents before its own in the sample. false: each document is as alone, by a block-diagonal mask of fixed shape
@@ -178,6 +182,11 @@ class Data(Section):
     def is_custom(self) -> bool:
         """Whether the user's own functions make the training samples."""
         return all(is_custom(part.source) for part in self.parts)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Those below `sequence_length` that a micro batch may be padded to, ascending."""
+        return range(8, self.sequence_length or 0, 8) if self.padding == "longest" else self.bucket_lengths or ()
 
     def sources(self) -> Iterator[tuple[str, str | Corpus]]:
         """Every source with its key in the recipe."""

@@ -119,11 +119,15 @@ def _packing(data: Data, task: str) -> Iterator[Problem]:
 
 
 def _buckets(data: Data, task: str) -> Iterator[Problem]:
-    path, lengths = "data.bucket_lengths", data.bucket_lengths
-    if lengths is None:
+    path, lengths = "data.bucket_lengths" if data.bucket_lengths else "data.padding", data.bucket_lengths
+    if lengths is None and data.padding == "fixed":
         return
     if task not in LABELLED_TASKS and not any(is_chat(source) for _, source in data.sources()):
         yield (path, "model.task"), f"does nothing for {task} on text, whose samples are windows without padding"
+    if lengths is None:
+        return
+    if data.padding == "longest":
+        yield ("data.padding", path), "got longest, which needs no bucket_lengths; give one of both"
     most = data.sequence_length or MOST
     if list(lengths) != sorted(set(lengths)) or not lengths or lengths[-1] >= most:
         shown = ", ".join(map(str, lengths))

@@ -230,7 +230,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "gradient_checkpointing_kwargs": "none: it is transformers' own, not reentrant",
         "preprocessing_num_workers": "none: text is tokenized in parallel by itself",
         "dataset_num_proc": "none: text is tokenized in parallel by itself",
-        "pad_to_max_length": "none: all samples have data.sequence_length tokens",
+        "pad_to_max_length": "data.padding: fixed",
         "use_fast_tokenizer": "none: it is always the fast one",
         "trust_remote_code": "none: code of a model's folder is never run; a model that needs it cannot be trained",
         "cache_dir": "none: HF_HOME says where the hub's files are kept",

@@ -53,7 +53,7 @@ RULES: dict[str, RuleOf] = {
     **_all(_DATA, "train.document train.text_column train.label_column train.factory train.arguments", "data"),
     **_all(_DATA, "train.messages_column train.prompt_column train.response_column", "data"),
     **_all(_DATA, "chat_template attend_across_documents", "data"),
-    "data.bucket_lengths": Rule(EFFECT, why="the same samples, with less padding"),
+    **dict.fromkeys(("data.bucket_lengths", "data.padding"), Rule(EFFECT, why="the same samples, with less padding")),
     "data.evaluation": _EFFECT,
     **_all(_DATA, "tokenizer tokenizer.train tokenizer.vocab_size sequence_length", "data"),
     **_all(_DATA, "masked_lm masked_lm.probability masked_lm.max_predictions masked_lm.whole_words", "data"),

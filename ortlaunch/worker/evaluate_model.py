@@ -80,8 +80,7 @@ def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | N
         record=SimpleNamespace(engine=SimpleNamespace(used="eager")),  # it returns more than a loss
     )
     micro = recipe.batch.micro_size if isinstance(recipe.batch.micro_size, int) else 8
-    lengths = recipe.data.bucket_lengths or ()
-    batches = Batches(samples, BatchPlan(micro, micro, 1, 1, None), recipe.seed, lengths, stack_of(recipe))
+    batches = Batches(samples, BatchPlan(micro, micro, 1, 1, None), recipe.seed, recipe.data.lengths, stack_of(recipe))
     plan = SimpleNamespace(batch=batches.batch)
     session: Any = SimpleNamespace(
         recipe=recipe, plan=plan, group=group, engine=engine, batches=batches, progress=Progress(rank=1)

@@ -81,7 +81,7 @@ def build_session(
     else:
         explain(run, recipe, found, trained_on, group)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
-    batches = Batches(data.train, plan.batch, recipe.seed, recipe.data.bucket_lengths or (), stack_of(recipe))
+    batches = Batches(data.train, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     recipe = with_steps(recipe, plan.batch, run, group, len(data.train), found)
     progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from ortlaunch.plan import BatchPlan
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.data import Corpus, Data
 from ortlaunch.worker.data import Batches, LabelledTexts, Mixture, cut_padding
 
 BUCKETS = (4, 8)
@@ -52,6 +52,19 @@ def test_a_step_has_the_same_samples_with_less_padding(texts: LabelledTexts) -> 
                 assert int(batch["attention_mask"].sum(1).max()) == size
     assert [texts.size(index) for index in range(4)] == [1, 2, 5, 10]
     assert Mixture([texts, texts], [1, 1]).size(48 + 2) == 5
+
+
+def test_padding_to_the_longest(texts: LabelledTexts) -> None:
+    """The same samples, each micro batch cut to a multiple of 8 that holds it, or to the whole length."""
+    data = {"train": {"format": "jsonl", "path": "a"}, "tokenizer": "x", "padding": "longest"}
+    assert [*Data.model_validate({**data, "sequence_length": 24}).lengths] == [8, 16]
+    lengths, plan = Data.model_validate({**data, "sequence_length": 12}).lengths, BatchPlan(16, 4, 2, 2, None)
+    longest, fixed = Batches(texts, plan, 7, lengths), Batches(texts, plan, 7)
+    for step in range(4):
+        taken = step_of(longest, step)
+        assert sorted(i for indices, _ in taken for i in indices) == sorted(fixed.indices_of_step(step))
+        for indices, batch in taken:
+            assert batch["input_ids"].shape[1] == (8 if max(map(texts.size, indices)) <= 8 else 12)
 
 
 def test_gradients_are_the_same(texts: LabelledTexts) -> None:
