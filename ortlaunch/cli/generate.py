@@ -22,9 +22,14 @@ def generate(
         typer.Option("--temperature", min=0.0, help="Draw tokens at this one; 0: the likeliest each time."),
     ] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
 ) -> None:
-    """Go on with a prompt, by a causal model, on the CPU: on stdout the prompt and what follows it."""
+    """Go on with a prompt, by a causal model, on the CPU: on stdout the prompt and what follows it.
+
+    Where the run was trained on chats, or of no run a model's tokenizer has a chat template, that writes the prompt as
+    a user's message, and what follows is the answer, on lines of its own.
+    """
     from ortlaunch.run.generate import Asked
     from ortlaunch.run.generate import generate as write
 
-    raise typer.Exit(write(Asked(model, prompt, step, tokens, temperature, seed)))
+    raise typer.Exit(write(Asked(model, prompt, step, tokens, temperature, seed, raw)))

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from ortlaunch import start
 from ortlaunch.errors import InputError
-from ortlaunch.recipe import parse_resolved
+from ortlaunch.recipe import Recipe, read_resolved
+from ortlaunch.recipe.data import is_chat
 from ortlaunch.run.export import chosen_step
 from ortlaunch.run.folder import RunDir, read_json
 
+_ABOVE = 2  # folders from RUN/exports/step_N up to RUN
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of such models end
 
 
@@ -28,6 +30,8 @@ class Asked(NamedTuple):
     temperature: float
     """0: the likeliest token each time."""
     seed: int
+    raw: bool
+    """Without the chat template."""
 
 
 def generate(asked: Asked) -> int:
@@ -36,28 +40,42 @@ def generate(asked: Asked) -> int:
     Raises:
         InputError: there is no such model, or it does not generate text.
     """
-    model, step = _source(asked)
+    model, step, chats = _source(asked)
     print(f"model: {model if step is None else RunDir(model).checkpoint(step)}", file=sys.stderr, flush=True)
-    given = {**asked._asdict(), "model": str(model), "step": step}
+    given = {**asked._asdict(), "model": str(model), "step": step, "chats": False if asked.raw else chats}
     words = start.command("ortlaunch.worker.generate")
     return subprocess.run([*words, json.dumps(given)], check=False).returncode
 
 
-def _source(asked: Asked) -> tuple[Path, int | None]:
-    """A model's folder and None, or a run's and the step of a checkpoint."""
+def _source(asked: Asked) -> tuple[Path, int | None, bool | None]:
+    """A model's folder and None, or a run's and the step of a checkpoint; and whether it learned chats, if known."""
     run = RunDir(asked.model)
     if not (run.plan.exists() and run.recipe.exists()):
         if asked.step is not None:
             raise InputError(f"--step: {asked.model} is no folder of a run, and has no checkpoints")
-        return _require_causal(asked.model), None
-    recipe = parse_resolved(run.recipe.read_text(encoding="utf-8"))
+        return _require_causal(asked.model), None, _run_learned_chats(asked.model)
+    recipe = read_resolved(run.recipe)
     if recipe.model.task != "causal-lm":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
     step = chosen_step(run, asked.step)
     exported = run.summary.exists() and read_json(run.summary)["steps"] == step
     if asked.step is None and exported and (run.export / "config.json").exists():  # adapters alone have none
-        return run.export, None
-    return asked.model, step
+        return run.export, None, learned_chats(recipe)
+    return asked.model, step, learned_chats(recipe)
+
+
+def learned_chats(recipe: Recipe) -> bool:
+    """Whether any of its training is on chats."""
+    return any(is_chat(part.source) for part in recipe.data.parts)
+
+
+def _run_learned_chats(model: Path) -> bool | None:
+    """The same of the run in whose folder an export lies; None: it lies in none."""
+    for folder in model.absolute().parents[:_ABOVE]:
+        run = RunDir(folder)
+        if run.plan.exists() and run.recipe.exists():
+            return learned_chats(read_resolved(run.recipe))
+    return None
 
 
 def _require_causal(folder: Path) -> Path:

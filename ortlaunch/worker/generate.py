@@ -1,6 +1,7 @@
 """`python ortlaunch/start.py ortlaunch.worker.generate JSON`: a prompt, and how a causal model goes on.
 
-JSON: run/generate.py's Asked; with a step `model` is a run, and that checkpoint's weights are taken.
+JSON: run/generate.py's Asked; with a step `model` is a run, and that checkpoint's weights are taken. `chats`: whether
+the chat template writes the prompt; null: where the tokenizer has one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from ortlaunch.errors import InputError, OrtlaunchError
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.child import die_with_parent
+
+_ANSWER = "ortlaunch"  # in the place of an answer, to see what follows on one
 
 
 def main() -> int:
@@ -60,20 +63,49 @@ def text(model: Any, tokenizer: Any, asked: dict[str, Any]) -> str:
     import torch
     from transformers import GenerationConfig
 
-    ids = _tokens(tokenizer, asked["prompt"])
+    prompt = asked["prompt"]
+    chat = bool(tokenizer.chat_template) if asked["chats"] is None else asked["chats"]
+    if chat:
+        print(
+            "prompt: as a user's message, by the chat template (--raw takes it as it is)", file=sys.stderr, flush=True
+        )
+    ids, ends = _message(tokenizer, prompt) if chat else (_tokens(tokenizer, prompt), [])
     _require_place(model, len(ids), asked["tokens"])
     samples = asked["temperature"] > 0
     how = GenerationConfig(
         max_new_tokens=asked["tokens"],
         do_sample=samples,
         **({"temperature": asked["temperature"], "top_k": 0} if samples else {}),  # of all tokens, not of 50
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=[*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])] or None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
     torch.manual_seed(asked["seed"])
     given = torch.tensor([ids])
     (found,) = model.float().eval().generate(given, attention_mask=torch.ones_like(given), generation_config=how)
+    if chat:
+        return f"{prompt}\n\n{tokenizer.decode(found[len(ids) :], skip_special_tokens=True).strip()}"
     return str(tokenizer.decode(found, skip_special_tokens=True))
+
+
+def _message(tokenizer: Any, prompt: str) -> tuple[list[int], list[int]]:
+    """Of the prompt as training writes a user's message, up to the answer; and the tokens that end an answer.
+
+    Raises:
+        InputError: there is no template, or it refuses a single message.
+    """
+    messages = [{"role": "user", "content": prompt}]
+    answered = [*messages, {"role": "assistant", "content": _ANSWER}]
+    try:
+        asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(answered, tokenize=False)
+    except Exception as error:  # Jinja's, and whatever a template's own code raises
+        why = " ".join(str(error).split())
+        raise InputError(f"the chat template does not take the prompt: {why}; --raw leaves it out") from None
+    ids, after = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, whole.rpartition(_ANSWER)[2].strip())
+    )
+    special = {*tokenizer.all_special_ids, *(n for n, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    return ids, [token for token in after[:1] if token in special]
 
 
 def _tokens(tokenizer: Any, prompt: str) -> list[int]:

@@ -31,7 +31,7 @@ def run_of(folder: Path, task: str) -> RunDir:
 
 
 def asked(model: Path, step: int | None = None) -> generation.Asked:
-    return generation.Asked(model, "The", step, 5, 0.0, 0)
+    return generation.Asked(model, "The", step, 5, 0.0, 0, False)
 
 
 @pytest.mark.parametrize(

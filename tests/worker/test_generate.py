@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 
 
 def asked(prompt: str = "w3 w4", **changes: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "tokens": 6, "temperature": 0.0, "seed": 0, **changes}
+    return {"prompt": prompt, "tokens": 6, "temperature": 0.0, "seed": 0, "chats": None, **changes}
 
 
 def test_the_likeliest(model: Any, tokenizer: Any) -> None:
@@ -58,10 +58,38 @@ def test_draws(model: Any, tokenizer: Any) -> None:
     assert found[0].startswith("w3 w4")
 
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}w5 {{ m.content }} w6 {% else %}{{ m.content }} </s> w9 "
+    "{% endif %}{% endfor %}"
+)
+
+
+def test_a_chat(model: Any, tokenizer: Any, capsys: Any) -> None:
+    """The template writes the prompt, the answer ends with its mark, and both are told apart."""
+    import copy
+
+    chats = copy.deepcopy(tokenizer)
+    chats.chat_template, chats.eos_token = TEMPLATE, None
+    ids = [5, 3, 4, 6]
+    with torch.no_grad():
+        for _ in range(6):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == 1:  # what the template writes after an answer
+                break
+    assert text(model, chats, asked(chats=True)) == f"w3 w4\n\n{chats.decode(ids[4:], skip_special_tokens=True)}"
+    assert "by the chat template (--raw takes it as it is)" in capsys.readouterr().err
+    assert text(model, chats, asked()) == text(model, chats, asked(chats=True))
+    assert text(model, chats, asked(chats=False)) == text(model, tokenizer, asked(chats=False))
+    with pytest.raises(InputError, match=r"the chat template does not take the prompt: .* --raw leaves it out"):
+        text(model, tokenizer, asked(chats=True))
+
+
 def test_what_does_not_fit(model: Any, tokenizer: Any) -> None:
     """More tokens than the model sees, and no token at all."""
     with pytest.raises(InputError, match="--max-new-tokens: got 14; the prompt has 3 tokens, and the model sees 16 in"):
         text(model, tokenizer, asked(tokens=14))
-    tokenizer = type("Bare", (), {"bos_token_id": None, "__call__": lambda *_, **__: {"input_ids": []}})()
+    tokenizer = type(
+        "Bare", (), {"bos_token_id": None, "chat_template": None, "__call__": lambda *_, **__: {"input_ids": []}}
+    )()
     with pytest.raises(InputError, match="the prompt has no token"):
         text(model, tokenizer, asked(""))
