@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import HookError, InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.best import KeepBest, StopAfter, direction
+from ortlaunch.recipe.best import METRICS, KeepBest, StopAfter, direction
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.checkpoint.saving import KEEP
+from ortlaunch.worker.data import Samples
+from ortlaunch.worker.evaluation import evaluate
 from ortlaunch.worker.session import Session
 
 STOP = "train.stop_after"
@@ -21,21 +23,57 @@ Memory = dict[str, dict[str, Any]]
 
 
 def take(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
-    """Take up an evaluation. One whose number is not finite is never the best.
-
-    Raises:
-        InputError: it has no such metric.
-    """
+    """Take up an evaluation. One whose number is not finite, or absent, is never the best."""
     for wish, asked in _wishes(recipe):
-        if asked.metric not in evaluated:
-            raise InputError(f"{wish}.metric: got {asked.metric}; an evaluation of this run has {', '.join(evaluated)}")
-        value, before = evaluated[asked.metric], memory.get(wish)
+        value, before = evaluated.get(asked.metric, math.nan), memory.get(wish)
         if math.isfinite(value) and (before is None or _is_better(value, before["value"], direction(asked))):
             memory[wish] = {
                 "metric": asked.metric, "mode": direction(asked), "value": value, "step": step, "since": 0
             }  # fmt: skip
         elif before is not None:
             memory[wish] = {**before, "since": before["since"] + 1}
+
+
+def without(recipe: Recipe, evaluated: dict[str, float]) -> list[str]:
+    """A sentence for each wish whose metric the evaluation lacks."""
+    return [
+        f"{wish}.metric: got {asked.metric}; an evaluation of this run has {', '.join(evaluated)}"
+        for wish, asked in _wishes(recipe)
+        if asked.metric not in evaluated
+    ]
+
+
+def require_metrics(session: Session) -> None:
+    """Before step 1, evaluate as few samples as ranks take at once, where a number of the user's own is wished for.
+
+    Raises:
+        InputError: evaluations have no such number (collective).
+    """
+    recipe, samples = session.recipe, session.data.evaluation
+    if samples is None or all(asked.metric in METRICS[recipe.model.task] for _, asked in _wishes(recipe)):
+        return
+    with session.progress.during("evaluating"):
+        try:
+            found = evaluate(session, _First(samples, session.plan.batch.micro_samples * session.group.size))
+        except HookError as error:  # so few samples may be too few for it
+            if session.group.rank == 0:
+                print(f"train.metric cannot be tried before step 1: {str(error).splitlines()[0]}", flush=True)
+            return
+    if found is not None and (wrong := without(recipe, found)):
+        raise InputError("\n".join(wrong))
+
+
+class _First:
+    """The first samples of others."""
+
+    def __init__(self, samples: Samples, most: int) -> None:
+        self._samples, self._count = samples, min(most, len(samples))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+        return self._samples.sample(index, epoch)
 
 
 def kept_step(memory: Memory) -> int | None:

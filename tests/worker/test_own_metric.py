@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.errors import HookError
+from ortlaunch.errors import HookError, InputError
 from ortlaunch.worker import best
 from ortlaunch.worker.data import OwnSamples, collate
 from ortlaunch.worker.data.own import DataError
@@ -33,6 +33,12 @@ def spread(outputs: Any, batch: Any) -> dict[str, Any]:
 
 def fails(outputs: Any, batch: Any) -> Any:
     raise KeyError("logits")
+
+
+def wants_many(outputs: Any, batch: Any) -> Any:
+    if len(batch["y"]) < 4:
+        raise ValueError("few")
+    return {"median": 1.0}
 
 
 def answers(outputs: Any, batch: Any) -> Any:
@@ -106,6 +112,31 @@ def test_it_chooses_the_best_and_ends_early(tmp_path: Path) -> None:
     medians, lasts = (dict(found.values(f"evaluation_{each}")) for each in ("median", "last"))
     assert found.state.best[best.KEEP]["step"] == max(medians, key=medians.__getitem__)
     assert found.state.step == min(9, max(lasts, key=lasts.__getitem__) + 2)
+
+
+@pytest.mark.parametrize("wish", ["checkpoint.keep_best", "train.stop_after"])
+def test_a_name_that_is_none_is_told_before_step_1(wish: str, tmp_path: Path) -> None:
+    """By what the function says of the first samples; with those names that there are."""
+    train: dict[str, Any] = {"max_steps": 3, "evaluate_every_steps": 3, "metric": "metrics_of_a_test:spread"}
+    checkpoint, asked = {}, {"metric": "medain", "mode": "max"}
+    if wish == "train.stop_after":
+        train["stop_after"] = {**asked, "evaluations": 2}
+    else:
+        checkpoint = {"keep_best": asked}
+    with pytest.raises(InputError, match=rf"{wish}\.metric: got medain; an evaluation .* has loss, median, last"):
+        train_here(tmp_path, Told(), ROWS, evaluation=ROWS, train=train, checkpoint=checkpoint)
+    assert [len(outputs["found"]) for outputs, _ in SEEN] == [2]
+
+
+def test_a_function_that_cannot_be_tried(tmp_path: Path, capsys: Any) -> None:
+    """It wants more samples than a micro batch: training goes on, and what its evaluations lack is never the best."""
+    train = {"max_steps": 2, "evaluate_every_steps": 1, "metric": "metrics_of_a_test:wants_many"}
+    keep = {"keep_best": {"metric": "medain", "mode": "max"}, "every_minutes": None, "keep": 1}
+    found = train_here(tmp_path, Told(), ROWS, evaluation=ROWS[:4], train=train, checkpoint=keep)
+    said = capsys.readouterr().out
+    assert "cannot be tried before step 1: train.metric: metrics_of_a_test:wants_many raised ValueError: few" in said
+    assert "keep_best.metric: got medain; an evaluation of this run has loss, median: this one is not the best" in said
+    assert (found.state.step, found.state.best) == (2, {})
 
 
 @pytest.mark.parametrize(

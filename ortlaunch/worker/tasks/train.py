@@ -66,6 +66,7 @@ def train(session: Session, agreed: Agreement) -> TrainState:
 
     A stop leaves all saved, and in `agreed.stopped` what was asked for.
     """
+    best.require_metrics(session)
     bad_steps, hook = BadSteps(session), Hook(session, agreed)
     while True:
         with contextlib.suppress(RollBack), contextlib.ExitStack() as ending:
@@ -156,6 +157,8 @@ def _log(
 
 def _take_up(session: Session, state: TrainState, saving: checkpoint.Saving, evaluated: dict[str, float]) -> None:
     """Remember the best evaluation, and see whether training is over."""
+    for each in best.without(session.recipe, evaluated) if session.group.rank == 0 else ():
+        print(f"{each}: this one is not the best", flush=True)
     best.take(session.recipe, state.best, state.step, evaluated)
     if best.stops_early(session.recipe, state.step, state.best):
         saving.last_step = state.step
