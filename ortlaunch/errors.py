@@ -6,6 +6,7 @@
     │   ├── HostfileError     the host file or an --include/--exclude filter
     │   ├── PlanError         recipe and hosts do not fit together
     │   ├── RankError         the launcher's environment is partial or contradictory
+    │   ├── DamagedFile       a file of a run's folder is not as it was written, or of another version
     │   └── MissingDependency a package or a built extension is absent
     ├── LaunchError           processes could not be started or agreed on
     ├── EngineError           the chosen engine cannot run this model
@@ -58,6 +59,10 @@ class PlanError(InputError):
 
 class RankError(InputError):
     """The environment that should say which rank this is, is partial or contradicts itself."""
+
+
+class DamagedFile(InputError, ValueError):
+    """A file of a run's folder cannot be read: cut, empty, binary, or of another version; the message names it."""
 
 
 class MissingDependency(InputError):

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.errors import PlanError
+from ortlaunch.errors import DamagedFile, PlanError
 from ortlaunch.rank import Rank
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -155,8 +155,15 @@ class Plan:
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """The plan in a run folder."""
-        return cls.from_json(path.read_text(encoding="utf-8"))
+        """The plan in a run folder.
+
+        Raises:
+            DamagedFile: it is none.
+        """
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DamagedFile(f"{path}: is no plan, damaged, or of another version of ortlaunch ({error})") from None
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -112,7 +112,7 @@ def _numbers(found: Evidence) -> Cause | None:
 
 def _is_fp16(found: Evidence) -> bool:
     with_precision = found.run.recipe
-    return with_precision.exists() and "precision: fp16" in with_precision.read_text(encoding="utf-8")
+    return with_precision.exists() and "precision: fp16" in with_precision.read_text(encoding="utf-8", errors="replace")
 
 
 def _known_words(found: Evidence) -> Cause | None:

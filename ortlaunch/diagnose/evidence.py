@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ortlaunch.plan import Plan
-from ortlaunch.run.folder import RunDir, is_full, read_json
+from ortlaunch.run.folder import RunDir, account, is_full
+from ortlaunch.run.lines import Lines, take_line
 
 _LAST_LINES = 12
 _TAIL_BYTES = 1 << 14
@@ -66,7 +66,7 @@ class Evidence:
 def read(run: RunDir, state: str, status: int | None, text: str) -> Evidence:
     """Read what the ranks left."""
     paths = [*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json"), *run.errors.glob("lost.json")]
-    records = [record for path in paths if (record := _record(path))]
+    records = [account(path) for path in paths]
     return Evidence(run, state, status, text, sorted(records, key=lambda one: (one["secondary"], one["time"])))
 
 
@@ -75,20 +75,12 @@ def last_lines(run: RunDir, rank: int) -> list[str]:
     return _tail(run.log(rank, "err"))[-_LAST_LINES:]
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The last whole lines of a file of JSON lines."""
-    found = []
-    for line in _tail(path):
-        with contextlib.suppress(ValueError):  # the first may be cut, the last half written
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict)]
-
-
-def _record(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError, OSError):
-        record = read_json(path)
-        return {"secondary": False, "time": 0.0, "signal": None, **record} if isinstance(record, dict) else None
-    return None
+def json_lines(path: Path, *names: str) -> list[dict[str, Any]]:
+    """The last whole lines of a file of JSON lines that have these names."""
+    lines = Lines([], [])
+    for line in _tail(path):  # the first may be cut, the last half written
+        take_line(lines, path.name, line.encode(), *names)
+    return lines.found
 
 
 def _tail(path: Path) -> list[str]:

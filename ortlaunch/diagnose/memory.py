@@ -9,7 +9,7 @@ from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.plan import Plan
 from ortlaunch.planning.describe import memory_lines
 from ortlaunch.planning.memory import estimate
-from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.units import human
 
 _UNKNOWN = (
@@ -23,7 +23,7 @@ def what_would_fit(found: Evidence) -> list[str]:
     plan = found.plan
     if plan is None or plan.memory is None:
         return [f"what would fit: {_UNKNOWN}"]
-    recipe = parse_resolved(found.run.recipe.read_text(encoding="utf-8"))
+    recipe = read_resolved(found.run.recipe)
     limit = _limit(found, plan)
     head = "what would fit, by the plan's estimate (without framework overhead)"
     shown = f"{head}: {human(limit)} a rank is the limit there" if limit else head

@@ -13,7 +13,7 @@ from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import what_would_fit
 from ortlaunch.run import status
 from ortlaunch.run.folder import RunDir, json_text
-from ortlaunch.units import human
+from ortlaunch.units import human, number
 
 _FEW_BYTES = 1 << 30
 _SKIPPED_OFTEN = 0.5
@@ -100,22 +100,23 @@ def _meaning(code: int) -> str:
 
 def _progress(found: Evidence) -> Iterator[str]:
     """How far it came, and whether its numbers were well."""
-    steps = [line for line in evidence.json_lines(found.run.metrics) if "loss" in line]
+    steps = evidence.json_lines(found.run.metrics, "step", "loss")
     if steps:
-        loss = steps[-1]["loss"]
-        yield f"  the last logged step is {steps[-1]['step']}" + (f", loss {float(loss):.4g}" if loss else "")
-        skipped = steps[-1].get("skipped_steps", 0) - steps[0].get("skipped_steps", 0)
+        loss, first, last = number(steps[-1]["loss"]), steps[0], steps[-1]
+        yield f"  the last logged step is {steps[-1]['step']}" + ("" if loss is None else f", loss {loss:.4g}")
+        skipped = (number(last.get("skipped_steps")) or 0) - (number(first.get("skipped_steps")) or 0)
         between = steps[-1]["step"] - steps[0]["step"]
         if between and skipped / between > _SKIPPED_OFTEN:
-            yield f"  fp16 skipped {skipped} of the last {between} steps: its loss scale finds no place"
-    for line in evidence.json_lines(found.run.bad_steps)[-3:]:
-        yield f"  bad step {line['step']} ({line['action']}): {line['message'].splitlines()[0]}"
+            yield f"  fp16 skipped {skipped:.0f} of the last {between} steps: its loss scale finds no place"
+    for line in evidence.json_lines(found.run.bad_steps, "step", "action", "message")[-3:]:
+        message = str(line["message"]).partition("\n")[0]
+        yield f"  bad step {line['step']} ({line['action']}): {message}"
     saved = found.run.complete_checkpoints()
     yield f"  the newest complete checkpoint is after step {saved[-1][0]}" if saved else "  no complete checkpoint"
 
 
 def _storage(found: Evidence, cause: Cause) -> Iterator[str]:
-    for line in [line for line in evidence.json_lines(found.run.saves) if line.get("error")][-1:]:
+    for line in [line for line in evidence.json_lines(found.run.saves, "step") if line.get("error")][-1:]:
         yield f"  the save after step {line['step']} failed: {line['error']}"
     free = shutil.disk_usage(found.run.path).free
     if free < _FEW_BYTES or cause.kind == "disk-full":

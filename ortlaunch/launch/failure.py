@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run.folder import RunDir, is_full, read_json
+from ortlaunch.run.folder import RunDir, account, is_full, read_json
 
 _OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
 
@@ -127,7 +127,7 @@ def first_failure(run: RunDir) -> dict[str, Any] | None:
 
 def _records(run: RunDir) -> list[dict[str, Any]]:
     """What ranks and their guardians wrote of their ends, who judged that the run stood still, and who lost a host."""
-    return [read_json(path) for path in run.told]
+    return [account(path) for path in run.told]
 
 
 def _program(plan: Plan) -> str:
@@ -156,8 +156,8 @@ def _asked(run: RunDir) -> dict[int, tuple[int, float]]:
     """(signal, time) of the ranks that were asked to end."""
     found = {}
     for path in run.errors.glob("asked_*"):
-        words = path.read_text(encoding="utf-8").split()
-        if len(words) == 2:  # it may have been killed while it wrote
+        words = path.read_text(encoding="utf-8", errors="replace").split()
+        if len(words) == 2 and words[0].isdecimal():  # it may have been killed while it wrote
             found[int(path.name[len("asked_") :])] = (int(words[0]), float(words[1]))
     return found
 

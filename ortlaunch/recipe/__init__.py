@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
+from pydantic import ValidationError
 
-from ortlaunch.errors import RecipeError
+from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.models import Recipe
 from ortlaunch.recipe.place import Line, Problem, SourceError, in_reading_order, keys
@@ -18,7 +19,7 @@ from ortlaunch.recipe.source import override, read
 from ortlaunch.recipe.tree import Tree
 from ortlaunch.recipe.yaml_text import dump
 
-__all__ = ["Recipe", "RecipeFile", "load", "parse_resolved", "to_yaml"]
+__all__ = ["Recipe", "RecipeFile", "load", "parse_resolved", "read_resolved", "to_yaml"]
 
 
 class RecipeFile:
@@ -76,3 +77,19 @@ def to_yaml(recipe: Recipe) -> str:
 def parse_resolved(text: str) -> Recipe:
     """A recipe that `to_yaml` wrote."""
     return Recipe.model_validate(yaml.safe_load(text))
+
+
+def read_resolved(path: Path) -> Recipe:
+    """The same from a run's folder.
+
+    Raises:
+        DamagedFile: it is none.
+    """
+    try:
+        return parse_resolved(path.read_text(encoding="utf-8"))
+    except ValidationError as error:  # of its own words a line is enough
+        where = ".".join(map(str, error.errors()[0]["loc"])) or "all of it"
+        why = f"{where}: {error.errors()[0]['msg']}"
+    except (ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+    raise DamagedFile(f"{path}: is no recipe, damaged, or of another version of ortlaunch ({why})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import yaml
 
-from ortlaunch.errors import InputError, OrtlaunchError
+from ortlaunch.errors import DamagedFile, InputError, OrtlaunchError
 from ortlaunch.recipe.place import HIDDEN, SECRET, without_secrets
 from ortlaunch.run import status
 from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run.lines import json_lines
 from ortlaunch.run.status import Status
 
 
@@ -92,12 +92,12 @@ def labels(paths: Sequence[Path]) -> list[str]:
 
 def _read(run: RunDir, label: str) -> Record:
     found = status.look(run)
-    files = _Files()
+    files = _Files(found.unreadable)
     saves = files.lines(run.saves)
     folders = sorted((run.path / "evaluations").glob("*/evaluation.json"))
     return Record(
         run=run, label=label, status=found,
-        recipe=files.yaml(run.recipe), lines=files.lines(run.metrics),
+        recipe=files.yaml(run.recipe), lines=files.lines(run.metrics, "step"),
         engine=files.json(run.engine), memory=files.json(run.memory), summary=files.json(run.summary),
         environment=files.json(run.environment),
         saves=[line for line in saves if "status" not in line],
@@ -105,7 +105,8 @@ def _read(run: RunDir, label: str) -> Record:
         bad_steps=files.lines(run.bad_steps), slow_ranks=files.lines(run.slow_ranks),
         commands=files.lines(run.commands), exports=files.lines(run.exports),
         evaluations=[files.json(path) for path in folders],
-        resumed=int(files.json(run.resume).get("step") or 0), kept=[step for step, _ in run.complete_checkpoints()],
+        resumed=int(number(files.json(run.resume).get("step")) or 0),
+        kept=[step for step, _ in run.complete_checkpoints()],
         unreadable=files.unreadable,
     )  # fmt: skip
 
@@ -113,8 +114,8 @@ def _read(run: RunDir, label: str) -> Record:
 class _Files:
     """Reads what may be absent; what is there and cannot be read is remembered."""
 
-    def __init__(self) -> None:
-        self.unreadable: list[str] = []
+    def __init__(self, unreadable: Sequence[str]) -> None:
+        self.unreadable = list(unreadable)
 
     def json(self, path: Path) -> dict[str, Any]:
         """A mapping; empty where there is none."""
@@ -124,29 +125,25 @@ class _Files:
         """The same of the recipe, without what must not be seen."""
         return dict(without_secrets(self._mapping(path, lambda path: yaml.safe_load(path.read_text(encoding="utf-8")))))
 
-    def lines(self, path: Path) -> list[dict[str, Any]]:
-        """Every whole line; the last may be half written, of a run that goes on."""
-        if not path.exists():
-            return []
-        whole = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        found = [self._line(path, number, line) for number, line in enumerate(whole, 1) if line.endswith("\n")]
-        return [line for line in found if line is not None]
+    def lines(self, path: Path, *names: str) -> list[dict[str, Any]]:
+        """Every whole line with these names; the last may be half written, of a run that goes on."""
+        found = json_lines(path, *names)
+        self._remember(found.left_out)
+        return found.found
 
     def _mapping(self, path: Path, reader: Callable[[Path], Any]) -> dict[str, Any]:
         try:
             value = reader(path) if path.exists() else {}
+        except DamagedFile as error:
+            self._remember([str(error)])
+            return {}
         except (ValueError, yaml.YAMLError) as error:
-            self.unreadable.append(f"{path.name} cannot be read: {error}")
+            self._remember([f"{path} cannot be read: {' '.join(str(error).split())}"])
             return {}
         return value if isinstance(value, dict) else {}
 
-    def _line(self, path: Path, number: int, line: str) -> dict[str, Any] | None:
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            self.unreadable.append(f"{path.name}:{number} cannot be read: {error}")
-            return None
-        return value if isinstance(value, dict) else None
+    def _remember(self, said: Sequence[str]) -> None:
+        self.unreadable += [each for each in said if each not in self.unreadable]
 
 
 def command(line: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import yaml
 from ortlaunch.report.curves import Curve, chart
 from ortlaunch.report.markup import Html, tag, together
 from ortlaunch.report.records import Record, command, leaves, number
-from ortlaunch.report.tables import Fact, cards, facts, listing
+from ortlaunch.report.tables import Fact, cards, facts, listing, told
 from ortlaunch.units import counted, duration, human
 
 Section = tuple[str, "Html | None"]
@@ -37,9 +37,9 @@ def sections(records: Sequence[Record]) -> Iterator[Section]:
     yield "How it went", facts(records, _overview())
     yield "Curves", _curves(records)
     yield "What ran on which engine", facts(records, _engine())
-    yield "Memory of a rank", cards(((record, _memory(record)) for record in records), several)
-    yield "Checkpoints", cards(((record, _checkpoints(record)) for record in records), several)
-    yield "Starts and bad steps", cards(((record, _starts(record)) for record in records), several)
+    yield "Memory of a rank", cards(((record, told(_memory, record)) for record in records), several)
+    yield "Checkpoints", cards(((record, told(_checkpoints, record)) for record in records), several)
+    yield "Starts and bad steps", cards(((record, told(_starts, record)) for record in records), several)
     yield "Where the recipes differ", _differences(records) if several else None
     yield "Recipes" if several else "Recipe", together(_recipe(record, several) for record in records)
 
@@ -117,7 +117,16 @@ def _curves(records: Sequence[Record]) -> Html | None:
 
 def _values(records: Sequence[Record], name: str) -> list[Curve]:
     return [
-        Curve(one.label, at, [(line["step"], number(line[name])) for line in one.lines if name in line], one.starts)
+        Curve(
+            one.label,
+            at,
+            [
+                (line["step"], number(line[name]))
+                for line in one.lines
+                if name in line and isinstance(line["step"], int)
+            ],
+            one.starts,
+        )
         for at, one in enumerate(records)
     ]
 

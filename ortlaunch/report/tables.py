@@ -14,13 +14,21 @@ Fact = tuple[str, Callable[[Record], object]]
 
 def facts(records: Sequence[Record], rows: Iterable[Fact]) -> Html | None:
     """A table of facts; None where no run has any."""
-    known = [(name, [read(record) for record in records]) for name, read in rows]
+    known = [(name, [told(read, record) for record in records]) for name, read in rows]
     known = [(name, values) for name, values in known if any(value not in (None, "", [], {}) for value in values)]
     if not known:
         return None
     head = [] if len(records) == 1 else [tag("tr", tag("th"), *(tag("th", record.label) for record in records))]
     body = [tag("tr", tag("th", name), *(tag("td", text(value)) for value in values)) for name, values in known]
     return tag("div", tag("table", tag("thead", *head), tag("tbody", *body)), class_="wide")
+
+
+def told(read: Callable[[Record], Any], record: Record) -> Any:
+    """What a record says; where another version of ortlaunch wrote it, or it is damaged, that this cannot be told."""
+    try:
+        return read(record)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return tag("p", f"cannot be told of this run's files: {type(error).__name__}: {error}", class_="warn")
 
 
 def listing(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:

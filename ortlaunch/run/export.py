@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import InputError
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lines import json_lines
 
 FORMATS = ("huggingface", "onnx", "ondevice")
 LORA = ("merged", "alone")
@@ -47,9 +47,9 @@ def _work(module: str, *words: str) -> int:
 
 def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:
     """Whether an earlier command wrote this very export there."""
-    if not folder.exists() or not run.exports.exists():
+    if not folder.exists():
         return False
-    lines = [json.loads(line) for line in run.exports.read_text(encoding="utf-8").splitlines()]
+    lines = json_lines(run.exports, "step", "format", "folder").found
     return (step, form, str(folder.absolute())) in [(line["step"], line["format"], line["folder"]) for line in lines]
 
 

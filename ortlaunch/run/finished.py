@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
+from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.best import direction
 from ortlaunch.run.folder import RunDir, read_json
@@ -14,7 +15,14 @@ _LENGTHS = ("train.max_steps=", "train.epochs=")
 
 
 def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
-    """Says that all steps are done and exported; None where the ranks have something to do."""
+    """Says that all steps are done and exported; None where the ranks have something to do, or nothing tells."""
+    try:
+        return _nothing_left(recipe, run)
+    except (DamagedFile, KeyError, TypeError):
+        return None
+
+
+def _nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     wanted = recipe.train.max_steps
     if wanted is None and run.steps.exists():
         begun = read_json(run.steps)

@@ -1,4 +1,4 @@
-"""Every path of a run, and writing that never leaves half a file. Standard library only.
+"""Every path of a run, writing that never leaves half a file, and reading what is left of one. Standard library only.
 
 runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
@@ -37,6 +37,8 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+
+from ortlaunch.errors import DamagedFile
 
 PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the command's output is one
 
@@ -240,6 +242,60 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON that `write_json` wrote."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_text(path: Path) -> str:
+    """Text of ours.
+
+    Raises:
+        DamagedFile: it is none.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedFile(f"{path}: is damaged: no text ({error.reason} at byte {error.start})") from None
+
+
+def read_json(path: Path, kind: type[Any] = dict) -> Any:
+    """Read JSON that `write_json` wrote; a name that a mapping lacks is told with the file's.
+
+    Raises:
+        DamagedFile: it is none, or of another kind.
+    """
+    try:
+        value = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise DamagedFile(f"{path}: is damaged: {_no_json(path, error)}") from None
+    if not isinstance(value, kind):
+        raise DamagedFile(f"{path}: is damaged: it holds no {'mapping' if kind is dict else kind.__name__}")
+    return _Mapping(path, value) if kind is dict else value
+
+
+class _Mapping(dict[str, Any]):
+    """What a file of ours holds: another version may have written it, or less of it be left."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise DamagedFile(f"{self._path}: has no {name!r}: it is damaged, or of another version of ortlaunch")
+
+
+def account(path: Path) -> dict[str, Any]:
+    """What ended a rank, or the whole run (`RunDir.told`); of a damaged one that something ended."""
+    number, said = path.stem.removeprefix("rank_"), f"{path} tells no more"
+    try:
+        found = read_json(path)
+    except DamagedFile as error:
+        found, said = {}, f"an account of an end cannot be read: {error}"
+    known = {
+        "rank": int(number) if number.isdecimal() else 0, "host": "?", "type": "Unknown", "message": "",
+        "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": said,
+    }  # fmt: skip
+    kinds = {name: (int, float) if name == "time" else type(usual) for name, usual in known.items()}
+    wrong = {name for name, kind in kinds.items() if not isinstance(found.get(name), kind)}
+    signal = found.get("signal")
+    return {**found, **{name: known[name] for name in wrong}, "signal": signal if isinstance(signal, int) else None}
+
+
+def _no_json(path: Path, error: json.JSONDecodeError) -> str:
+    return f"no JSON at line {error.lineno}, column {error.colno}" if path.stat().st_size else "it is empty"

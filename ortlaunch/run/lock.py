@@ -86,10 +86,11 @@ def _begin(file: int, run: RunDir) -> bool:
 
 
 def _holder(file: int) -> dict[str, Any]:
-    """Who began the run there; nothing is known while it is being written."""
+    """Who began the run there; nothing is known while it is being written, or where it is none of ours."""
     with contextlib.suppress(ValueError):
-        found: dict[str, Any] = json.loads(os.pread(file, 4096, 0))
-        return found
+        found = json.loads(os.pread(file, 4096, 0))
+        if isinstance(found, dict) and isinstance(found.get("pid"), int):
+            return {name: found.get(name, "") for name in (*Process._fields, "since")}
     return {}
 
 
@@ -106,7 +107,7 @@ def _has_gone(holder: dict[str, Any]) -> bool:
 
 
 def _process(holder: dict[str, Any]) -> Process | None:
-    return Process(**{name: holder.get(name, "") for name in Process._fields}) if holder else None
+    return Process(**{name: holder[name] for name in Process._fields}) if holder else None
 
 
 def command_at(run: RunDir) -> Process | None:
@@ -123,8 +124,15 @@ def command_at(run: RunDir) -> Process | None:
 def alive_at(run: RunDir) -> list[int]:
     """Living processes of the run on this host, command and ranks: those that hold a part of the lock (Linux)."""
     lock, found = os.path.realpath(run.lock), set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another user's, or it has gone meanwhile
-            if os.readlink(link) == lock and "FLOCK" in (link.parents[1] / "fdinfo" / link.name).read_text():
-                found.add(int(link.parts[2]))
+            if any(_holds(process, link, lock) for link in os.listdir(process / "fd")):
+                found.add(int(process.name))
     return sorted(found - {os.getpid()})
+
+
+def _holds(process: Path, descriptor: str, lock: str) -> bool:
+    with contextlib.suppress(OSError):  # it was closed meanwhile
+        opened = os.readlink(process / "fd" / descriptor)
+        return opened == lock and "FLOCK" in (process / "fdinfo" / descriptor).read_text()
+    return False

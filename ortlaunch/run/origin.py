@@ -5,7 +5,6 @@ Both sides compare it with today's: the control side before a rank starts, ranks
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.resume_rules import OTHER_RULES, RULES, Change, changes
 from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run.lines import json_lines
 
 ORIGIN = "training.json"
 # Whose versions decide numbers; of the others it is said how many changed.
@@ -45,8 +45,8 @@ def origin(recipe: Recipe, plan: Plan, environment: Mapping[str, Any], git: Mapp
 def of_run(run: RunDir, recipe: Recipe) -> dict[str, Any]:
     """Of the run that lives in a folder, from what was written there before its ranks started."""
     environment = read_json(run.environment) if run.environment.exists() else {}
-    started = run.commands.read_text(encoding="utf-8").splitlines() if run.commands.exists() else []
-    git = json.loads(started[-1])["git"] if started else None
+    started = json_lines(run.commands, "git").found
+    git = started[-1]["git"] if started else None
     if recipe.train.epochs is not None:  # max_steps is what they came to
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": None})})
     return origin(recipe, Plan.read(run.plan), environment, git)

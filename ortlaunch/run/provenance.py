@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 from ortlaunch import __version__, machine
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lines import append_line
 
 _GIT_SECONDS = 5  # the state of a very large repository on a slow disk may take longer: then it is not known
 
@@ -27,8 +27,7 @@ def record(run: RunDir, recipe: Path) -> None:
         "recipe": os.path.abspath(recipe),
         "git": commit(recipe.parent),
     }
-    with run.commands.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    append_line(run.commands, line)
 
 
 def commit(folder: Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.errors import InputError, PlanError
+from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.resume_rules import NAMES, Change, leaves
 from ortlaunch.run import deepspeed_folder, origin, provenance
@@ -110,6 +110,8 @@ def incomplete(folder: Path) -> Iterator[str]:
 def _source(run: RunDir) -> Path | None:
     """Where this folder's run came from, as its first start wrote down."""
     found = read_json(run.resume).get("source") if run.resume.exists() else None
+    if found is not None and not isinstance(found, str):
+        raise DamagedFile(f"{run.resume}: is damaged: source is {found!r:.80}")
     return Path(found) if found else None
 
 

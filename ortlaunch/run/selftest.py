@@ -20,6 +20,7 @@ from ortlaunch.launch.mpi import find_mpirun
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host, read_hostfile
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lines import json_lines
 
 _TOLERANCE = 1e-5
 _MODULE = '''\
@@ -177,7 +178,7 @@ def _where(plan: Plan) -> str:
 
 
 def _losses(run: RunDir) -> tuple[float, ...]:
-    records = map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())
+    records = json_lines(run.metrics).found
     return tuple(record["loss"] for record in records if "loss" in record)
 
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import DamagedFile, InputError
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import End, explain_silence, ranks_that_began
 from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
-from ortlaunch.recipe import parse_resolved
+from ortlaunch.recipe import read_resolved
 from ortlaunch.run import lock, queued
 from ortlaunch.run.folder import RunDir, json_text, read_json
-from ortlaunch.units import counted, duration
+from ortlaunch.run.lines import json_tail
+from ortlaunch.units import counted, duration, number
 
+_T = TypeVar("_T")
 _POLL_SECONDS = 0.5
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl: more than the newest line of each kind takes
 _SHOWN = {"loss": "loss {:.4f}", "tokens_per_second": "{:,.0f} tokens/s", "samples_per_second": "{:,.1f} samples/s"}
@@ -44,6 +44,7 @@ class Status:
     logged_seconds_ago: float | None  # since the newest metrics of this start
     metrics: dict[str, Any]  # the newest of each name
     alive: tuple[int, ...]  # processes of it here that have not ended yet though it has
+    unreadable: tuple[str, ...] = ()  # what of its files is damaged, and was left out
 
     def to_json(self) -> str:
         """One JSON object."""
@@ -76,6 +77,7 @@ class Status:
         if self.alive:
             yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
         yield from self._attempts()
+        yield from self.unreadable
         yield self.job.verdict or ""
 
     def _attempts(self) -> Iterator[str]:
@@ -90,8 +92,8 @@ class Status:
         if self.step is None:
             return "no step is logged yet" if not self.state.is_end else "no step was logged"
         of = f" of {self.steps}" if self.steps is not None else ""
-        known = {name: value for name, value in self.metrics.items() if value is not None}
-        values = [form.format(float(known[name])) for name, form in _SHOWN.items() if name in known]
+        known = ((form, number(self.metrics.get(name))) for name, form in _SHOWN.items())
+        values = [form.format(value) for form, value in known if value is not None]
         ago = self.logged_seconds_ago
         when = "" if self.state.is_end else ", of an earlier start" if ago is None else f", {duration(ago)} ago"
         return ", ".join([f"step {self.step}{of}", *values]) + when
@@ -129,11 +131,12 @@ def elsewhere(job: JobRecord, run: RunDir | str, verb: str) -> str:
 
 
 def _look(run: RunDir) -> Status:
-    job = _job(run)
-    certain = job.state.is_end or queued.is_queued(job) or job.process.is_here
-    job = _found(run, job) if certain else job
-    plan = Plan.from_json(run.plan.read_text(encoding="utf-8")) if run.plan.exists() else None
-    metrics, started = _newest_metrics(run), datetime.fromisoformat(job.started).timestamp()
+    recorded, wrong = _job(run), list[str]()
+    certain = recorded.state.is_end or queued.is_queued(recorded) or recorded.process.is_here
+    job = _or_told(wrong, lambda: _found(run, recorded), recorded) if certain else recorded
+    plan = _or_told(wrong, lambda: Plan.read(run.plan) if run.plan.exists() else None, None)
+    steps = _or_told(wrong, lambda: _steps(run), None)
+    metrics, started = _newest_metrics(run, wrong), datetime.fromisoformat(job.started).timestamp()
     logged = run.metrics.stat().st_mtime if metrics else 0.0
     return Status(
         run=str(run),
@@ -145,11 +148,22 @@ def _look(run: RunDir) -> Status:
         ranks_begun=len(ranks_that_began(run)) if run.request.exists() else 0,
         hosts=len(plan.nodes) if plan else None,
         step=metrics.pop("step", None),
-        steps=_steps(run),
+        steps=steps,
         logged_seconds_ago=time.time() - logged if logged >= started else None,
         metrics=metrics,
         alive=tuple(lock.alive_at(run)) if job.state.is_end else (),
+        unreadable=tuple(wrong),
     )
+
+
+def _or_told(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
+    """What is read; of a damaged file that it is."""
+    try:
+        return read()
+    except DamagedFile as error:
+        if str(error) not in wrong:
+            wrong.append(str(error))
+        return otherwise
 
 
 def _job(run: RunDir) -> JobRecord:
@@ -202,29 +216,20 @@ def _seconds(job: JobRecord, started: float) -> float | None:
     return time.time() - started
 
 
-def _newest_metrics(run: RunDir) -> dict[str, Any]:
-    """The newest value of each name; a last line that was half written is none."""
+def _newest_metrics(run: RunDir, wrong: list[str]) -> dict[str, Any]:
+    """The newest value of each name; a last line that was half written is none, and one that is damaged is told."""
     if not run.metrics.exists():
         return {}
-    lines = _tail(run.metrics).splitlines(keepends=True)
-    records = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return {name: value for record in records for name, value in record.items()}
-
-
-def _tail(path: Path) -> bytes:
-    """The last whole lines of a file, and what is written of the next."""
-    with open(path, "rb") as file:
-        before = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-        file.seek(before)
-        text = file.read()
-    return text if not before else text.partition(b"\n")[2]
+    lines = json_tail(run.metrics, _TAIL_BYTES, "step")
+    wrong += lines.left_out
+    return {name: value for record in lines.found for name, value in record.items()}
 
 
 def _steps(run: RunDir) -> int | None:
     """The steps that the run is to have in the end."""
     if not run.recipe.exists():
         return None
-    given = parse_resolved(run.recipe.read_text(encoding="utf-8")).train.max_steps
+    given = read_resolved(run.recipe).train.max_steps
     return given if given is not None or not run.steps.exists() else int(read_json(run.steps)["max_steps"])
 
 

@@ -20,6 +20,7 @@ from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
 from ortlaunch.recipe.bad_step_rules import actions
 from ortlaunch.recipe.models import Spike
 from ortlaunch.run.folder import json_text, write_text
+from ortlaunch.run.lines import append_line
 from ortlaunch.run.records import BadStep
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data.left_out import recorded
@@ -155,8 +156,7 @@ class BadSteps:
 
     def _record(self, found: BadStep, said: str = "") -> None:
         if self.session.group.rank == 0:
-            with self.session.run.bad_steps.open("a", encoding="utf-8") as file:
-                file.write(json_text(asdict(found)) + "\n")
+            append_line(self.session.run.bad_steps, asdict(found))
             if said:
                 print(found.message, said, sep="\n", flush=True)
 

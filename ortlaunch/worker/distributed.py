@@ -254,7 +254,7 @@ def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> Any:
         if time.monotonic() > deadline:
             raise LaunchError(f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?")
         time.sleep(0.05)
-    return _tcp_store(rank, read_json(path), None)
+    return _tcp_store(rank, read_json(path, list), None)
 
 
 def _listener(address: str) -> socket.socket:

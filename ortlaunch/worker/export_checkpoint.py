@@ -16,7 +16,8 @@ from ortlaunch.errors import CheckpointError, InputError, OrtlaunchError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run import origin
-from ortlaunch.run.folder import RunDir, json_text
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lines import append_line
 from ortlaunch.run.records import DeviceArtifacts, ExportLine, OnnxCheck, as_json
 from ortlaunch.worker.child import die_with_parent
 
@@ -110,9 +111,9 @@ def _with_adapters(recipe: Recipe, form: str, lora: str) -> Recipe:
 
 
 def _recipe(run: RunDir) -> Recipe:
-    from ortlaunch.recipe import parse_resolved
+    from ortlaunch.recipe import read_resolved
 
-    return parse_resolved(run.recipe.read_text(encoding="utf-8"))
+    return read_resolved(run.recipe)
 
 
 def require_same_frozen(folder: Path, now: str | None) -> None:
@@ -131,8 +132,7 @@ def require_same_frozen(folder: Path, now: str | None) -> None:
 
 def _tell(run: RunDir, line: ExportLine) -> None:
     """In exports.jsonl, and the comparison with PyTorch on the screen, too."""
-    with run.exports.open("a", encoding="utf-8") as file:
-        file.write(json_text(as_json(line)) + "\n")
+    append_line(run.exports, as_json(line))
     if line.onnx is not None:
         shapes = ", ".join(" x ".join(map(str, shape)) for shape in line.onnx.batches)
         print(

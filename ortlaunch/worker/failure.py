@@ -16,7 +16,7 @@ from typing import Any
 from ortlaunch import machine
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir, is_full, read_json, write_json
+from ortlaunch.run.folder import RunDir, account, is_full, write_json
 from ortlaunch.worker.pulse import Pulse
 
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
@@ -53,8 +53,7 @@ class Account:
 
     def read(self) -> dict[str, Any]:
         """The account."""
-        record: dict[str, Any] = read_json(self._path)
-        return record
+        return account(self._path)
 
     def of_exception(self, error: BaseException, log: int) -> int:
         """Write the rank's own account of its end, and to the descriptor `log`; returns its exit status."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -12,6 +11,7 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_text
+from ortlaunch.run.lines import json_lines
 from ortlaunch.run.records import EvaluationLine, MetricsLine
 from ortlaunch.units import duration
 from ortlaunch.worker.trackers import Beside
@@ -77,16 +77,18 @@ def own_names(values: Mapping[str, Any]) -> list[str]:
 
 def _cut_after(run: RunDir, step: int) -> float:
     """A resumed run takes up its own record where the checkpoint left it; returns the seconds that it took so far."""
-    kept = [record for record in records(run) if record["step"] <= step]
+    lines = json_lines(run.metrics, "step", "elapsed_seconds")
+    if lines.left_out:
+        print(*lines.left_out, sep="\n", flush=True)
+    kept = [record for record in lines.found if record["step"] <= step]
     if run.metrics.exists():
         write_text(run.metrics, "".join(json_text(record) + "\n" for record in kept))
     return float(kept[-1]["elapsed_seconds"]) if kept else 0.0
 
 
 def records(run: RunDir) -> list[dict[str, Any]]:
-    """What metrics.jsonl holds; a last line that was half written is none."""
-    lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if run.metrics.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """What can be read of metrics.jsonl."""
+    return json_lines(run.metrics, "step").found
 
 
 def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> float | None:

@@ -5,18 +5,18 @@ huggingface_hub's classes make the metadata; values of keys that name a secret a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.recipe.place import without_secrets
 from ortlaunch.recipe.yaml_text import dump
 from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run.lines import json_lines
 
 _PIPELINES = {
     "masked-lm": "fill-mask", "pretraining": "fill-mask", "causal-lm": "text-generation",
@@ -28,7 +28,7 @@ _METRICS = {"classification_accuracy": "accuracy", "f1_macro": "f1"}
 
 def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
     """The card of a checkpoint's export."""
-    recipe = parse_resolved(run.recipe.read_text(encoding="utf-8"))
+    recipe = read_resolved(run.recipe)
     engine = read_json(run.engine) if run.engine.exists() else {}
     lines = [line for line in _metrics(run) if line["step"] <= step]
     metadata = _metadata(recipe, engine, lines, repo, _library(folder))
@@ -141,5 +141,4 @@ def _fenced(text: str, language: str) -> str:
 
 
 def _metrics(run: RunDir) -> Iterator[dict[str, Any]]:
-    lines = run.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if run.metrics.exists() else []
-    yield from (json.loads(line) for line in lines if line.endswith("\n"))
+    yield from json_lines(run.metrics, "step").found

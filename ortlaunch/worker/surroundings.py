@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from ortlaunch.run import lock
-from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run.folder import RunDir, account
 
 
 class Surroundings:
@@ -45,8 +45,8 @@ class Surroundings:
 
     def others_stopped(self) -> bool:
         """Whether what ended the others was a stop that came before they had something to save."""
-        with contextlib.suppress(OSError, ValueError):
-            others = [read_json(path) for path in self._failures() if path != self.run.error(self.rank)]
+        with contextlib.suppress(OSError):
+            others = [account(path) for path in self._failures() if path != self.run.error(self.rank)]
             return {one["type"] for one in others if not one["secondary"]} == {"Stopped"}
         return False
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.run.lines import append_line
 from ortlaunch.run.lost import Lost
 from ortlaunch.worker.child import Child
 from ortlaunch.worker.exchange import Exchange
@@ -102,8 +102,8 @@ class Watchdog:
         slow = self._slow.look(beats, now) if beats and len(beats) > 1 and self.exchange.is_hub else None
         if slow is not None:
             print(f"ortlaunch: {slow.summary}", file=sys.stderr, flush=True)
-            with contextlib.suppress(OSError), open(self.run.slow_ranks, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": time.time(), **slow._asdict()}) + "\n")
+            with contextlib.suppress(OSError):
+                append_line(self.run.slow_ranks, {"time": time.time(), **slow._asdict()})
 
     def _seen(self, pid: int) -> Beat:
         self._activity = self._activity or Activity(pid)

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
-SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.device_folder", "run.records", "run.engine_report",
-          "run.lock", "run.lost", "run.origin", "recipe", "plan", "planning.memory", "ortmodule.extensions", "machine",
-          "units", "file_errors", "user_modules", "launchers"}  # fmt: skip
+SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.lines", "run.device_folder", "run.records",
+          "run.engine_report", "run.lock", "run.lost", "run.origin", "recipe", "plan", "planning.memory",
+          "ortmodule.extensions", "machine", "units", "file_errors", "user_modules", "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
            "report", "other_tools", "schedulers"}  # fmt: skip
 RUN = {"__init__", "errors", "units", "machine", "rank", "process", "launchers", "user_modules", "recipe", "plan",
@@ -62,7 +62,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.fabric": ({*RUN, "doctor"}, set()),
     "run.elastic": ({"errors", "units", "doctor", "run"}, set()),
     "run.export": ({"errors", "start", "run"}, set()),
-    "run.provenance": ({"__init__", "machine", "run.folder"}, set()),
+    "run.provenance": ({"__init__", "machine", "run.folder", "run.lines"}, set()),
     "run.control": (
         {"errors", "units", "output", "recipe", "plan", "planning", "launch", "bench", "doctor", "diagnose", "run"},
         set(),
@@ -71,9 +71,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "diagnose.words": (set(), set()),
     "other_tools": ({"errors", "recipe", "other_tools"}, set()),
     "report": ({"__init__", "errors", "units", "recipe", "run", "report"}, {"yaml"}),
-    "run.folder": (set(), set()),
+    "run.folder": ({"errors"}, set()),
+    "run.lines": ({"run.folder"}, set()),
     "run.device_folder": (set(), set()),
-    "run.origin": ({"plan", "recipe", "run.folder"}, set()),
+    "run.origin": ({"plan", "recipe", "run.folder", "run.lines"}, set()),
     "run.resume": ({"errors", "recipe", "run"}, set()),
     "run.records": (set(), set()),
     "run.engine_report": ({"run.records"}, set()),
@@ -228,7 +229,7 @@ def test_no_module_imports_itself_by_way_of_others(sources: dict[Path, str]) -> 
         ("launch/mpi.py", "import ortlaunch.worker.engine"),
         ("launch/processes.py", "def f():\n    from ortlaunch.planning import world"),
         ("launch/processes.py", "from ortlaunch.run.prepare import write_run"),
-        ("run/folder.py", "from ortlaunch.errors import PlanError"),
+        ("run/folder.py", "from ortlaunch.rank import Rank"),
         ("run/lock.py", "from ortlaunch.run.control import train"),
         ("run/resolve.py", "from ortlaunch.bench import auto"),
         ("run/resolve.py", "from ortlaunch import doctor"),

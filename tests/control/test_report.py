@@ -101,9 +101,9 @@ def test_what_cannot_be_drawn_or_read_is_said(tmp_path: Path) -> None:
     RunDir(run).summary.write_text("{")
     text = "".join(page(run, to=tmp_path / "r.html").itertext())
     assert "one: no finite value at step 20, 30" in text
-    assert "saves.jsonl:2 cannot be read" in text
+    assert "saves.jsonl:2 is left out: no whole line of JSON" in text
     assert "saves.jsonl:3" not in text
-    assert "summary.json cannot be read" in text
+    assert "summary.json: is damaged: no JSON at line 1, column 2" in text
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_broken_write_leaves_the_old_file(step: str, tmp_path: Path, monkeypat
 def test_json(value: Any, tmp_path: Path) -> None:
     """What is written as JSON reads back as itself, and the file ends in a line end."""
     write_json(tmp_path / "x.json", value)
-    assert read_json(tmp_path / "x.json") == value
+    assert read_json(tmp_path / "x.json", type(value)) == value
     assert (tmp_path / "x.json").read_text().endswith("\n")
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from typing import Any
 
-from ortlaunch.run.folder import RunDir, json_text
+from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lines import append_line, json_lines
 from ortlaunch.run.records import CommandLine, SaveLine, as_json
 
 
 def record(run: RunDir, line: SaveLine | CommandLine) -> None:
     """Add a line; on a full disk it is left out, for the log has it, too."""
-    with contextlib.suppress(OSError), run.saves.open("a", encoding="utf-8") as file:
-        file.write(json_text(as_json(line)) + "\n")
+    with contextlib.suppress(OSError):
+        append_line(run.saves, as_json(line))
 
 
 def records(run: RunDir) -> list[dict[str, Any]]:
-    """All lines; a last one that was half written is none."""
-    lines = run.saves.read_text(encoding="utf-8").splitlines(keepends=True) if run.saves.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """All lines that can be read."""
+    return json_lines(run.saves, "step").found
 
 
 def untold(run: RunDir) -> list[int]:

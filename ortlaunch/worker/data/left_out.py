@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 
+from ortlaunch.errors import DamagedFile
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.lines import json_lines
 from ortlaunch.run.records import BadStep
 
 
 def recorded(run: RunDir) -> Iterator[BadStep]:
-    """The bad steps of earlier starts; a last line that was half written is none."""
-    if run.bad_steps.exists():
-        for line in run.bad_steps.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield BadStep(**json.loads(line))
+    """The bad steps of earlier starts; a last line that was half written is none.
+
+    Raises:
+        DamagedFile: a line before it cannot be read, and which samples it left out is not known.
+    """
+    known = [each.name for each in fields(BadStep)]
+    lines = json_lines(run.bad_steps, *(each.name for each in fields(BadStep) if each.default is MISSING))
+    if lines.left_out:
+        raise DamagedFile(
+            f"{run.bad_steps}: it says which samples are not trained on, and is damaged: {'; '.join(lines.left_out)}; "
+            "take the line away if they may be trained on"
+        )
+    yield from (BadStep(**{name: line[name] for name in known if name in line}) for line in lines.found)
 
 
 def taken(run: RunDir, seen: int) -> int:

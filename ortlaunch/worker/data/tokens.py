@@ -20,6 +20,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from ortlaunch.cache import cache_folder, renew
+from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.run.folder import read_json, write_json
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
@@ -154,7 +155,10 @@ def _written(partial: list[Path], note: Path) -> Written:
     """What an earlier process has left of these files, if it can be gone on with."""
     if not all(path.exists() for path in (*partial, note)):
         return Written()
-    found = Written(**read_json(note))
+    try:
+        found = Written(**read_json(note))
+    except (DamagedFile, TypeError):  # it is begun again
+        return Written()
     sizes = (found.tokens * 4, found.documents * 8)
     return found if all(path.stat().st_size >= size for path, size in zip(partial, sizes)) else Written()
 

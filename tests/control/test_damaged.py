@@ -1,0 +1,153 @@
+"""Files of a run folder that are cut, empty, binary or of another version: each verb says which, and reads the rest."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.diagnose.report import diagnose
+from ortlaunch.errors import DamagedFile, OrtlaunchError
+from ortlaunch.report import report
+from ortlaunch.run import generate, listing, lock, logs, registry, resume, status
+from ortlaunch.run.export import chosen_step
+from ortlaunch.run.finished import nothing_left
+from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run.lines import append_line, json_lines
+from tests.control.test_report import made, steps
+from tests.makers import recipe
+
+MOST = 3  # of a file; all of them, some 450, take minutes
+VERBS: dict[str, Callable[[RunDir], Any]] = {
+    "status": lambda run: f"{status.look(run)}",
+    "report": lambda run: report([run.path], run.path / "page.html", "now"),
+    "diagnose": lambda run: f"{diagnose(run)}",
+    "logs": lambda run: logs.show(run, 0, follow=False),
+    "list": lambda run: [listing.line(each) for each in listing.looks(None)],
+    "export": lambda run: chosen_step(run, None),
+    "generate": lambda run: generate._source(generate.Asked(run.path, "The", None, 5, 0.0, 0, False)),
+    "train again": lambda run: (nothing_left(recipe(), run), resume.choose(run, resume.AUTOMATIC)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that failed, with a file of each kind."""
+    folder = made(tmp_path_factory.mktemp("whole") / "run", steps(3.0, 2.0, 1.0), verdict="ortlaunch: rank 1 failed")
+    run, zero = RunDir(folder), {"step": 20, "checkpoint": None, "source": None}
+    job = {**read_json(run.job), "state": "failed", "exit_status": 1}
+    write_json(run.job, job)
+    write_json(run.summary, {"steps": 20, "seconds": {"training": 1.0}, "best": None})
+    write_json(run.steps, {"epochs": 1.0, "samples": 10, "max_steps": 20})
+    write_json(run.resume, zero)
+    write_json(run.environment, {"host": "a", "packages": {}})
+    account = {"rank": 1, "host": "a", "type": "ValueError", "summary": "rank 1 failed", "message": "no", "time": 1.0}
+    write_json(run.error(1), {**account, "traceback": "", "secondary": False, "exit_status": 1, "signal": None})
+    append_line(run.saves, {"step": 20, "seconds": 1.0})
+    append_line(run.bad_steps, {"step": 3, "kind": "loss", "action": "skip", "message": "nan", "samples": [1]})
+    append_line(run.exports, {"step": 20, "format": "onnx", "folder": "x"})
+    write_json(run.evaluation_of(20).evaluation, {"step": 20, "loss": 1.0})
+    write_text(run.log(0, "out"), "said\n")
+    (run.checkpoint(20)).mkdir(parents=True)
+    (run.checkpoint(20) / "COMPLETE").touch()
+    return folder
+
+
+def damages(path: Path) -> Iterator[tuple[str, bytes]]:
+    """What may have become of a file."""
+    content = path.read_bytes()
+    yield from (("empty", b""), ("cut", content[: len(content) // 2]), ("without its end", content[:-3]))
+    yield from (("binary", bytes(range(256))), ("a list", b"[]\n"), ("nothing", b"null\n"), ("a number", b"1\n"))
+    yield from (("no field", b"{}\n"), ("a word", b'"x"\n'), ("deep", b"[" * 20 + b"\n"))
+    if path.suffix not in (".json", ".jsonl"):
+        return
+    values = json.loads(content if path.suffix == ".json" else content.splitlines()[0])
+    for name in values:
+        rest = {other: value for other, value in values.items() if other != name}
+        yield f"without {name}", json.dumps(rest).encode() + b"\n"
+        for value in (None, "?", [1], {"a": 1}):
+            yield f"{name}: {value}", json.dumps({**rest, name: value}).encode() + b"\n"
+    yield "with more", json.dumps({**values, "later": 1}).encode() + b"\n"
+
+
+def test_no_verb_ends_in_a_traceback(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file, damaged in ways that are drawn: a result, or a sentence of ours."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(lock, "alive_at", lambda run: [])  # looks at every process here
+    drawn = random.Random(7)
+    run, wrong = RunDir(shutil.copytree(whole, tmp_path / "run")), []
+    registry.add(run)
+    for path in sorted(each for each in run.path.rglob("*.*") if each.is_file() and each.suffix[1:4] in ("jso", "yam")):
+        content = path.read_bytes()
+        for how, damaged in drawn.sample([*damages(path)], MOST):
+            path.write_bytes(damaged)
+            for verb, act in VERBS.items():
+                try:
+                    act(run)
+                except OrtlaunchError:
+                    pass
+                except Exception as error:
+                    wrong.append(f"{verb}, {path.name} {how}: {type(error).__name__}: {error}")
+        path.write_bytes(content)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_status_reads_the_rest_and_says_what_it_left_out(whole: Path, tmp_path: Path) -> None:
+    """A line that a crash cut, with the next start's after it; a plan and a recipe that are none."""
+    run = RunDir(shutil.copytree(whole, tmp_path / "run"))
+    lines = run.metrics.read_text().splitlines(keepends=True)
+    run.metrics.write_text("".join([lines[0], lines[1][:9], lines[0], lines[2]]))
+    run.plan.write_text("")
+    run.recipe.write_text("model: [")
+    found = status.look(run)
+    assert (found.step, found.metrics["loss"], found.ranks, found.steps) == (30, 1.0, None, None)
+    left, plan, given = found.unreadable[2], found.unreadable[0], found.unreadable[1]
+    assert left == "metrics.jsonl:2 is left out: no whole line of JSON"
+    assert plan.startswith(f"{run.plan}: is no plan, damaged, or of another version")
+    assert given.startswith(f"{run.recipe}: is no recipe, damaged, or of another version")
+    assert all(line in str(found).splitlines() for line in found.unreadable)
+    assert json.loads(found.to_json())["unreadable"] == list(found.unreadable)
+
+
+def test_the_number_of_a_line_in_a_long_file(whole: Path, tmp_path: Path) -> None:
+    """It is the file's, though its end alone is read."""
+    run = RunDir(shutil.copytree(whole, tmp_path / "run"))
+    good = run.metrics.read_bytes().splitlines(keepends=True)[0]
+    run.metrics.write_bytes(good * 3000 + b"\xff{\n" + good)
+    assert status.look(run).unreadable == ("metrics.jsonl:3001 is left out: no whole line of JSON",)
+
+
+def test_a_line_after_half_a_one_is_not_lost(tmp_path: Path) -> None:
+    """A killed process leaves half a line, and the next start adds its own."""
+    path = tmp_path / "lines.jsonl"
+    append_line(path, {"step": 1})
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "lo')
+    append_line(path, {"step": 3, "loss": float("inf")})
+    lines = json_lines(path, "step")
+    assert lines.found == [{"step": 1}, {"step": 3, "loss": "inf"}]
+    assert lines.left_out == ["lines.jsonl:2 is left out: no whole line of JSON"]
+    assert json_lines(path, "loss").left_out[0] == "lines.jsonl:1 is left out: it has no loss"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is damaged: it is empty"),
+        (b'{"a": 1', "is damaged: no JSON at line 1, column 8"),
+        (b"\xff\xfe", "is damaged: no text"),
+        (b"[1]", "is damaged: it holds no mapping"),
+        (b"{}", "has no 'steps': it is damaged, or of another version of ortlaunch"),
+    ],
+)
+def test_what_is_wrong_with_a_file(content: bytes, said: str, tmp_path: Path) -> None:
+    """Its name and why; nothing was started."""
+    path = tmp_path / "summary.json"
+    path.write_bytes(content)
+    with pytest.raises(DamagedFile, match=rf"summary\.json: {said}") as error:
+        read_json(path)["steps"]
+    assert error.value.exit_status == 2
