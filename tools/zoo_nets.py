@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import zoo_nets_more
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, rnn
@@ -37,6 +38,7 @@ def cases() -> dict[str, Callable[[], Case]]:
         "WaveNet: dilated, gated": lambda: (Wave(), [x(2, 4, 30)]),
         "contrast: cdist, logsumexp, roll": lambda: (Contrast(), [x(6, 8), x(6, 8)]),
         "variational: distributions, softplus": lambda: (Variational(), [x(6, 8)]),
+        **zoo_nets_more.cases(),
     }  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def tried(make: Callable[[], Any]) -> dict[str, Any]:
     operators = {name: found.forward for name, found in torch_calls.made().items()}
     near = exact and all(mine <= max(LIMIT, 4 * eager) for mine, eager in exact)
     state = "trains" if worst <= LIMIT or near else "differs"
-    before = plain_export(model, inputs) if operators and type(model).__module__ == "zoo_nets" else ""
+    before = plain_export(model, inputs) if operators and type(model).__module__.startswith("zoo_nets") else ""
     return {
         "state": state,
         "named": named,

@@ -131,7 +131,7 @@ def _with_hidden_shapes(original: Callable[..., Any], model: Any) -> Any:
         if node.op_type in ("Constant", "ConstantOfShape", "Shape") or (node.input and fixed.issuperset(node.input)):
             fixed.update(node.output)
         for place in _unsure(node, known):
-            nodes += _hide(node, place)
+            nodes += hide(node, place)
         places = [place for place in _spread(node, known) if node.input[place] not in fixed]
         if places:
             nodes += _expand(node, places, known)
@@ -141,7 +141,7 @@ def _with_hidden_shapes(original: Callable[..., Any], model: Any) -> Any:
     return inferred
 
 
-def _hide(node: Any, place: int) -> list[Any]:
+def hide(node: Any, place: int) -> list[Any]:
     """An input through a Reshape to what its shape is in each pass."""
     from onnx import helper
 
@@ -176,7 +176,7 @@ def _expand(node: Any, places: Sequence[int], known: dict[str, Any]) -> list[Any
         nodes[-1].name = whole
     nodes.append(helper.make_node("Shape", [whole], [shape]))
     for place in places:
-        nodes += _hide(node, place)
+        nodes += hide(node, place)
         name = f"{node.input[place]}_expanded"
         nodes.append(helper.make_node("Expand", [node.input[place], shape], [name]))
         node.input[place] = name
@@ -189,9 +189,11 @@ def _dims(value: Any) -> list[Any] | None:
 
 
 def _unsure(node: Any, known: dict[str, Any]) -> list[int]:
-    """The inputs whose shapes are to be hidden: all but the first, of those that may be broadcast."""
+    """The inputs whose shapes are to be hidden, of those that may be broadcast: one of two is enough for most."""
     if node.op_type == "Expand":
         names, places = [node.input[0], node.output[0]], [0]
+    elif node.op_type in ("Max", "Min"):  # each is compared with the result
+        names, places = list(node.input), list(range(len(node.input)))
     elif node.op_type in (*_BROADCASTING, "MatMul") and node.op_type != "Where":
         names, places = list(node.input), list(range(1, len(node.input)))
     else:

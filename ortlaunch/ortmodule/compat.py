@@ -188,6 +188,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("skip_padding_hook", install=skip_padding_hook),
     Repair("keep_bool_arguments", (_CUSTOM_EXPORT,), keep_bool_arguments),
     Repair("export_multihead_attention"),
+    Repair("export_exact_forms"),
     Repair("export_sdpa_dropout", (_SDPA,)),
     Repair("accumulate_repeated_indices"),
     Repair("fix_bernoulli_export"),

@@ -36,6 +36,7 @@ STOPS: dict[str, Sequence[int]] = {
     "ScatterND": (1,),
     "Where": (0,),
     "BatchNormalization": (3, 4),
+    "Clip": (1, 2),
     "Pad": (1,),
     "Tile": (1,),
     "TopK": (1,),
@@ -54,6 +55,11 @@ STOPS: dict[str, Sequence[int]] = {
         _EVERY,
     ),
 }  # fmt: skip
+# Where ORT stops and torch does not: the exponent, the bounds.
+_CUT: dict[str, Sequence[int]] = {"Pow": (1,), "Clip": (1, 2)}
+_PARTLY = {*_CUT, "ScatterElements", "ScatterND"}
+SILENT = {*_PARTLY, "LeakyRelu"}
+"""Through which a gradient may come as another one, without a word of ORT's."""
 _FLOATS = ("Float", "Double", "Half", "BFloat16")
 
 
@@ -89,7 +95,7 @@ class Gradients:
 
     def lost(self, written: Sequence[Any], outputs: Iterable[Any]) -> str:
         """The first ONNX operator among nodes just written through which ORT's gradient would not come; or empty."""
-        if all(_is_derived(node, self._device) for node in written):
+        if all(_is_derived(node, self._device) and _name(node) not in _PARTLY for node in written):
             return ""
         own = {value.unique() for node in written for value in node.outputs()}
         pending = [value for value in outputs if value is not None and _is_float(value)]
@@ -100,10 +106,20 @@ class Gradients:
                 continue
             seen.add(value.unique())
             given = list(_given(value))
-            if not _is_derived(value.node(), self._device) and any(map(self.reach, given)):
+            lost = self._cut(value.node()) if _is_derived(value.node(), self._device) else given
+            if any(map(self.reach, lost)):
                 return _name(value.node())
             pending += given
         return ""
+
+    def _cut(self, node: Any) -> list[Any]:
+        """Inputs of an operator that ORT derives, whose gradient it leaves out or takes for another."""
+        name, inputs = _name(node), list(node.inputs())
+        if name == "Pow" and not _is_scalar(inputs[1]):  # that of a power that is broadcast is not summed up
+            return inputs
+        if name in ("ScatterElements", "ScatterND") and "reduction" in node.attributeNames():
+            return {"none": [], "add": inputs[:1]}.get(_text(node, "reduction", "none"), inputs)
+        return [inputs[place] for place in _CUT.get(name, ()) if place < len(inputs)]
 
 
 def is_valid(node: Any) -> bool:
@@ -116,11 +132,13 @@ def is_valid(node: Any) -> bool:
 def _is_derived(node: Any, device: str) -> bool:
     """Also by what ORT's builders and kernels of gradients do not know of their operator."""
     name = _name(node)
+    if name == "LeakyRelu" and "alpha" in node.attributeNames():  # it looks at the sign of what came out
+        return bool(node.f("alpha") >= 0)
     if name in ("GRU", "LSTM"):
         return _text(node, "direction", "forward") == "forward"
     if name == "LayerNormalization":  # without a bias the gradient has two outputs of one name
         return len(list(node.inputs())) > 2 and is_valid(node)
-    if name == "ReduceLogSumExp":  # its gradient is an Unsqueeze of an older opset
+    if name in ("ReduceL2", "ReduceLogSumExp"):  # their gradient is an Unsqueeze of an older opset
         return "keepdims" not in node.attributeNames() or bool(node.i("keepdims"))
     if name == "Pad":
         return _text(node, "mode", "constant") == "constant"
@@ -146,8 +164,19 @@ def _rank(node: Any) -> int | None:
 def _given(value: Any) -> list[Any]:
     """What a value is computed of, as far as a gradient goes that way."""
     node = value.node()
+    if any(True for _ in node.blocks()):  # an If, whose branches take what they want from around it
+        return [given for block in node.blocks() for inner in block.nodes() for given in inner.inputs()]
     stops = _EVERY if _is_cast_to_number(node) else STOPS.get(_name(node), ())
     return [given for place, given in enumerate(node.inputs()) if place not in stops]
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is one number that is known and not 0."""
+    node = value.node()
+    while node.kind() == "onnx::Cast":
+        node = node.input().node()
+    number = node.t("value") if node.kind() == "onnx::Constant" and "value" in node.attributeNames() else torch.zeros(0)
+    return bool(number.numel() == 1 and number.item() != 0)
 
 
 def _is_cast_to_number(node: Any) -> bool:

@@ -25,9 +25,9 @@ def without_frozen(export: Export, model: Any, names: list[str]) -> list[str]:
 
 def without_unreached(export: Export, model: Any, names: list[str]) -> list[str]:
     """ORT ended where a weight is used and has no gradient: under no_grad, before an argmax, behind detach."""
-    reached = _reached(model.graph)
+    found = reached(model.graph)
     used = {name for node in model.graph.node for name in node.input}
-    return [name for name in names if name in reached or name not in used]
+    return [name for name in names if name in found or name not in used]
 
 
 def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args:
     return original(manager, *args, **kwargs)
 
 
-def _reached(graph: Any) -> set[str]:
+def reached(graph: Any) -> set[str]:
     """Names of a graph through which a gradient of its outputs may come."""
     makers = {name: node for node in graph.node for name in node.output}
     reached: set[str] = set()

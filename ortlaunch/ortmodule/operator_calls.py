@@ -35,6 +35,10 @@ class Call:
         self._schema_text = schemas.get(self._outputs[0].debugName()) if self._outputs else None
         self._tensors: list[Any] = []
 
+    def given(self) -> Sequence[Any]:
+        """Its inputs, as they are in the traced graph."""
+        return self._old
+
     def is_complex(self) -> bool:
         """Whether a complex tensor goes in or comes out: in ORT's graph it is one of real numbers, in pairs."""
         return any(_kind(value) in _COMPLEX for value in (*self._old, *self._outputs, *self._listed()))

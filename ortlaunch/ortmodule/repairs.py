@@ -24,6 +24,7 @@ from ortlaunch.ortmodule.outputs import restore_output_dtypes
 from ortlaunch.ortmodule.python_values import fixed_buffers, fixed_sizes, tell_again
 from ortlaunch.ortmodule.registry import Repair, apply
 from ortlaunch.ortmodule.source_guard import EVALUATION, MANAGER, PROCESSED, SHAPES, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.splits import cut_unequal_parts
 from ortlaunch.ortmodule.symbolic_sizes import infer_symbolic_sizes
 from ortlaunch.ortmodule.torch_kernels import call_torch_kernels
 from ortlaunch.ortmodule.vectors import keep_vanishing_sizes
@@ -206,6 +207,7 @@ REPAIRS = (
         keep_broadcast_sizes,
     ),
     Repair("keep_vanishing_sizes", _EXPORT, keep_vanishing_sizes),
+    Repair("cut_unequal_parts", _EXPORT, cut_unequal_parts),
     Repair("infer_symbolic_sizes", (f"{SHAPES}._infer_Slice", f"{SHAPES}._infer_aten_upsample"), infer_symbolic_sizes),
     Repair(
         "call_torch_kernels", (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"), call_torch_kernels

@@ -18,15 +18,14 @@ from unittest import mock
 
 from ortlaunch.ortmodule import extensions, operator_calls
 from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.differentiable import Gradients, is_valid
+from ortlaunch.ortmodule.differentiable import SILENT, Gradients, is_valid
+from ortlaunch.ortmodule.exact_forms import is_torchs
 from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.settings import settings_of
 from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, TRANSITION, owner
 
 _NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
-# Those that ORT, or its exporter's form, does not what torch does for.
-_WRONG = {"aten::embedding_bag"}
 _ROUNDS = 8
 _FAILED = (
     r"gradient builder has not been registered: ?(\w+)",
@@ -47,10 +46,9 @@ def install() -> None:
 def kept(export: Export) -> Iterator[None]:
     """While open, exports keep operators as the settings say."""
     asked = settings_of(export.options).torch_operators
-    if asked == "off" or extensions.interop_refusal():
-        yield
-        return
-    translator = _Translator(export, () if asked == "auto" else tuple(map(_full, asked)), asked == "auto")
+    able = asked != "off" and not extensions.interop_refusal()
+    names = tuple(map(_full, asked)) if able and asked != "auto" else ()
+    translator = _Translator(export, names, able, able and asked == "auto")
     exporter = _exporter()
     with contextlib.ExitStack() as patches:
         for name, around in (("_run_symbolic_function", translator.translate), ("_optimize_graph", translator.noting)):
@@ -74,8 +72,8 @@ def _around(original: Callable[..., Any], method: Callable[..., Any]) -> Callabl
 class _Translator:
     """The exporter's translation of one traced graph."""
 
-    def __init__(self, export: Export, names: Sequence[str], by_rule: bool) -> None:
-        self._training, self._by_rule = export.training, by_rule
+    def __init__(self, export: Export, names: Sequence[str], able: bool, by_rule: bool) -> None:
+        self._training, self._able, self._by_rule = export.training, able, by_rule
         self._names = {*names, *_blamed_so_far(export.options)}
         self._schemas: dict[str, Any] = {}
         self._makers: dict[str, set[str]] = vars(export.options).setdefault("_ortlaunch_makers", {})
@@ -108,11 +106,14 @@ class _Translator:
         if name.rstrip("_") in _NEVER and not call.is_complex():
             return plainly()
         context = importlib.import_module(_JIT).GraphContext(graph, block, _opset(), node, {}, env, known, new)
-        if name.rstrip("_") in self._names or call.is_complex() or (self._by_rule and name in _WRONG):
+        asked = name.rstrip("_") in self._names or call.is_complex()
+        if self._able and (asked or (self._by_rule and is_torchs(name.rstrip("_"), call.given()))):
             return call.write(context, self._gradients)
-        if not self._by_rule:
-            return plainly()
         before = len(new)
+        if not self._by_rule:
+            outputs = plainly()
+            self._check(call, new[before:], outputs)
+            return outputs
         try:
             outputs = plainly()
         except Exception as error:
@@ -120,10 +121,21 @@ class _Translator:
         written = new[before:]
         for one in written:
             self._makers.setdefault(one.kind().rpartition("::")[2], set()).add(name)
-        values = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        if not all(map(is_valid, written)) or (self._training and self._gradients.lost(written, values)):
+        if not all(map(is_valid, written)) or self._lost(written, outputs):
             return self._instead(call, context, None, outputs)
         return outputs
+
+    def _lost(self, written: Sequence[Any], outputs: Any) -> str:
+        values = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+        return self._gradients.lost(written, values) if self._training else ""
+
+    def _check(self, call: Any, written: Sequence[Any], outputs: Any) -> None:
+        """Refuse what would be wrong without a word, where the settings keep it from being torch's."""
+        if is_torchs(call.name.rstrip("_"), call.given()) or self._lost(written, outputs) in SILENT:
+            raise RuntimeError(
+                f"{call.name} or its gradient is another one in ONNX Runtime than in torch; it can stay torch's: "
+                f"engine.torch_operators=auto, or a list with it. {extensions.interop_refusal()}".rstrip()
+            )
 
     def _instead(self, call: Any, context: Any, error: Exception | None, outputs: Any = None) -> Any:
         try:

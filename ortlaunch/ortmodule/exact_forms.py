@@ -1,0 +1,131 @@
+"""ONNX forms of torch's exporter that are another function than torch's: far out, at zero, and at a bound.
+
+A sigmoid that is 1 in float32 gave BCEWithLogitsLoss infinity or nan; the standard deviation of equal numbers had a
+gradient of nan; relu6 had one where it is zero. What has no such form here, and stays torch's, is in `is_torchs`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ortlaunch.ortmodule.symbolics import Export, Graph, registered, type_of
+
+# cosine_similarity, pairwise_distance and cdist: nan behind equal or vanishing vectors, p = 1 and 3 without absolute
+# values, a dimension too many. log1p: log(1 + x), nothing of a small x. embedding_bag: other sums. flip: a slice
+# backwards, which ends ORT's gradient.
+_TORCHS = {
+    f"aten::{name}"
+    for name in ("cdist", "cosine_similarity", "embedding_bag", "flip", "log1p", "pairwise_distance")
+}  # fmt: skip
+_NORMS = (0.0, 1.0, 2.0, math.inf, -math.inf)
+_OLDEST = 14  # of the opsets that can be asked for
+
+
+def is_torchs(name: str, inputs: Sequence[Any]) -> bool:
+    """Whether the exporter's form of a call, or ORT's gradient of it, is not what torch computes."""
+    if name.startswith("aten::upsample_"):  # ORT's gradient takes the sizes' quotient for the scale
+        return any(scale != int(scale) for scale in _numbers(inputs[-1]))
+    if name == "aten::linalg_vector_norm":
+        return not set(_numbers(inputs[1])) <= set(_NORMS)
+    return name in _TORCHS
+
+
+def _numbers(value: Any) -> list[float]:
+    """Of a constant or a list of constants; none where it is computed."""
+    parts = list(value.node().inputs()) if value.node().kind() == "prim::ListConstruct" else [value]
+    found = [part.toIValue() if part.node().kind() == "prim::Constant" else None for part in parts]
+    found = [one.tolist() if isinstance(one, torch.Tensor) else one for one in found]
+    flat = [number for one in found for number in (one if isinstance(one, (list, tuple)) else [one])]
+    return [float(number) for number in flat if isinstance(number, (int, float))]
+
+
+def exactly(export: Export) -> Export:
+    """An export with these forms."""
+    forms: dict[str, Callable[..., Any]] = {
+        "log_sigmoid": _log_sigmoid,
+        "binary_cross_entropy_with_logits": _cross_entropy,
+        "relu6": lambda g, x: _between(g, x, 0.0, 6.0),
+        "hardtanh": _hardtanh,
+        "clamp": _clamp,
+        "clamp_min": lambda g, x, low: _clamp(g, x, low, None),
+        "clamp_max": lambda g, x, high: _clamp(g, x, None, high),
+    }
+    for name in ("std", "std_mean", "frobenius_norm"):
+        forms[name] = _rooted(getattr(importlib.import_module("torch.onnx.symbolic_opset9"), name))
+    for name, form in forms.items():
+        export = registered(export, f"aten::{name}", form, _OLDEST)
+    return export
+
+
+def _constant(g: Any, number: float, like: Any) -> Any:
+    return g.op("Constant", value_t=torch.tensor(number, dtype=type_of(like)))
+
+
+def _log_sigmoid(g: Any, x: Any) -> Any:
+    """min(x, 0) - log(1 + exp(-|x|)): torch's form was the logarithm of a sigmoid that is 0 from -88 on."""
+    tail = g.op("Exp", g.op("Neg", g.op("Abs", x)))
+    low = g.op("Min", x, _constant(g, 0.0, x))
+    return g.op("Sub", low, g.op("Log", g.op("Add", _constant(g, 1.0, x), tail)))
+
+
+def _cross_entropy(g: Any, x: Any, y: Any, weight: Any, pos_weight: Any, reduction: Any) -> Any:
+    """(1 - y) x - (1 + (pos_weight - 1) y) log_sigmoid(x), as torch computes it."""
+    from torch.onnx import symbolic_helper
+
+    one = _constant(g, 1.0, x)
+    loss = _log_sigmoid(g, x)
+    if not symbolic_helper._is_none(pos_weight):
+        loss = g.op("Mul", loss, g.op("Add", one, g.op("Mul", g.op("Sub", pos_weight, one), y)))
+    loss = g.op("Sub", g.op("Mul", g.op("Sub", one, y), x), loss)
+    if not symbolic_helper._is_none(weight):
+        loss = g.op("Mul", loss, weight)
+    how = symbolic_helper._get_const(reduction, "i", "reduction")
+    if how == 1:
+        return g.op("ReduceMean", loss, keepdims_i=0)
+    return symbolic_helper._reducesum_helper(g, loss, keepdims_i=0) if how == 2 else loss
+
+
+def _hardtanh(g: Any, x: Any, low: Any, high: Any) -> Any:
+    from torch.onnx import symbolic_helper
+
+    return _between(g, x, *(symbolic_helper._get_const(bound, "f", "bound") for bound in (low, high)))
+
+
+def _between(g: Any, x: Any, low: float, high: float) -> Any:
+    """Without a gradient at the bounds, where ONNX's Clip has one."""
+    least, most = _constant(g, low, x), _constant(g, high, x)
+    under = g.op("Where", g.op("GreaterOrEqual", x, most), most, x)
+    return g.op("Where", g.op("LessOrEqual", x, least), least, under)
+
+
+def _clamp(g: Any, x: Any, low: Any, high: Any) -> Any:
+    """By choice: the gradient of ONNX's Clip is a product, in which infinity, as of a root of zero, becomes nan."""
+    from torch.onnx import symbolic_helper
+    from torch.onnx._type_utils import JitScalarType
+
+    kind = int(JitScalarType.from_value(x, JitScalarType.FLOAT).onnx_type())
+    for given, beyond in ((low, "Less"), (high, "Greater")):
+        if given is not None and not symbolic_helper._is_none(given):
+            bound = g.op("Cast", given, to_i=kind)
+            x = g.op("Where", g.op(beyond, x, bound), bound, x)
+    return x
+
+
+def _rooted(form: Callable[..., Any]) -> Callable[..., Any]:
+    """A form whose square root has a gradient of zero at zero."""
+
+    def symbolic(g: Any, *args: Any) -> Any:
+        def root(square: Any) -> Any:
+            zero = _constant(g, 0.0, square)
+            nothing = g.op("Equal", square, zero)
+            safe = g.op("Where", nothing, _constant(g, 1.0, square), square)
+            return g.op("Where", nothing, zero, g.op("Sqrt", safe))
+
+        return form(Graph(g, {"Sqrt": root}), *args)
+
+    return symbolic

@@ -1,0 +1,116 @@
+"""Gradients of what is split, where not every part has one: ORT joins those that there are, and it is too short.
+
+A part that nothing uses, or that `detach` or a comparison uses, has none. Where there is one, parts are cut out one by
+one instead, each with a gradient of its own; along two dimensions, one of them whole, because ORT's optimizer takes
+slices along one, and picks, for parts of a Split if together they are the whole. Of such in the model, those without a
+gradient are of another tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ortlaunch.ortmodule import patching
+from ortlaunch.ortmodule.broadcasts import hide
+from ortlaunch.ortmodule.gradients import reached
+from ortlaunch.ortmodule.graph import replace_nodes
+from ortlaunch.ortmodule.source_guard import TRANSITION, owner
+
+_END = 2**63 - 1
+
+
+def cut_unequal_parts() -> None:
+    """ORT's gradient of a Split leaves out parts without a gradient: another size, or other places."""
+    patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_parts)
+
+
+def _with_parts(original: Callable[..., Any], model: Any) -> Any:
+    inferred = original(model)
+    graph = inferred.graph
+    values = (*graph.input, *graph.value_info, *graph.output)
+    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in values if v.type.tensor_type.HasField("shape")}
+    derived = reached(graph)
+    uses: dict[str, list[Any]] = {}
+    for node in graph.node:
+        if node.op_type in ("Slice", "Gather"):
+            uses.setdefault(node.input[0], []).append(node)
+    nodes: list[Any] = []
+    for node in graph.node:
+        nodes += _parts(node, ranks, derived, uses)
+    if len(nodes) != len(graph.node):
+        replace_nodes(graph, nodes)
+    return inferred
+
+
+def _parts(node: Any, ranks: Mapping[str, int], derived: set[str], uses: Mapping[str, list[Any]]) -> list[Any]:
+    rank = ranks.get(node.input[0]) if node.input else None
+    if rank is None:
+        return [node]
+    if node.op_type == "Split" and len(node.input) > 1:
+        return [node] if _alike(node.output, derived) else _cut_all(node, rank)
+    if node.op_type in ("Slice", "Gather") and node.output[0] not in derived:
+        others = [name for other in uses[node.input[0]] for name in other.output]
+        return [node] if _alike(others, derived) else [*hide(node, 0), node]
+    return [node]
+
+
+def _alike(names: Any, derived: set[str]) -> bool:
+    """Whether all parts have a gradient, or none."""
+    return len({name in derived for name in names}) < 2
+
+
+def _cut_all(split: Any, rank: int) -> list[Any]:
+    """A Slice for each part, from where the one before ends."""
+    place = next((attribute.i for attribute in split.attribute if attribute.name == "axis"), 0)
+    nodes, start = [], f"{split.output[0]}_ortlaunch_0"
+    nodes += _sum(split, 0, start)
+    for number, part in enumerate(split.output, 1):
+        end = f"{split.output[0]}_ortlaunch_{number}"
+        nodes += _sum(split, number, end)
+        nodes += _cut(split.input[0], part, place % rank, rank, start, end)
+        start = end
+    return nodes
+
+
+def _sum(split: Any, number: int, made: str) -> list[Any]:
+    """The sizes of so many parts, together."""
+    return [
+        _constant(f"{made}_these", [int(place < number) for place in range(len(split.output))]),
+        _node("Mul", [split.input[1], f"{made}_these"], f"{made}_sizes"),
+        _node("ReduceSum", [f"{made}_sizes"], made, keepdims=1),
+    ]
+
+
+def _cut(given: str, made: str, axis: int, rank: int, start: str, end: str) -> list[Any]:
+    other = (axis + 1) % max(rank, 2)
+    nodes = [
+        _constant(f"{made}_first", [0]),
+        _constant(f"{made}_last", [_END]),
+        _constant(f"{made}_axes", [axis, other]),
+        _constant(f"{made}_added", [1]),
+        _node("Concat", [start, f"{made}_first"], f"{made}_starts", axis=0),
+        _node("Concat", [end, f"{made}_last"], f"{made}_ends", axis=0),
+    ]
+    bounds = [f"{made}_starts", f"{made}_ends", f"{made}_axes"]
+    if rank > 1:
+        return [*nodes, _node("Slice", [given, *bounds], made)]
+    return [
+        *nodes,
+        _node("Unsqueeze", [given, f"{made}_added"], f"{made}_wider"),
+        _node("Slice", [f"{made}_wider", *bounds], f"{made}_cut"),
+        _node("Squeeze", [f"{made}_cut", f"{made}_added"], made),
+    ]
+
+
+def _node(operator: str, given: list[str], made: str, **attributes: int) -> Any:
+    from onnx import helper
+
+    return helper.make_node(operator, given, [made], made, **attributes)
+
+
+def _constant(name: str, numbers: list[int]) -> Any:
+    from onnx import TensorProto, helper
+
+    value = helper.make_tensor(name, TensorProto.INT64, [len(numbers)], numbers)
+    return helper.make_node("Constant", [], [name], value=value)

@@ -1,0 +1,112 @@
+"""Operators whose ONNX form, or ORT's gradient of it, is another function than torch's: at zero, far out, broadcast."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ortlaunch.ortmodule import extensions
+from tests.ort import needs_ort
+from tests.ortmodule.modules import wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+Form = Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+POWERS = torch.arange(3.0)
+ONES = torch.tensor([0.0, 1.0, 1.0, 0.0])
+
+
+def nothing(h: torch.Tensor) -> torch.Tensor:
+    """Zeros, with a gradient."""
+    return h - h.detach()
+
+
+# By torch's own means: nothing is called from the graph.
+FORMS: dict[str, Form] = {
+    "a sure loss": lambda h, w: functional.binary_cross_entropy_with_logits(h * 90, ONES.expand_as(h)),
+    "a sure loss, weighted": lambda h, w: functional.binary_cross_entropy_with_logits(
+        h * 90, ONES.expand_as(h), weight=ONES + 1, pos_weight=w.detach().abs(), reduction="sum"
+    ),
+    "a loss of each, of soft labels": lambda h, w: functional.binary_cross_entropy_with_logits(
+        h * 9, w.sigmoid().expand_as(h), reduction="none"
+    ),
+    "logsigmoid": lambda h, w: functional.logsigmoid(h * 200),
+    "logsigmoid of zero": lambda h, w: functional.logsigmoid(h * 0),
+    "the spread of equal numbers": lambda h, w: (h * 0 + 2).std(-1) + h.std(0, unbiased=False).sum(),
+    "the spread of each": lambda h, w: torch.std_mean(h * (h[:, :1] > 0), -1)[0],
+    "relu6 at its bounds": lambda h, w: functional.relu6(nothing(h)) + functional.relu6(nothing(h) + 6) + h,
+    "hardtanh at its bounds": lambda h, w: functional.hardtanh(nothing(h) - 0.5, -0.5, 0.5) * 2 + h,
+    "a root of what is not below zero": lambda h, w: h.clamp(min=0).sqrt() + h.clamp(max=0).neg().sqrt(),
+}
+# Kept as torch's.
+TORCHS: dict[str, Form] = {
+    "an exponent that learns": lambda h, w: (h.abs() + 0.1) ** w,
+    "a number to a power": lambda h, w: 2.0**h + torch.exp2(h) + w[0].abs() ** h,
+    "generalized mean": lambda h, w: h.clamp(min=1e-6).pow(w[:1] + 3).mean(0).pow(1.0 / (w[:1] + 3)),
+    "powers of one number": lambda h, w: (h[:, :1].unsqueeze(-1) ** POWERS) * h.unsqueeze(-1),
+    "powers of zero": lambda h, w: nothing(h) ** 0 + nothing(h) ** 1 + nothing(h) ** 2,
+    "a bound that learns": lambda h, w: h.clamp(min=w[0]) + h.clamp(max=w[1].exp()),
+    "log1p": lambda h, w: torch.log1p(h.abs() * 1e-7) * 1e7,
+    "cosine of nothing": lambda h, w: functional.cosine_similarity(h * 0, w.expand_as(h), -1) + h[:, 0],
+    "cosine of two vectors": lambda h, w: functional.cosine_similarity(h[0], w, 0),
+    "distance": lambda h, w: functional.pairwise_distance(h, w, p=1.0) + functional.pairwise_distance(h, h),
+    "distances": lambda h, w: torch.cdist(h, h) + torch.cdist(h, w.expand_as(h), p=1.0),
+    "norms": lambda h, w: h.norm(dim=-1) * h.norm() + h[:, 0].norm(),
+    "a norm of nothing": lambda h, w: torch.linalg.vector_norm(h * 0, 3.0, -1) + h[:, 0],
+    "the most of each": lambda h, w: torch.zeros_like(h).scatter_reduce(1, (h > 0).long(), h, "amax"),
+    "backwards": lambda h, w: h.flip(-1) * h + h.flip((0, 1)),
+    "a negative slope": lambda h, w: functional.leaky_relu(h, -0.5),
+    "a picture and a half": lambda h, w: functional.interpolate(h[None, None, :5], scale_factor=1.7),
+}
+
+
+class Net(nn.Module):
+    """A form behind a layer, with a weight of its own; what each number counts for differs."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form, self.layer, self.weight = form, nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.form(self.layer(x), self.weight)
+
+
+def compare(form: Form, **settings: str) -> None:
+    """Results and gradients, of two batches."""
+    model = Net(form)
+    eager, module = copy.deepcopy(model), wrapped(model, **settings)
+    for rows in (6, 5):
+        x, found = torch.randn(rows, 4), []
+        for net, called in ((model, module), (eager, eager)):
+            net.zero_grad()
+            y = called(x)
+            (y * torch.arange(1.0, y.numel() + 1).reshape(y.shape).cos()).sum().backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in net.parameters()]
+            found.append([y.detach(), *grads])
+        for ours, theirs in zip(*found):
+            assert theirs.isfinite().all()
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_a_form_is_torchs(name: str) -> None:
+    """Loss and gradients of what ONNX Runtime computes are eager's, and finite where eager's are."""
+    compare(FORMS[name], torch_operators="off")
+
+
+@pytest.mark.skipif(bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built")
+@pytest.mark.parametrize("name", list(TORCHS))
+def test_what_has_no_form_is_torchs_own(name: str) -> None:
+    """Silently another number, or no gradient, where it is ORT's."""
+    compare(TORCHS[name])
+
+
+@pytest.mark.parametrize("name", ["an exponent that learns", "cosine of nothing", "a negative slope"])
+def test_refused_where_nothing_may_be_torchs(name: str) -> None:
+    """`torch_operators: off` does not bring a wrong number back."""
+    with pytest.raises(Exception, match=r"is another one in ONNX Runtime than in torch.*torch_operators=auto"):
+        compare(TORCHS[name], torch_operators="off")

@@ -1,0 +1,326 @@
+"""Small programs drawn by chance, on engine ort against eager PyTorch in float64: outputs and every gradient.
+
+python tools/fuzz_gradients.py --minutes 30 [--first SEED] [--only SEED...] [--cache FOLDER]
+
+A program is a line or a few of fuzz_operators.py behind trained layers, in three batches of changing sizes, a size of 1
+among them. Its seed says it all. Results are kept by seed, and a later call goes on after them; every difference is
+printed with the shortest program that has it. Exit status 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from fuzz_operators import FORMS
+from torch import nn
+
+Batch = list[torch.Tensor]
+SECONDS = 120  # of one program
+TEMPLATE = """
+import torch, torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.row, self.number = nn.Parameter(torch.randn(6)), nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("fixed", torch.randn(6)){layers}
+
+    def forward(self, x, y, mask, ids):
+        h, other, row, number, fixed = self.first(x), self.second(y), self.row, self.number, self.fixed
+        {body}
+        return {result}
+"""
+# By rank of the value that a program begins with: sizes of x, in letters where they change, and its first lines.
+STARTS: dict[int, list[tuple[str, str]]] = {
+    0: [("B6", "h, other = h.mean(), other.mean()")],
+    1: [("B6", "h, other = h[:, 1], other[:, 1]"), ("B6", "h, other = h.mean(0), other.mean(0)")],
+    2: [("B6", ""), ("B6", "other = other.mean(-1, keepdim=True)"), ("B6", "other = other.mean()")],
+    3: [("BT6", ""), ("BT6", "other = other[:, :1]"), ("BT6", "other = other[0]")],
+    4: [("B4H6", ""), ("B4H6", "other = other.mean((2, 3), keepdim=True)"), ("B2T6", "")],
+}
+POOLS = {"B": (1, 2, 3, 4, 5), "T": (1, 2, 3, 5, 7), "H": (5, 6, 7, 8)}
+DRAWN: dict[str, Callable[[random.Random, int], Any]] = {
+    "d": lambda r, rank: r.randrange(-rank, rank) if rank else 0,
+    "ds": lambda r, rank: tuple(r.sample(range(rank), r.randint(1, max(1, rank)))) if rank else (),
+    "b": lambda r, rank: r.random() < 0.5,
+    "k": lambda r, rank: r.randint(1, 3),
+    "i": lambda r, rank: r.choice((0, -1)),
+    "a": lambda r, rank: r.choice((-1.5, -0.5, 0.0, 0.5, 2.0)),
+    "p": lambda r, rank: r.choice((0.3, 1.0, 2.5)),
+    "e": lambda r, rank: r.choice((1, 2, 3, 4.0)),
+    "z": lambda r, rank: r.choice((0, 1, 2, 1.5)),
+    "s": lambda r, rank: r.choice((0.5, 1.5, 1.7, 2)),
+    "r": lambda r, rank: r.choice(("mean", "sum", "none")),
+    "mode": lambda r, rank: r.choice(("reflect", "replicate", "circular")),
+    "up": lambda r, rank: r.choice(("nearest", "nearest-exact", "area")),
+    "reduce": lambda r, rank: r.choice(("sum", "mean", "prod", "amax", "amin")),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Its forms, as they are in the table, and as lines of Python."""
+
+    seed: int
+    start: tuple[str, str]
+    forms: tuple[str, ...]
+    lines: tuple[str, ...]
+    inside: bool
+
+    def source(self) -> str:
+        """A class Net, whole."""
+        layers: list[str] = []
+
+        def layer(found: re.Match[str]) -> str:
+            layers.append(f"\n        self.layer{len(layers)} = {found[1]}")
+            return f"self.layer{len(layers) - 1}"
+
+        lines = [re.sub(r"\{L:(.*?)\}\(", lambda found: layer(found) + "(", line) for line in self.lines]
+        body = "\n        ".join(line for line in (self.start[1], *lines) if line)
+        result = "(h - 0.3).square().mean()" if self.inside else "h"
+        return TEMPLATE.format(layers="".join(layers), body=body or "pass", result=result)
+
+    def net(self) -> nn.Module:
+        scope: dict[str, Any] = {}
+        exec(self.source(), scope)
+        torch.manual_seed(self.seed)
+        net: nn.Module = scope["Net"]()
+        return net
+
+    def batches(self) -> list[Batch]:
+        """Three, of other sizes each; y has sizes of 1 here and there, in all of them or in one."""
+        rng = random.Random(self.seed + 1)
+        torch.manual_seed(self.seed)
+        sizes = [{letter: rng.choice(pool) for letter, pool in POOLS.items()} for _ in range(3)]
+        always = {letter for letter in POOLS if rng.random() < 0.15}
+        made = []
+        for at in sizes:
+            once = {letter for letter in POOLS if rng.random() < 0.1}
+            wide = [at.get(letter) or int(letter) for letter in self.start[0]]
+            other = [1 if letter in always | once else size for letter, size in zip(self.start[0], wide)]
+            mask = torch.rand(*wide[:-1]) > 0.3
+            ids = torch.randint(0, 6, wide[:-1])
+            made.append([torch.randn(wide), torch.randn(other), mask, ids])
+        return made
+
+
+def program(seed: int) -> Program | None:
+    """The form of this seed, each in its turn, and up to two more behind it; None where eager does not run it."""
+    rows = [line.split(" | ", 1) for line in FORMS.splitlines() if " | " in line]
+    for attempt in range(20):
+        rng = random.Random(seed * 1000 + attempt)
+        ranks, form = rows[seed % len(rows)]
+        rank = rng.choice([r for r in STARTS if _may(ranks, r)])
+        found = Program(seed, rng.choice(STARTS[rank]), (), (), rng.random() < 0.5)
+        wanted = rng.choice((1, 1, 2, 3))
+        found = _longer(found, form, rank, rng) or found
+        for _ in range(20 if found.forms else 0):
+            if len(found.forms) == wanted:
+                break
+            rank = _rank(found)
+            ranks, form = rng.choice(rows)
+            found = (_longer(found, form, rank, rng) if _may(ranks, rank) else None) or found
+        if found.forms:
+            return found
+    return None
+
+
+def _may(ranks: str, rank: int) -> bool:
+    return int(ranks[0]) <= rank <= int(ranks[-1])
+
+
+def _longer(before: Program, form: str, rank: int, rng: random.Random) -> Program | None:
+    text = re.sub(r"\{(\w+)\}", lambda found: str(DRAWN[found[1]](rng, rank)), form)
+    lines = [*text.split("; ")] if "h = " in text else [f"h = {text}"]
+    after = replace(before, forms=(*before.forms, form), lines=(*before.lines, *lines))
+    try:
+        return after if _rank(after) <= 4 and all(g.isfinite().all() for g in trained(after, eager)) else None
+    except Exception:
+        return None
+
+
+def _rank(made: Program) -> int:
+    return max(replace(made, inside=False).net()(*batch).dim() for batch in made.batches())
+
+
+# ------------------------------------------------------------------------------------------------ both sides
+
+
+def eager(net: nn.Module) -> Any:
+    return net
+
+
+def on_ort(net: nn.Module) -> Any:
+    from ortlaunch.ortmodule import ORTModule, Settings
+
+    return ORTModule(net, Settings())
+
+
+def trained(made: Program, engine: Callable[[nn.Module], Any], exact: bool = False) -> list[torch.Tensor]:
+    """What comes out, and every gradient, in each batch."""
+    net = made.net().train()
+    for layer in net.children():
+        if isinstance(layer, nn.BatchNorm1d) and ".eval()" in made.source():
+            layer.eval()
+    module, found = engine(net.double() if exact else net), []
+    for batch in made.batches():
+        wide = [value.double() if exact and value.is_floating_point() else value for value in batch]
+        wide[0] = wide[0].requires_grad_(bool(made.seed % 3 == 0))
+        net.zero_grad()
+        out = module(*wide)
+        torch.manual_seed(0)
+        (out * torch.randn(out.shape, dtype=torch.float64).to(out.dtype)).sum().backward()
+        of = [*net.parameters(), *wide[:1]]
+        found += [out.detach(), *(torch.zeros_like(p.detach()) if p.grad is None else p.grad.clone() for p in of)]
+    return found
+
+
+def verdict(made: Program) -> tuple[str, str]:
+    """same, differs or refused, and what is to be said of it."""
+    theirs = trained(made, eager)
+    try:
+        exact = trained(made, eager, exact=True)
+    except Exception:
+        exact = theirs  # it names a type
+    try:
+        ours = trained(made, on_ort)
+    except Exception as error:
+        return "refused", f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+    names = ["out", *(name for name, _ in made.net().named_parameters()), "x"]
+    for place, (mine, other, true) in enumerate(zip(ours, theirs, exact)):
+        told = _difference(mine, other, true)
+        if told:
+            return "differs", f"batch {place // len(names)}, {names[place % len(names)]}: {told}"
+    return "same", ""
+
+
+def _difference(mine: torch.Tensor, other: torch.Tensor, true: torch.Tensor) -> str:
+    """Where ours is neither near to float64 nor as near to it as eager's; empty where it is."""
+    if mine.shape != other.shape:
+        return f"shape {tuple(mine.shape)}, eager {tuple(other.shape)}"
+    if not mine.numel():
+        return ""
+    if not torch.equal(mine.isfinite(), other.isfinite()):
+        return f"{mine.flatten()[:4].tolist()}, eager {other.flatten()[:4].tolist()}"
+    mine, other, true = (value.double().nan_to_num(0.0, 0.0, 0.0) for value in (mine, other, true))
+    far = min(float((mine - true).abs().max()), float((mine - other).abs().max()))
+    bound = 20 * float((other - true).abs().max()) + 1e-4 * max(float(true.abs().max()), 1e-2)
+    worst = int((mine - other).abs().argmax())
+    return "" if far <= bound else f"{mine.flatten()[worst]:.6g}, eager {other.flatten()[worst]:.6g} (far {far:.2g})"
+
+
+def shortest(made: Program) -> Program:
+    """The least of its lines that still differ."""
+    for number in range(len(made.lines)):
+        for kept in itertools.combinations(range(len(made.lines)), number):
+            less = replace(made, lines=tuple(made.lines[i] for i in kept))
+            try:
+                if verdict(less)[0] == "differs":
+                    return less
+            except Exception:
+                continue
+    return made
+
+
+# --------------------------------------------------------------------------------------------------- the run
+
+
+def main() -> int:
+    """Run programs until the time is over, each in a child of its own, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--only", type=int, nargs="*", help="seeds, also those with a result; nothing is kept")
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ortlaunch-zoo"
+    parser.add_argument("--cache", type=Path, default=default, help="where results are kept")
+    options = parser.parse_args()
+    options.cache.mkdir(parents=True, exist_ok=True)
+    store = options.cache / "fuzz.jsonl"
+    found = {} if options.only else {one["seed"]: one for one in map(json.loads, _lines(store))}
+    end = time.monotonic() + 60 * options.minutes
+    seeds: Iterator[int] = iter(options.only or (seed for seed in itertools.count(options.first) if seed not in found))
+    _prepare()
+    for seed in seeds:
+        if time.monotonic() > end:
+            break
+        found[seed] = _child(seed)
+        if not options.only:
+            with store.open("a") as file:
+                file.write(json.dumps(found[seed]) + "\n")
+        if found[seed]["state"] not in ("same", "no case") or options.only:
+            print(f"seed {seed}: {found[seed]['state']} {found[seed]['why']}\n{found[seed]['source']}", flush=True)
+    _table(list(found.values()))
+    return int(any(one["state"] in ("differs", "ended") for one in found.values()))
+
+
+def _lines(store: Path) -> list[str]:
+    return store.read_text().splitlines() if store.is_file() else []
+
+
+def _prepare() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    import onnxruntime  # noqa: F401  once for all children
+
+
+def _child(seed: int) -> dict[str, Any]:
+    """A result, also where the process ends."""
+    made = program(seed)
+    if made is None:
+        return {"seed": seed, "state": "no case", "why": "", "forms": [], "source": ""}
+    told: dict[str, Any] = {"seed": seed, "forms": made.forms, "source": made.source()}
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(SECONDS)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        state, why = verdict(made)
+        less = shortest(made) if state == "differs" else made
+        os.write(write, json.dumps({"state": state, "why": why, "source": _told(less)}).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    ended = {"state": "ended", "why": f"the process ended with {os.waitstatus_to_exitcode(status)}"}
+    return {**told, **(json.loads(text) if text else ended)}
+
+
+def _told(made: Program) -> str:
+    sizes = "; ".join(f"x {list(b[0].shape)}, y {list(b[1].shape)}" for b in made.batches())
+    return f"{made.source()}# {sizes}"
+
+
+def _table(results: Sequence[dict[str, Any]]) -> None:
+    """By form: each result counts for the first one; and all of them together."""
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for one in results:
+        if one["forms"]:
+            rows[one["forms"][0]][one["state"]] += 1
+    print("| form | same | differs | refused | ended |\n|---|---|---|---|---|")
+    for form, counts in sorted(rows.items()):
+        if set(counts) != {"same"}:
+            cells = (str(counts[state]) for state in ("same", "differs", "refused", "ended"))
+            print(f"| `{form.replace('|', '/')}` | {' | '.join(cells)} |")
+    print(f"{len(results)} programs, {len(rows)} forms: {dict(Counter(one['state'] for one in results))}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
