@@ -30,16 +30,19 @@ def missing_files(recipe: Recipe) -> Iterator[Problem]:
     for key, corpus in recipe.data.sources():
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             if not any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
-                yield (f"{key}.path",), f"got {pattern}, which matches no file here (seen from {_here()})"
+                yield (
+                    (f"{key}.path",),
+                    f"got {pattern}, which matches no file here (seen from {_here()}){_unexpanded(pattern)}",
+                )
     template = recipe.data.chat_template
     if template is not None and "{" not in template and not os.path.isfile(template):
         yield (
             ("data.chat_template",),
-            f"got {template}, and there is no such file here (a template itself has {{{{ }}}})",
+            f"got {template}, and there is no such file here (a template itself has {{{{ }}}}){_unexpanded(template)}",
         )
     for key, value in (("model.pretrained", recipe.model.pretrained), ("data.tokenizer", recipe.data.tokenizer)):
         if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not os.path.exists(value):
-            yield (key,), f"got {value}, and there is no such folder here"
+            yield (key,), f"got {value}, and there is no such folder here{_unexpanded(value)}"
 
 
 def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
@@ -58,6 +61,10 @@ def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
             wrong = _without(function, Path(spec.origin))
             if wrong:
                 yield (key,), f"got {factory}; {wrong}"
+
+
+def _unexpanded(path: str) -> str:
+    return "; ~ and $NAME mean nothing in a recipe: write the path out" if path.startswith("~") or "$" in path else ""
 
 
 def _here() -> str:

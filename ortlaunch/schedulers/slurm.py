@@ -51,7 +51,7 @@ def script(job: QueuedRun) -> str:
 {head}
 
 {job.headline}
-cd {shlex.quote(job.folder)}
+cd {shlex.quote(job.folder)} || exit
 {exports}export {JOB_VARIABLE}=slurm:$SLURM_JOB_ID
 touch {shlex.quote(str(job.run.job_script))}  # what is older in the run folder is of an earlier turn
 {setup}

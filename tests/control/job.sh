@@ -17,7 +17,7 @@
 #SBATCH --switches=1
 
 # 8192 ranks of run made; `ortlaunch status /runs/x` says how it goes.
-cd /here
+cd /here || exit
 export ORTLAUNCH_MODULES=/here
 export ORTLAUNCH_JOB=slurm:$SLURM_JOB_ID
 touch /runs/x/job.sh  # what is older in the run folder is of an earlier turn

@@ -82,6 +82,18 @@ def test_missing_files(sections: dict[str, Any], said: list[str]) -> None:
     assert len(found) == len(said)
 
 
+def test_a_path_that_only_a_shell_would_understand() -> None:
+    """What bash leaves as it is in data.train.path=~/a.txt is a folder named ~ to every rank."""
+    for path in ("~/a.txt", "$HOME/a.txt"):
+        sections = {"data": {**WORDS, "train": {"format": "text", "path": [path]}}}
+        ((_, text),) = missing_files(bert(**sections))
+        assert text.endswith("; ~ and $NAME mean nothing in a recipe: write the path out")
+    ((_, text),) = missing_files(bert(model={"task": "masked-lm", "pretrained": "~/bert"}))
+    assert (
+        text == "got ~/bert, and there is no such folder here; ~ and $NAME mean nothing in a recipe: write the path out"
+    )
+
+
 def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
     """The run of a recipe that lies here."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))

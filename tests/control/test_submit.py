@@ -277,6 +277,24 @@ def test_what_goes_back_into_the_queue(stop: bool, requeued: bool, tmp_path: Pat
     assert f"#SBATCH --output='{run.logs}/slurm-%j.out'" in text
 
 
+def test_a_node_without_the_folder_starts_no_rank(tmp_path: Path) -> None:
+    """A folder that the node does not share: ranks elsewhere would read other data, or other modules."""
+    run, home = RunDir(tmp_path / "run"), Path.cwd() / "gone"
+    home.mkdir()
+    os.chdir(home)
+    write_text(run.job_script, request_of(resolved(), run, "slurm").files[0][1])
+    os.chdir(tmp_path)
+    (home / "recipe.yaml").unlink()
+    home.rmdir()
+    (tmp_path / "srun").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "srun").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+    done = subprocess.run(["bash", str(run.job_script)], env=environ, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert b"No such file or directory" in done.stderr
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing about the job, which is not taken for lost."""
     away, gone = "Unable to contact slurm controller (connect failure)", "Invalid job id specified"
