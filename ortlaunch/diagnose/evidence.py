@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.plan import Plan
-from ortlaunch.run.folder import RunDir, account, is_full
+from ortlaunch.run.folder import RunDir, account
 from ortlaunch.run.lines import Lines, take_line
 
 _LAST_LINES = 12
@@ -56,11 +56,6 @@ class Evidence:
     def plan(self) -> Plan | None:
         """The plan, where the run came so far."""
         return Plan.read(self.run.plan) if self.run.plan.exists() else None
-
-    @property
-    def disk_is_full(self) -> bool:
-        """Now."""
-        return is_full(self.run.path)
 
 
 def read(run: RunDir, state: str, status: int | None, text: str) -> Evidence:

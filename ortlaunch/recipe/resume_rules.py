@@ -13,14 +13,14 @@ class Rule(NamedTuple):
     """What becomes of a change."""
 
     verdict: str
-    """`takes effect` or `stored value wins`; `refused`: only with `allow`."""
+    """`takes effect`; `refused`: only with `allow`."""
     allow: str = ""
     """The word that lets it take effect."""
     why: str = ""
     """What a person should know beside."""
 
 
-EFFECT, STORED, REFUSED = "takes effect", "stored value wins", "refused"
+EFFECT, REFUSED = "takes effect", "refused"
 _EFFECT, _MODEL, _DATA = Rule(EFFECT), Rule(REFUSED, "model"), Rule(REFUSED, "data")
 _AS_THE_GLOBAL_SIZE = Rule(EFFECT, why="the next step takes the samples that follow")
 _ADAM = ("adamw", "fused_adam")

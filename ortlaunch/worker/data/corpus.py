@@ -17,8 +17,6 @@ from typing import Any
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.worker.data.reading import DataError, Row, read_file
 
-PYTHON_DOCS = "python-docs"
-
 
 def documents(source: str | Corpus) -> Iterator[str]:
     """Texts of a corpus in a fixed order; of plain text files, what `document` says."""

@@ -23,12 +23,6 @@ class Samples(Protocol):
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]: ...
 
 
-class Padded(Samples, Protocol):
-    """A data set whose samples are padded, with `attention_mask`."""
-
-    def size(self, index: int) -> int: ...
-
-
 def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[str, torch.Tensor]:
     """A batch of padded samples, (samples, length), to the shortest of the lengths that holds its longest sample."""
     mask = batch.get("attention_mask")
