@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -199,6 +200,45 @@ def environment(home: Path) -> dict[str, str]:
 def ended_well(run: Run) -> Run:
     assert run.status == 0, f"{run.out[-3000:]}\n{run.err[-3000:]}"
     return run
+
+
+def interrupted(train: Train, home: Path, name: str, recipe: dict[str, Any], *arguments: str) -> Run:
+    """The run fails at step 7 and is started again."""
+    fails = {"model": {"arguments": {"dropout": 0.3, "fail_at": 1 + 6 * 16 // 4 // (1 + len(arguments) // 2)}}}
+    recipe = merged(merged(recipe, fails), {"model": {"arguments": {"mark": str(home / f"{name}.failed")}}})
+    failed = train(name, recipe, *arguments)
+    assert failed.status == 1
+    assert "as a machine that fails" in failed.err
+    assert [step for step, _ in failed.values("loss")] == [1, 2, 3, 4, 5, 6]
+    (failed.folder / "checkpoints/step_00000006").mkdir()  # as left by a machine that failed while it saved
+    (failed.folder / "checkpoints/step_00000006/manifest.json").write_text("{}")
+    return ended_well(train(name, recipe, *arguments))
+
+
+def exported_evaluation(run: Run, home: Path) -> float:
+    """Loss of the exported weights on the 17 evaluation samples, in plain PyTorch without dropout."""
+    import torch
+    from safetensors.torch import load_model
+
+    toys = runpy.run_path(str(home / "toys.py"))  # not imported: no export of a later test is to be of this file
+    model = toys["net"](dropout=0.3).eval()
+    load_model(model, str(run.folder / "export/model.safetensors"))
+    samples = toys["data"](samples=17, seed=1)
+    with torch.no_grad():
+        return float(model(**{name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}))
+
+
+def exported_again(run: Run, home: Path) -> bool:
+    """Whether `ortlaunch export` writes from the newest checkpoint what the end of the run wrote, byte for byte."""
+    again = home / f"{run.folder.name}-again"
+    command = [str(COMMAND), "export", run.folder.name, f"--to={again.name}"]
+    ended = subprocess.run(
+        command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, f"export of step {run.values('loss')[-1][0]}: {again.name}\n"), ended
+    files = [{path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+             for folder in (again, run.folder / "export")]  # fmt: skip
+    return files[0] == files[1]
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import runpy
 import shutil
 import subprocess
 import zlib
@@ -27,11 +26,13 @@ from tests.e2e.runs import (
     ROOT,
     TOY,
     TOYS,
-    TWO_RANKS,
     Run,
     Train,
     ended_well,
     environment,
+    exported_again,
+    exported_evaluation,
+    interrupted,
     merged,
 )
 from tests.ort import needs_ort
@@ -97,18 +98,6 @@ def test_metrics_of_every_step(full: Run) -> None:
     times = [record["elapsed_seconds"] for record in full.records()]
     assert times == sorted(times)
     assert all(record["samples_per_second"] > 0 for record in records)
-
-
-def exported_evaluation(run: Run, home: Path) -> float:
-    """Loss of the exported weights on the 17 evaluation samples, in plain PyTorch without dropout."""
-    from safetensors.torch import load_model
-
-    toys = runpy.run_path(str(home / "toys.py"))  # not imported: no export of a later test is to be of this file
-    model = toys["net"](dropout=0.3).eval()
-    load_model(model, str(run.folder / "export/model.safetensors"))
-    samples = toys["data"](samples=17, seed=1)
-    with torch.no_grad():
-        return float(model(**{name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}))
 
 
 def test_evaluation_is_of_the_model_without_dropout(full: Run, home: Path) -> None:
@@ -188,19 +177,6 @@ def test_the_end_says_what_came_out(full: Run) -> None:
 # --------------------------------------------------------------------------------------------------------- resuming
 
 
-def interrupted(train: Train, home: Path, name: str, recipe: dict[str, Any], *arguments: str) -> Run:
-    """The run fails at step 7 and is started again."""
-    fails = {"model": {"arguments": {"dropout": 0.3, "fail_at": 1 + 6 * 16 // 4 // (1 + len(arguments) // 2)}}}
-    recipe = merged(merged(recipe, fails), {"model": {"arguments": {"mark": str(home / f"{name}.failed")}}})
-    failed = train(name, recipe, *arguments)
-    assert failed.status == 1
-    assert "as a machine that fails" in failed.err
-    assert [step for step, _ in failed.values("loss")] == [1, 2, 3, 4, 5, 6]
-    (failed.folder / "checkpoints/step_00000006").mkdir()  # as left by a machine that failed while it saved
-    (failed.folder / "checkpoints/step_00000006/manifest.json").write_text("{}")
-    return ended_well(train(name, recipe, *arguments))
-
-
 def test_a_resumed_run_is_the_same_run(full: Run, train: Train, home: Path) -> None:
     """Failed at step 7, resumed from step 5: losses with dropout, evaluation and weights are those of one run."""
     resumed = interrupted(train, home, "resumed", FULL)
@@ -213,68 +189,9 @@ def test_a_resumed_run_is_the_same_run(full: Run, train: Train, home: Path) -> N
     assert not list((resumed.folder / "errors").glob("*"))
 
 
-SHARDED = merged(FULL, {"zero": {"stage": 1}, "log": {"trackers": []}})
-
-
-@pytest.fixture(scope="module")
-def sharded(train: Train) -> Run:
-    """The full run with ZeRO 1 on two ranks."""
-    return ended_well(train("sharded", SHARDED, *TWO_RANKS))
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home: Path) -> None:
-    """The same with ZeRO 1 on two ranks, each with its own part of the optimizer's state."""
-    assert {f"logs/rank_0000{rank}.{stream}" for rank in (0, 1) for stream in ("out", "err")} <= sharded.files()
-    assert json.loads((sharded.folder / "deepspeed.json").read_text())["zero_optimization"] == {"stage": 1}
-    assert (sharded.truth()["fp16_optimizer"]["applied"], sharded.truth()["fp16_optimizer"]["by"]) == (
-        True,
-        "ortlaunch",
-    )
-    resumed = interrupted(train, home, "sharded-resumed", SHARDED, *TWO_RANKS)
-    assert "resumed after step 5 from" in resumed.out
-    assert resumed.losses() == sharded.losses()
-    assert resumed.values("evaluation_loss") == sharded.values("evaluation_loss")
-    assert resumed.values("gradient_norm") == sharded.values("gradient_norm")
-    assert json.loads((resumed.folder / "checkpoints/step_00000010/manifest.json").read_text())["ranks"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, home: Path) -> None:
-    """With ZeRO 1 and 3, and evaluation samples for one rank only in the last turn, export and evaluation agree."""
-    weights = ended_well(train("sharded-weights", merged(SHARDED, {"zero": {"stage": 3}}), *TWO_RANKS))
-    assert weights.losses() == pytest.approx(sharded.losses(), rel=1e-4)
-    for run in (sharded, weights):
-        expected = exported_evaluation(run, home)
-        assert run.values("evaluation_loss")[-1][1] == pytest.approx(expected, rel=1e-5)
-
-
-def exported_again(run: Run, home: Path) -> bool:
-    """Whether `ortlaunch export` writes from the newest checkpoint what the end of the run wrote, byte for byte."""
-    again = home / f"{run.folder.name}-again"
-    command = [str(COMMAND), "export", run.folder.name, f"--to={again.name}"]
-    ended = subprocess.run(
-        command, cwd=home, env=environment(home), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (ended.returncode, ended.stdout) == (0, f"export of step {run.values('loss')[-1][0]}: {again.name}\n"), ended
-    files = [{path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-             for folder in (again, run.folder / "export")]  # fmt: skip
-    return files[0] == files[1]
-
-
 def test_a_checkpoint_as_a_model(full: Run, home: Path) -> None:
     """Without the run: a model of the user's own."""
     assert exported_again(full, home)
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_sharded_checkpoint_as_a_model(train: Train, home: Path) -> None:
-    """transformers' folder, tokenizer included, of masters in bf16 under ZeRO 3 on two ranks."""
-    changes = {**EAGER, "precision": "bf16", "zero": {"stage": 3}, "train": {"max_steps": 3}}
-    assert exported_again(ended_well(train("bf16-sharded", merged(BERT, changes), *TWO_RANKS)), home)
 
 
 @needs_ort

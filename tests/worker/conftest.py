@@ -33,3 +33,11 @@ def world(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in {**ranks, "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One cache for a file of tests, so that its tokenizers are trained once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTLAUNCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
 from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.worker.child import Child
-from tests.makers import host, plan, recipe
-
-GUARDED = """
-import ctypes, os, signal, sys, time
-import ortlaunch.worker.child, ortlaunch.worker.failure
-from ortlaunch.errors import EngineError, InputError
-from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.rank_supervisor import watch
-
-def live(watchdog):
-    print("to stdout", flush=True)
-    if "QUIET" not in os.environ:
-        print("to stderr", file=sys.stderr, flush=True)
-    if os.environ["LIFE"] == "return_85":
-        return 85
-    exec(os.environ["LIFE"], globals())
-
-ortlaunch.worker.child.GRACE_SECONDS = 0.3
-ortlaunch.worker.child._OTHERS_SECONDS = float(os.environ.get("OTHERS", "5"))
-if "FULL" in os.environ:  # as a disk is: what has its room already can still be written
-    def write_json(path, value):
-        raise OSError(28, "No space left on device")
-    ortlaunch.worker.failure.write_json = write_json
-rank = int(sys.argv[1])
-sys.exit(watch(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
-"""
-
-
-class Ended(NamedTuple):
-    """How a guarded life ended: the guardian's status and output, and what the rank left."""
-
-    status: int
-    out: str
-    err: str
-    record: dict[str, Any] | None
+from tests.worker.guarded import guarded, write_plan
 
 
 @pytest.fixture
@@ -61,44 +23,6 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
     write_plan(run, "mpi")
     return run
-
-
-def write_plan(run: RunDir, launcher: str, task: str = "train") -> None:
-    """Two ranks of this host, which may take two seconds to save."""
-    made = plan(recipe(launch={"grace_seconds": 2}), [host("localhost", 2)], launcher)
-    write_text(run.plan, replace(made, task=task).to_json())
-
-
-def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
-    """A rank that lives this code, and its guardian."""
-    command = [sys.executable, "-c", GUARDED, str(rank), str(run)]
-    env = {**os.environ, "LIFE": life, **environ}
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as launchers are started
-    try:
-        result = subprocess.run(command, env=env, capture_output=True, timeout=30, check=False)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    record = json.loads(run.error(rank).read_text()) if run.error(rank).exists() else None
-    return Ended(result.returncode, result.stdout.decode(), result.stderr.decode(), record)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_good_life(rank: int, run: RunDir) -> None:
-    """Both streams are in the rank's logs, rank 0's also on the terminal, and no error is recorded."""
-    ended = guarded(run, "", rank)
-    assert (ended.status, ended.record) == (0, None)
-    assert (ended.out, ended.err) == (("to stdout\n", "to stderr\n") if rank == 0 else ("", ""))
-    assert run.log(rank, "out").read_text() == "to stdout\n"
-    assert run.log(rank, "err").read_text() == "to stderr\n"
-
-
-def test_all_ranks_are_shown_where_that_is_asked_for(run: RunDir) -> None:
-    """`log.ranks: all`: each line behind its host and rank; logs are as ever."""
-    made = plan(recipe(log={"ranks": "all"}), [host("localhost", 2)], "torchrun")
-    write_text(run.plan, made.to_json())
-    ended, name = guarded(run, "print('more')"), f"{os.uname().nodename} rank 1: "
-    assert (ended.out, ended.err) == (f"{name}to stdout\n{name}more\n", f"{name}to stderr\n")
-    assert run.log(1, "out").read_text() == "to stdout\nmore\n"
 
 
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
@@ -318,90 +242,6 @@ def test_no_rank_without_its_launcher(run: RunDir, tmp_path: Path) -> None:
         assert (ended.status, mark.exists()) == ((0, True) if begins else (143, False))
 
 
-def test_a_log_on_a_full_disk_ends_nothing(run: RunDir) -> None:
-    """The rank lives on, and its guardian says once what is missing."""
-    run.logs.mkdir(parents=True)
-    run.log(1, "out").symlink_to("/dev/full")
-    ended = guarded(run, "print('more', flush=True); time.sleep(0.2); print('again', flush=True)")
-    assert (ended.status, ended.record) == (0, None)
-    assert ended.err == f"ortlaunch: {run.log(1, 'out')} is not complete: No space left on device\n"
-
-
-@pytest.mark.parametrize("life", ["raise ValueError('planted' * 10_000)", "os._exit(5)"])
-def test_how_a_rank_ends_on_a_full_disk(life: str, run: RunDir) -> None:
-    """The account of its end has its room from the beginning: status and cause are not lost."""
-    ended = guarded(run, life, FULL="1")
-    assert ended.record is not None
-    assert ended.status == ended.record["exit_status"] == (5 if "5" in life else 1)
-    assert ended.record["summary"].startswith("rank 1 on host")
-    assert [path.name for path in run.errors.iterdir()] == [run.error(1).name]
-
-
-NO_SPACE = "raise OSError(28, 'No space left on device', '/data/x')"
-
-
-@pytest.mark.parametrize("life", [NO_SPACE, f"try:\n    {NO_SPACE}\nexcept OSError:\n    raise RuntimeError('pos')"])
-def test_a_full_disk_is_the_cause(life: str, run: RunDir) -> None:
-    """What failed for want of space says so in its one line, also where a library's own error hides it."""
-    record = guarded(run, life).record
-    assert record is not None
-    assert ": no space left on device (/data/x); exit status 1" in record["summary"]
-
-
-def test_the_traceback_is_recorded_and_logged(run: RunDir) -> None:
-    """A failure's own account has its traceback, in the record and in the rank's log."""
-    record = guarded(run, "raise ValueError('planted')").record
-    assert record is not None
-    assert record["traceback"].startswith("Traceback (most recent call last):")
-    assert record["traceback"].rstrip().endswith("ValueError: planted")
-    assert record["traceback"] in run.log(1, "err").read_text()
-
-
-def test_an_error_for_the_user_has_no_traceback(run: RunDir) -> None:
-    """What is written for a person stays a message."""
-    record = guarded(run, "raise EngineError('no such operator')").record
-    assert record is not None
-    assert record["traceback"] == "no such operator"
-
-
-def test_last_words_of_a_killed_rank(run: RunDir) -> None:
-    """A rank that cannot speak any more is told by the end of its log, which may be long."""
-    life = "print('\\n'.join(f'line {i}' for i in range(100)), file=sys.stderr, flush=True); os.kill(os.getpid(), 9)"
-    record = guarded(run, life).record
-    assert record is not None
-    assert record["traceback"].splitlines() == [f"line {number}" for number in range(80, 100)]
-
-
-def test_everything_said_is_logged(run: RunDir) -> None:
-    """Output larger than a pipe, written just before the end, is whole in the log."""
-    ended = guarded(run, "sys.stdout.write('x' * 300_000); sys.stdout.flush(); os._exit(5)")
-    assert ended.status == 5
-    assert run.log(1, "out").read_text() == "to stdout\n" + "x" * 300_000 + "\n"
-
-
-LIVE = "print('\\x1b]ortlaunch;step 1\\x07', end=''); print('\\x1b[1mloss\\x1b[0m', flush=True)"
-
-
-@pytest.mark.parametrize("width", ["80", "", "wide"])
-def test_the_live_line_is_on_the_terminal_alone(width: str, run: RunDir) -> None:
-    """Logs hold plain lines; the terminal, where there is one, also what rank 0 does now, until the end."""
-    ended = guarded(run, LIVE, rank=0, ORTLAUNCH_PROGRESS=width)
-    assert run.log(0, "out").read_text() == "to stdout\nloss\n"
-    assert ended.out.replace("\r\x1b[Kstep 1", "").replace("\r\x1b[K", "") == "to stdout\nloss\n"
-    assert ended.out.endswith("\r\x1b[Kstep 1\r\x1b[K") is (width == "80")
-
-
-def test_logs_of_a_continued_run_go_on(run: RunDir) -> None:
-    """The second life in a folder adds to the logs, and its beginning shows on them."""
-    guarded(run, "")
-    log = run.log(1, "err")
-    os.utime(log, (1, 1))
-    guarded(run, "", QUIET="1")
-    assert run.log(1, "out").read_text() == "to stdout\n" * 2
-    assert log.read_text() == "to stderr\n"
-    assert log.stat().st_mtime > 1
-
-
 AT_EXIT = """
 handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: %s)
 ctypes.CDLL(None).__cxa_atexit(handler, None, None)
@@ -421,42 +261,6 @@ def test_a_crash_in_an_exit_handler_is_no_failure(run: RunDir) -> None:
     """What happens after the rank has said that it finished does not count."""
     ended = guarded(run, AT_EXIT % "os.kill(os.getpid(), 11)", PMI_RANK="1")
     assert (ended.status, ended.record) == (0, None)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "rank", "life", "told"),
-    [
-        ("inside", 1, "raise ValueError('planted')", True),
-        ("inside", 1, "os.kill(os.getpid(), 9)", True),
-        ("inside", 1, "raise RuntimeError('Connection closed by peer')", False),
-        ("mpi", 1, "raise ValueError('planted')", False),
-        ("inside", 0, "raise ValueError('planted')", True),
-    ],
-)
-def test_the_failing_rank_speaks_where_nobody_else_will(
-    launcher: str, rank: int, life: str, told: bool, run: RunDir
-) -> None:
-    """Under the user's own launcher the cause is on the terminal, once, with its traceback; echoes are not."""
-    write_plan(run, launcher)
-    run.errors.mkdir()
-    if not told:
-        run.failure_printed.touch()  # what an echo waits for
-    ended = guarded(run, life, rank)
-    assert ended.record is not None
-    assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n") is told
-    assert ended.err.count("raise ValueError('planted')") <= 1
-    assert run.failure_printed.exists()
-    assert ("planted" in ended.err) == (told and "planted" in life)
-
-
-def test_an_echo_of_a_cause_that_nobody_tells_speaks_itself(run: RunDir) -> None:
-    """The failing rank's host is gone, say: a lost connection is then all that is known, and it is told."""
-    write_plan(run, "inside")
-    ended = guarded(run, "raise RuntimeError('Connection closed by peer')")
-    assert ended.record is not None
-    assert ended.record["secondary"]
-    assert ended.err.count("RuntimeError: Connection closed by peer") == 1
-    assert ended.err.endswith(f"ortlaunch: {ended.record['summary']}\n")
 
 
 def test_a_rank_dies_with_its_guardian(run: RunDir, tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
-"""One sample of each task from a corpus: masked words, pairs of segments, packed blocks, texts with a class."""
+"""One sample of each task from a corpus: masked words, pairs of segments, packed blocks."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,20 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from ortlaunch.recipe.data import Corpus, MaskedLm
-from ortlaunch.worker.data import (
-    IGNORED,
-    Blocks,
-    LabelledTexts,
-    MaskedBlocks,
-    Masking,
-    Mixture,
-    ScoredTexts,
-    SentencePairs,
-    TaggedWords,
-)  # fmt: skip
-from ortlaunch.worker.data import labelled as labelled_module
-from ortlaunch.worker.data.labelled import number_labels
+from ortlaunch.recipe.data import MaskedLm
+from ortlaunch.worker.data import IGNORED, Blocks, MaskedBlocks, Masking, SentencePairs
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.tokens import Documents
 
@@ -277,163 +263,3 @@ def test_blocks_are_consecutive(tokens: int, blocks: int) -> None:
         np.testing.assert_array_equal(sample["input_ids"].numpy(), text[64 * index : 64 * (index + 1)])
         assert torch.equal(sample["labels"], sample["input_ids"])
         assert torch.equal(sample["attention_mask"], torch.ones(64, dtype=torch.int64))
-
-
-# ------------------------------------------------------------------------------------------------------ labels
-
-
-def labelled(path: Path, lines: str, kind: Any = LabelledTexts, **columns: str) -> Any:
-    from tokenizers import pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    path.write_text(lines)
-    words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "c": 3}, unk_token="<s>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<s>")
-    return kind(Corpus(format="jsonl", path=(str(path),), **columns), tokenizer, 4)
-
-
-def test_labelled_texts(tmp_path: Path) -> None:
-    """Texts are cut or padded to one length, with a mask and their class; no end mark is invented."""
-    samples = labelled(
-        tmp_path / "x.jsonl",
-        '{"body": "a b", "stars": 0}\n{"body": "a b c a b c", "stars": 4}\n',
-        text_column="body",
-        label_column="stars",
-    )
-    assert (len(samples), samples.classes) == (2, 5)
-    short, long = samples.sample(0, 0), samples.sample(1, 0)
-    assert {name: value.tolist() for name, value in short.items()} == {
-        "input_ids": [1, 2, 0, 0],
-        "attention_mask": [1, 1, 0, 0],
-        "labels": 0,
-    }
-    assert (long["input_ids"].tolist(), int(long["labels"])) == ([1, 2, 3, 1], 4)
-
-
-GOOD = '{"text": "a", "label": 1}\n'
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ('{"text": "a"}', "x.jsonl:1: no column 'label'; it has text"),
-        ('{"label": 1}', "x.jsonl:1: no column 'text'; it has label"),
-        ('{"text": "a", "label": ""}', "x.jsonl:1: label is ''; a class is a word, or an integer from 0"),
-        (GOOD + '{"text": "a", "label": "good"}', "x.jsonl:2: label is 'good', and the first row's is 1; give words"),
-        ('{"text": "a", "label": 0.5}', "x.jsonl:1: label is 0.5; a class is a word, or an integer from 0"),
-        ('{"text": "a", "label": true}', "x.jsonl:1: label is True; a class is a word, or an integer from 0"),
-        ('{"text": ["a", "b"], "label": 1}', r"x.jsonl:1: text is \['a', 'b'\]; it must be text"),
-        (GOOD + '{"text": "a", "label": -1}', "x.jsonl:2: label is -1; a class is a word, or an integer from 0"),
-        (GOOD + '{"text": "a", "label": null}', "x.jsonl:2: label is None; a class is a word, or an integer from 0"),
-        (GOOD * 2 + '{"text": null, "label": 1}', "x.jsonl:3: text is None; it must be text"),
-        ("", "x.jsonl: is empty"),
-    ],
-)
-def test_bad_rows_are_named(lines: str, message: str, tmp_path: Path) -> None:
-    """A row without text or without a class is told by file and line, and so is that there are none."""
-    with pytest.raises(DataError, match=message):
-        labelled(tmp_path / "x.jsonl", lines)
-
-
-def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
-    """By the library's class_encode_column; over all sources of a mixture, and the same in the evaluation."""
-    import datasets
-
-    words = ["good", "bad", "very bad", "bad", "Good", "äh"]
-    lines = [json.dumps({"text": "a", "label": word}) + "\n" for word in words]
-    one, other, held_out = (
-        labelled(tmp_path / f"{n}.jsonl", "".join(part)) for n, part in enumerate((lines[:3], lines[3:], lines[1:2]))
-    )
-    mixture = Mixture([one, other], [1, 1])
-    theirs = datasets.Dataset.from_dict({"label": words}).class_encode_column("label")
-    assert number_labels(mixture, held_out) == theirs.features["label"].names
-    assert [int(mixture.sample(i, 0)["labels"]) for i in range(6)] == theirs["label"][:]
-    assert int(held_out.sample(0, 0)["labels"]) == theirs["label"][1]
-    assert mixture.classes == 5
-
-
-def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
-    """A word that was never trained, and words beside numbers."""
-    word, number, same = (
-        labelled(tmp_path / f"{n}.jsonl", "".join(f'{{"text": "a", "label": {label}}}\n' for label in rows))
-        for n, rows in enumerate((['"a"', '"b"'], [1, 0], ['"b"', '"b"']))
-    )
-    unknown = labelled(tmp_path / "c.jsonl", '{"text": "a", "label": "c"}')
-    with pytest.raises(DataError, match="words in one source and numbers in another"):
-        number_labels(Mixture([word, number], [1, 1]), None)
-    with pytest.raises(DataError, match=r"data.evaluation: label 'c' is in no row of data.train, which has 2"):
-        number_labels(word, unknown)
-    with pytest.raises(DataError, match="every label is 'b'"):
-        number_labels(same, None)
-    assert number_labels(number, number) == []
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ('{"text": "a", "label": "good"}', "x.jsonl:1: label is 'good'; sequence-regression takes a number"),
-        ('{"text": "a", "label": 1}\n{"text": "a", "label": NaN}', "x.jsonl:2: label is nan; sequence-reg"),
-        ('{"text": "a", "label": true}', "x.jsonl:1: label is True; sequence-regression takes a number"),
-        ('{"text": "a"}', "x.jsonl:1: no column 'label'; it has text"),
-    ],
-)
-def test_bad_numbers_are_named(lines: str, message: str, tmp_path: Path) -> None:
-    """What is no finite number is told by file and line."""
-    with pytest.raises(DataError, match=message):
-        labelled(tmp_path / "x.jsonl", lines, ScoredTexts)
-
-
-def test_numbers_are_float_labels(tmp_path: Path) -> None:
-    """Whole numbers, too; there are no classes."""
-    samples = labelled(tmp_path / "x.jsonl", '{"text": "a", "label": -1}\n{"text": "b", "label": 0.5}\n', ScoredTexts)
-    found = torch.stack([samples.sample(index, 0)["labels"] for index in (0, 1)])
-    assert (found.dtype, found.tolist(), samples.classes) == (torch.float32, [-1.0, 0.5], 0)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ('{"text": "a b", "label": [0, 1]}', "x.jsonl:1: text is 'a b'; token-classification takes a list, one a word"),
-        ('{"text": ["a"], "label": 0}', "x.jsonl:1: label is 0; token-classification takes a list"),
-        ('{"text": ["a", "b"], "label": [0]}', "x.jsonl:1: text has 2 words, and label 1 tags"),
-        ('{"text": ["a", " "], "label": [0, 1]}', "x.jsonl:1: text has ' '; it must be a word"),
-        ('{"text": ["a", "b"], "label": [0, "B"]}', "x.jsonl:1: label is 'B', and the first row's is 0; give words"),
-        ('{"text": ["a"], "label": ["O"]}\n{"text": ["a"], "label": [-1]}', "x.jsonl:2: label is -1; a class is"),
-    ],
-)
-def test_bad_tags_are_named(lines: str, message: str, tmp_path: Path) -> None:
-    """Lists that are none, of unequal length, and tags that are no classes are told by file and line."""
-    with pytest.raises(DataError, match=message):
-        labelled(tmp_path / "x.jsonl", lines, TaggedWords)
-
-
-def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
-    """Aligned as in transformers' run_ner example, whose rule is written out here; tags that are words are numbered."""
-    from tokenizers import pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    names = {name: number for number, name in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", "ab", "##c", "##d", "e"))}
-    backend = Tokenizer(models.WordPiece(names, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]")
-    row = {"text": ["abcd", "e", "abc-e", "e"], "label": ["B-X", "O", "I-X", "O"]}
-    (tmp_path / "x.jsonl").write_text(json.dumps(row))
-    samples = TaggedWords(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), tokenizer, 12)
-    assert number_labels(samples, None) == ["B-X", "I-X", "O"]
-    encoded = tokenizer(row["text"], is_split_into_words=True, truncation=True, padding="max_length", max_length=12)
-    tags, before, expected = [0, 2, 1, 2], None, []
-    for word in encoded.word_ids():  # run_ner.py: tokenize_and_align_labels, without label_all_tokens
-        expected.append(IGNORED if word is None or word == before else tags[word])
-        before = word
-    sample = samples.sample(0, 0)
-    assert sample["labels"].tolist() == expected == [-100, 0, -100, -100, 2, 1, *[-100] * 3, 2, -100, -100]
-    assert sample["input_ids"].tolist() == encoded["input_ids"]
-
-
-def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split without rows has no classes, and is said to be empty."""
-    monkeypatch.setattr(labelled_module, "rows", lambda source: iter(()))
-    with pytest.raises(DataError, match=": has no rows"):
-        LabelledTexts(Corpus(format="hub", name="some/set"), Words(), 4)

@@ -1,0 +1,68 @@
+"""A rank that lives a piece of code under its guardian, without torch and without a launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ortlaunch.run.folder import RunDir, write_text
+from tests.makers import host, plan, recipe
+
+GUARDED = """
+import ctypes, os, signal, sys, time
+import ortlaunch.worker.child, ortlaunch.worker.failure
+from ortlaunch.errors import EngineError, InputError
+from ortlaunch.rank import Rank
+from ortlaunch.run.folder import RunDir
+from ortlaunch.worker.rank_supervisor import watch
+
+def live(watchdog):
+    print("to stdout", flush=True)
+    if "QUIET" not in os.environ:
+        print("to stderr", file=sys.stderr, flush=True)
+    if os.environ["LIFE"] == "return_85":
+        return 85
+    exec(os.environ["LIFE"], globals())
+
+ortlaunch.worker.child.GRACE_SECONDS = 0.3
+ortlaunch.worker.child._OTHERS_SECONDS = float(os.environ.get("OTHERS", "5"))
+if "FULL" in os.environ:  # as a disk is: what has its room already can still be written
+    def write_json(path, value):
+        raise OSError(28, "No space left on device")
+    ortlaunch.worker.failure.write_json = write_json
+rank = int(sys.argv[1])
+sys.exit(watch(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
+"""
+
+
+class Ended(NamedTuple):
+    """How a guarded life ended: the guardian's status and output, and what the rank left."""
+
+    status: int
+    out: str
+    err: str
+    record: dict[str, Any] | None
+
+
+def write_plan(run: RunDir, launcher: str, task: str = "train") -> None:
+    """Two ranks of this host, which may take two seconds to save."""
+    made = plan(recipe(launch={"grace_seconds": 2}), [host("localhost", 2)], launcher)
+    write_text(run.plan, replace(made, task=task).to_json())
+
+
+def guarded(run: RunDir, life: str, rank: int = 1, **environ: str) -> Ended:
+    """A rank that lives this code, and its guardian."""
+    command = [sys.executable, "-c", GUARDED, str(rank), str(run)]
+    env = {**os.environ, "LIFE": life, **environ}
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # as launchers are started
+    try:
+        result = subprocess.run(command, env=env, capture_output=True, timeout=30, check=False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    record = json.loads(run.error(rank).read_text()) if run.error(rank).exists() else None
+    return Ended(result.returncode, result.stdout.decode(), result.stderr.decode(), record)

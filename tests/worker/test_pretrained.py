@@ -1,0 +1,194 @@
+"""Weights of a folder: what is taken, what is missing or has no place, and a vocabulary of another size."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ortlaunch.errors import InputError
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.model import LossModule, build_model
+from ortlaunch.worker.pretrained import loading_notes
+from tests.worker.models import BERT, LLAMA, first_loss, labels, recipe
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """Folder and weights of a saved BERT and its tokenizer."""
+    folder = tmp_path_factory.mktemp("saved")
+    chosen = recipe("masked-lm", {"config": BERT}, seed=5)
+    data = Data(chosen)
+    model: Any = build_model(chosen, data).model
+    model.save_pretrained(folder)
+    data.tokenizer.save_pretrained(folder)
+    return str(folder), model
+
+
+def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
+    """`pretrained` gives the saved weights, whatever the seed; `config` changes single fields."""
+    folder, model = saved
+    chosen = recipe(
+        "masked-lm",
+        {"pretrained": folder, "config": {"model_type": "bert", "hidden_dropout_prob": 0.3}},
+        {"tokenizer": folder},
+    )
+    again: Any = build_model(chosen, Data(chosen)).model
+    theirs, ours = model.state_dict(), again.state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert (again.config.hidden_dropout_prob, again.config.use_cache) == (0.3, False)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What transformers says of what it loads."""
+    found: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, handler = logging.getLogger("transformers.modeling_utils"), Listening()
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def test_what_was_not_loaded_is_told_in_our_words(
+    saved: tuple[str, Any], tmp_path: Path, said: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A head that starts at random and weights that are left out are named; transformers' report and bars are not."""
+    folder, _ = saved
+    data = {"train": labels(tmp_path, 2), "tokenizer": folder}
+    chosen = recipe("sequence-classification", {"pretrained": folder}, data)
+    model = build_model(chosen, Data(chosen))
+    assert model.loaded is not None
+    assert {"classifier.bias", "classifier.weight"} <= set(model.loaded["missing"])
+    assert all(name.startswith("cls.predictions.") for name in model.loaded["unexpected"])
+    missing, unexpected = loading_notes(model.loaded)
+    assert re.fullmatch(
+        r"model.pretrained: \d of the model's weights are not in it and start at random: .*classifier.bias.*", missing
+    )
+    assert re.fullmatch(r"model.pretrained: \d of its weights are not used: cls.predictions.*", unexpected)
+    assert loading_notes(None) == loading_notes({"missing": [], "unexpected": [], "resized": []}) == ()
+    assert (said, *capfd.readouterr()) == ([], "", "")
+
+
+def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> None:
+    """Layers that are missing, or one too many, and a task's head that is not there; unless it is asked for."""
+
+    def loaded(folder: str, layers: int, task: str = "masked-lm", **more: Any) -> LossModule:
+        model = {"pretrained": folder, "config": {"num_hidden_layers": layers}, **more}
+        chosen = recipe(task, model, {"tokenizer": saved[0]})
+        return build_model(chosen, Data(chosen))
+
+    with pytest.raises(InputError, match=r"16 of the model's weights are not in it: bert.*; to .*allow_partial: true"):
+        loaded(saved[0], 2)
+    two = loaded(saved[0], 2, allow_partial=True)
+    assert two.loaded is not None
+    assert len(two.loaded["missing"]) == 16
+    inner: Any = two.model
+    inner.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"16 of its weights have no place in the model: bert.encoder.layer.1"):
+        loaded(str(tmp_path), 1)
+    with pytest.raises(InputError, match=r"4 of the model's weights are not in it: .*cls.seq_relationship.bias"):
+        loaded(saved[0], 1, "pretraining")
+    assert loaded(str(tmp_path), 1, allow_partial=True).loaded != two.loaded
+
+
+def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list[str]) -> None:
+    """Words that a tokenizer has more: how many the model needs is told, and with so many the old ones are kept."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved[0])
+    tokenizer.add_tokens(["ortlaunch", "ortmodule"])
+    tokenizer.save_pretrained(tmp_path)
+    data = {"tokenizer": str(tmp_path)}
+    small = recipe("masked-lm", {"pretrained": saved[0]}, data)
+    with pytest.raises(InputError, match=r"got 400, and the tokenizer has 402 words; 408 adds new ones"):
+        build_model(small, Data(small))
+    chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"vocab_size": 408}}, data)
+    found = [build_model(chosen, Data(chosen)) for _ in range(2)]
+    model: Any = found[0].model
+    words, old = model.get_input_embeddings().weight, saved[1].get_input_embeddings().weight
+    assert (model.config.vocab_size, words.shape, model.cls.predictions.bias.shape) == (408, (408, 16), (408,))
+    assert torch.equal(words[:400], old)
+    assert all(torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters()))  # as on each rank
+    assert first_loss(found[0], Data(chosen)).shape == ()
+    assert loading_notes(found[0].loaded) == (
+        "model.pretrained: its vocabulary is resized, 400 words to 408; new words start near the others' mean",
+    )
+    assert said == []
+
+
+def test_weights_that_are_cut_off(saved: tuple[str, Any], tmp_path: Path) -> None:
+    """As a download that broke: an error of ours with the folder."""
+    shutil.copytree(saved[0], tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    chosen = recipe("masked-lm", {"pretrained": str(tmp_path / "cut")}, {"tokenizer": saved[0]})
+    with pytest.raises(InputError, match=r"model.pretrained: .*cut has weights that cannot be read: "):
+        build_model(chosen, Data(chosen))
+
+
+def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> None:
+    """Weights that do not fit are an error that names them."""
+    chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"intermediate_size": 48}}, {"tokenizer": saved[0]})
+    with pytest.raises(
+        InputError, match=r"model.pretrained: .*intermediate.dense.weight( is \[32, 16\], the model's \[48, 16\]|;)"
+    ):
+        build_model(chosen, Data(chosen))
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ({"pretrained": "/nowhere/at/all"}, {}, "model.pretrained: "),
+        (
+            {"config": {"hiden_dropout_prob": 0}},
+            {},
+            r"hiden_dropout_prob: unknown key; did you mean hidden_dropout_prob\?",
+        ),
+        ({"config": {"model_type": "roberta"}}, {}, "got roberta, and model.pretrained is of type bert"),
+        ({}, {"tokenizer": {"train": "wordpiece", "vocab_size": 450}}, "got 400, and the tokenizer has 450 words"),
+        ({}, {"sequence_length": 33}, "got 33, and the model has max_position_embeddings: 32"),
+    ],
+)
+def test_what_does_not_fit_the_folder(
+    saved: tuple[str, Any], model: dict[str, Any], data: dict[str, Any], message: str
+) -> None:
+    """A folder that is none, and a config, a tokenizer or a length that its model cannot take."""
+    chosen = recipe("masked-lm", {"pretrained": saved[0], **model}, {"tokenizer": saved[0], **data})
+    with pytest.raises(InputError, match=message):
+        build_model(chosen, Data(chosen))
+
+
+def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_path: Path) -> None:
+    """A language model that never padded classifies batches: it learns the tokenizer's padding word."""
+    import transformers
+
+    chosen = recipe("causal-lm", {"config": LLAMA})
+    folder = tmp_path / "llama"
+    language: Any = build_model(chosen, Data(chosen)).model
+    language.config.pad_token_id = None
+    language.save_pretrained(folder)
+    tokenizer = Data(chosen).tokenizer
+    tokenizer.save_pretrained(folder)
+    assert transformers.AutoConfig.from_pretrained(folder).pad_token_id is None
+    data = {"train": labels(tmp_path, 2), "tokenizer": str(folder)}
+    chosen = recipe("sequence-classification", {"pretrained": str(folder)}, data)
+    model = build_model(chosen, Data(chosen))
+    assert first_loss(model, Data(chosen)).shape == ()
+    inner: Any = model.model
+    assert inner.config.pad_token_id == tokenizer.pad_token_id
