@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from safetensors.torch import load_file
 from ortlaunch.worker.checkpoint.restore import Shards
 from ortlaunch.worker.named_state import Part
 from tests.e2e.runs import COMMAND, EAGER, Run, ended_well, environment
+from tests.torchrun import torchrun
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -68,18 +66,8 @@ def theirs(home: Path, stage: int, precision: str, ranks: int) -> list[float]:
     """Five losses of DeepSpeed's own, which saved after three into the folder `theirs`."""
     (home / "net.py").write_text(NET.replace("torch.manual_seed(1)", "torch.manual_seed(4)"))
     (home / "theirs").mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    process = subprocess.Popen(
-        [*launcher, str(Path(__file__).with_name("theirs.py")), str(stage), precision, "theirs"],
-        cwd=home, env={**environment(home), "PYTHONPATH": str(home), "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        _, said = process.communicate(timeout=300)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-4000:]
+    script = str(Path(__file__).with_name("theirs.py"))
+    torchrun(ranks, script, str(stage), precision, "theirs", timeout=300, cwd=home)
     (home / "net.py").write_text(NET)
     return list(json.loads((home / "theirs/losses.json").read_text()))
 

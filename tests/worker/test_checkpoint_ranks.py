@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.torchrun import torchrun
 from tests.worker.checkpoint_ranks import ALONE, SAVED, WAYS
 
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
-ROOT = Path(__file__).parents[2]
 
 
 def ranks(count: int, folder: Path) -> Any:
     """What each rank of a world of this size found, in rank order."""
     file = folder / f"found{count}.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*launcher, "-m", "tests.worker.checkpoint_ranks", str(folder / "checkpoints"), str(file)],
-        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        _, said = process.communicate(timeout=300)
-    finally:
-        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-4000:]
+    torchrun(count, "-m", "tests.worker.checkpoint_ranks", str(folder / "checkpoints"), str(file), timeout=300)
     return json.loads(file.read_text())
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ort import needs_ort
+from tests.torchrun import torchrun
 
 pytest.importorskip("deepspeed")
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
-ROOT = Path(__file__).parents[2]
 ALL = [
     *(f"{engine},{zero},llama" for engine in ("eager", "inductor", "ort") for zero in ("none", "0", "1", "2")),
     *("eager,none,llama-tied", "inductor,2,llama-tied", "ort,2,llama-tied"),
@@ -26,18 +22,7 @@ ALL = [
 
 def apart(cases: list[str], file: Path, timeout: float) -> dict[str, Any]:
     """What two ranks found in these cases."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*launcher, "-m", "tests.worker.chunked_ranks", str(file), *cases],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=timeout)
-    finally:
-        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-4000:]
+    torchrun(2, "-m", "tests.worker.chunked_ranks", str(file), *cases, timeout=timeout)
     read: dict[str, Any] = json.loads(file.read_text())
     return read
 

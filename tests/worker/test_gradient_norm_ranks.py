@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.torchrun import torchrun
 from tests.worker.zero_steps import BAD_STEP, CASES
 
 pytest.importorskip("deepspeed")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What both ways of every case did, seen by rank 0."""
     file = tmp_path_factory.mktemp("zero") / "found.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*launcher, "-m", "tests.worker.zero_steps", str(file)],
-        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        _, said = process.communicate(timeout=240)
-    finally:
-        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-4000:]
+    torchrun(2, "-m", "tests.worker.zero_steps", str(file), timeout=240)
     read: dict[str, Any] = json.loads(file.read_text())
     return read
 

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +13,11 @@ from ortlaunch.run.folder import RunDir, write_text
 from tests.makers import host, plan
 from tests.makers import recipe as made
 from tests.ort import needs_ort
+from tests.torchrun import torchrun
 from tests.worker.precision_ranks import WORDS
 
 pytest.importorskip("deepspeed")
 pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
-ROOT = Path(__file__).parents[2]
 MODULE = '''
 import torch
 
@@ -68,18 +63,8 @@ def found(
             write_text(run.recipe, recipe.to_yaml(asked))
             planned = plan(asked, [host("localhost", 2)], launcher="torchrun")
             write_text(run.plan, planned.to_json().replace('"modules": "here"', f'"modules": "{folder}"'))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    process = subprocess.Popen(
-        [*launcher, "-m", "tests.worker.precision_ranks", str(folder), str(folder / "found.json"), *request.param],
-        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        _, said = process.communicate(timeout=280)
-    finally:
-        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-4000:]
+    words = (str(folder), str(folder / "found.json"), *request.param)
+    torchrun(2, "-m", "tests.worker.precision_ranks", *words, timeout=280)
     read: list[list[dict[str, Any]]] = json.loads((folder / "found.json").read_text())
     return {name: read[place * len(WORDS) :][: len(WORDS)] for place, name in enumerate(request.param)}
 

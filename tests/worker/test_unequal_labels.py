@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ort import build, needs_ort
+from tests.torchrun import torchrun
 from tests.worker.unequal_steps import Case, cases, reference
 
 pytest.importorskip("deepspeed")
-ROOT = Path(__file__).parents[2]
 QUICK = [
     *(Case("eager", 2, micro, zero) for micro, zero in ((1, "none"), (4, "none"), (2, "0"), (8, "3"))),
     *(Case("eager", 2, micro, zero, "8") for micro, zero in ((1, "2"), (4, "none"))),  # the loss in chunks
@@ -31,19 +27,8 @@ GROUPS = [
 def took(chosen: list[Case], file: Path, timeout: float) -> dict[str, Any]:
     """What cases of one engine and number of ranks did, in one process group."""
     engine, ranks, *_ = chosen[0]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     wanted = [f"{case.micro},{case.zero},{case.chunk}" for case in chosen]
-    process = subprocess.Popen(
-        [*launcher, "-m", "tests.worker.unequal_steps", str(file), engine, *wanted],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=timeout)
-    finally:
-        if process.poll() is None:  # too late: torchrun and its ranks, which are one group
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said[-4000:]
+    torchrun(ranks, "-m", "tests.worker.unequal_steps", str(file), engine, *wanted, timeout=timeout)
     read: dict[str, Any] = json.loads(file.read_text())
     return read
 

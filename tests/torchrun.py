@@ -1,0 +1,27 @@
+"""Ranks of a test's own, by torchrun: one group of processes, of which nothing is left when they take too long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def torchrun(ranks: int, *command: str, timeout: float, cwd: Path = ROOT) -> None:
+    """Run `-m MODULE ARGUMENT...` or a script on so many ranks of one thread; a failure shows what they said."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    quiet = {"PYTHONPATH": str(cwd), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    process = subprocess.Popen(
+        [*launcher, *command], cwd=cwd, env={**os.environ, **quiet},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-4000:]
