@@ -39,10 +39,7 @@ def request(job: QueuedRun) -> Request:
 
 def manifest(job: QueuedRun) -> str:
     """The job as `az ml job create` and azure-ai-ml's load_job take it."""
-    text = yaml_text(description(job))
-    return (
-        f"# {job.plan.world_size} ranks of run {job.plan.name}; `ortlaunch status {job.run}` says how it goes.\n{text}"
-    )
+    return f"{job.headline}\n{yaml_text(description(job))}"
 
 
 def description(job: QueuedRun) -> dict[str, Any]:

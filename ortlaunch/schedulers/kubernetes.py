@@ -40,10 +40,7 @@ def request(job: QueuedRun) -> Request:
 
 def manifest(job: QueuedRun) -> str:
     """The objects: what the ranks read, the name by which pods find the first one, and the job."""
-    text = yaml_text(*objects(job))
-    return (
-        f"# {job.plan.world_size} ranks of run {job.plan.name}; `ortlaunch status {job.run}` says how it goes.\n{text}"
-    )
+    return f"{job.headline}\n{yaml_text(*objects(job))}"
 
 
 def objects(job: QueuedRun) -> list[Object]:
