@@ -15,6 +15,8 @@ _EXTENDS = {
     "description": "Another recipe, relative to this file: this one is merged over it, key by key; lists are replaced.",
 }
 
+_NULL = {"type": "null"}
+
 
 def json_schema() -> str:
     """JSON text with sorted keys.
@@ -23,6 +25,8 @@ def json_schema() -> str:
     at the top for files that extend nothing, and in the sections not at all; `ortlaunch validate` is the full check.
     """
     whole = document()
+    for section in (whole, *whole["$defs"].values()):
+        section["properties"] = {name: _or_null(field) for name, field in section["properties"].items()}
     for section in whole["$defs"].values():
         section.pop("required", None)
     whole["anyOf"] = [{"required": ["extends"]}, {"required": whole.pop("required")}]
@@ -41,6 +45,19 @@ def document() -> dict[str, Any]:
         "title": "ortlaunch recipe",
         "properties": {"extends": _EXTENDS, **schema["properties"]},
     }
+
+
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    """As the loader has it: null stands for a field's default."""
+    if "default" not in field:
+        return field
+    kinds = next((kinds for kinds in ("anyOf", "oneOf") if kinds in field), None)
+    if kinds:
+        return {**field, kinds: [*field[kinds], *([] if _NULL in field[kinds] else [_NULL])]}
+    if "$ref" in field:
+        return {"anyOf": [{"$ref": field["$ref"]}, _NULL], **{key: field[key] for key in field if key != "$ref"}}
+    words = {"enum": [*field["enum"], None]} if "enum" in field else {}
+    return {**field, "type": [field["type"], "null"], **words}
 
 
 def _tidy(value: Any) -> Any:

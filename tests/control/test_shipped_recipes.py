@@ -156,6 +156,19 @@ def test_the_schema_finds_faults(text: str) -> None:
     assert not editor().is_valid(as_editors_read(text))
 
 
+def test_null_is_the_default_for_editors_too(tmp_path: Path) -> None:
+    """What our own errors advise ("leave it out, or write null") is underlined by no editor; what is required is."""
+    whole = json.loads(json_schema())
+    for name, field in whole["properties"].items():
+        assert editor().is_valid({"extends": "a.yaml", name: None}) == ("default" in field), name
+    for section in ("engine", "launch", "log", "schedule", "checkpoint"):
+        fields = dict.fromkeys(whole["$defs"][section.title()]["properties"])
+        editor().validate({"extends": "a.yaml", section: fields})
+        text = f"extends: {RECIPES}/bert-large/tiny.yaml\n{section}: {json.dumps(fields)}\n"
+        (tmp_path / "recipe.yaml").write_text(text)
+        load(tmp_path / "recipe.yaml")
+
+
 def test_the_schema_takes_one_path_or_a_list() -> None:
     """As the loader does."""
     for path in ("a.txt", "[a.txt, b.txt]"):
