@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 
 from ortlaunch import plan
-from ortlaunch.run import engine_report, folder, records
+from ortlaunch.run import engine_report, export_records, folder, records
 
 _HEAD = """\
 # The run folder, field by field
@@ -42,7 +42,7 @@ _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, fal
 
 def markdown() -> str:
     """The whole page."""
-    bodies = [ast.parse(inspect.getsource(module)).body for module in (plan, engine_report, records)]
+    bodies = [ast.parse(inspect.getsource(module)).body for module in (plan, engine_report, records, export_records)]
     types = {each.name: each for body in bodies for each in body if isinstance(each, ast.ClassDef)}
     parts = [_HEAD.format(folder=_folder())]
     told = set[str]()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ortlaunch.recipe import Recipe
+from ortlaunch.run.export_records import DeviceArtifacts, OnnxCheck
 from ortlaunch.run.folder import RunDir
-from ortlaunch.run.records import DeviceArtifacts, OnnxCheck
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.model import LossModule, give_back_cache

@@ -16,9 +16,10 @@ from ortlaunch.errors import CheckpointError, InputError, OrtlaunchError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run import origin
+from ortlaunch.run.export_records import DeviceArtifacts, ExportLine, OnnxCheck
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.lines import append_line
-from ortlaunch.run.records import DeviceArtifacts, ExportLine, OnnxCheck, as_json
+from ortlaunch.run.records import as_json
 from ortlaunch.worker.child import die_with_parent
 
 if TYPE_CHECKING:

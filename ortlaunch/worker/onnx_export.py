@@ -17,7 +17,7 @@ from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.records import OnnxCheck
+from ortlaunch.run.export_records import OnnxCheck
 from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.model import LossModule, give_back_cache
 

@@ -19,8 +19,9 @@ ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
 SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.lines", "run.device_folder", "run.records",
-          "run.engine_report", "run.lock", "run.lost", "run.origin", "recipe", "plan", "planning.memory",
-          "ortmodule.extensions", "machine", "units", "file_errors", "user_modules", "launchers"}  # fmt: skip
+          "run.export_records", "run.engine_report", "run.lock", "run.lost", "run.origin", "recipe", "plan",
+          "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors", "user_modules",
+          "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
            "report", "other_tools", "schedulers"}  # fmt: skip
 RUN = {"__init__", "errors", "units", "machine", "rank", "process", "launchers", "user_modules", "recipe", "plan",
@@ -77,6 +78,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.origin": ({"plan", "recipe", "run.folder", "run.lines"}, set()),
     "run.resume": ({"errors", "recipe", "run"}, set()),
     "run.records": (set(), set()),
+    "run.export_records": (set(), set()),
     "run.engine_report": ({"run.records"}, set()),
     "run.reference": ({"plan", "run"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),

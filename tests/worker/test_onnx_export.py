@@ -11,7 +11,7 @@ import torch
 
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.records import OnnxCheck
+from ortlaunch.run.export_records import OnnxCheck
 from ortlaunch.worker import onnx_export
 from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.model import LossModule, build_model

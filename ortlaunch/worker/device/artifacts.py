@@ -20,8 +20,9 @@ from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.recipe.engine import Engine
 from ortlaunch.recipe.models import Batch as BatchSizes
 from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run.export_records import DeviceArtifacts, DeviceParameter
 from ortlaunch.run.folder import write_json, write_text
-from ortlaunch.run.records import DeviceArtifacts, DeviceParameter, as_json
+from ortlaunch.run.records import as_json
 from ortlaunch.user_modules import factories
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.device import graph
