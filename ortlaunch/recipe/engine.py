@@ -5,11 +5,11 @@ The docstring under each field is the manual, as in models.py. Imports pydantic 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Optional
 
 from pydantic import Field
 
-from ortlaunch.recipe.section import OperatorsOrWord, Positive, RowsOrWord, Section, Text, Words
+from ortlaunch.recipe.section import CountOrAuto, OperatorsOrWord, Positive, RowsOrWord, Section, Text, Words
 
 
 class Engine(Section):
@@ -62,7 +62,7 @@ class Engine(Section):
     False: the run ends before step 1 and names the lines."""
     opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
     """ort: ONNX opset of the export; null: ORTModule's own (17)."""
-    parity_steps: Union[Literal["auto"], Annotated[int, Field(ge=0)]] = "auto"
+    parity_steps: CountOrAuto = "auto"
     """ort and inductor: before each of the first N steps, one micro batch a rank also runs in plain PyTorch, on the
     same weights, dropout off in both; loss and every gradient are compared (parity.jsonl, engine.json). Training
     itself stays bit for bit what it is without. Costs two passes a step, memory for two sets of gradients, and for a

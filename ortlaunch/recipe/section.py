@@ -41,6 +41,10 @@ PositiveOrAuto = Annotated[
     Union[Annotated[Positive, Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
     Discriminator(_number_or_auto),
 ]
+CountOrAuto = Annotated[
+    Union[Annotated[int, Field(ge=0, le=MOST), Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
+    Discriminator(_number_or_auto),
+]
 SecondsOrAuto = Annotated[
     Union[Annotated[float, Field(ge=1, le=MOST), Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
     Discriminator(_number_or_auto),

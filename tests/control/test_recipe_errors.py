@@ -7,12 +7,13 @@ import os
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from ortlaunch.errors import RecipeError
-from ortlaunch.recipe import load, yaml_text
+from ortlaunch.recipe import load, to_yaml, yaml_text
 
 FOLDER = Path(__file__).parents[1] / "recipes_broken"
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -224,3 +225,16 @@ def test_mutated_recipes_load_or_are_refused(tmp_path: Path) -> None:
         refused += bool(found)
         assert all(line.isprintable() for line in found)
     assert 0 < refused < 300
+
+
+@pytest.mark.parametrize("value", [[], {}, "x", -1], ids=repr)
+def test_every_field_of_another_kind_is_a_message(value: Any, tmp_path: Path) -> None:
+    """All fields at once hold what few of them take: a line for each that does not, and no traceback."""
+    whole = yaml.safe_load(to_yaml(load(RECIPES / "llama2-7b" / "tiny.yaml").recipe))
+    sections = {name: dict.fromkeys(section, value) for name, section in whole.items() if isinstance(section, dict)}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"name": "x", **sections}))
+    found = problems(path)
+    assert len(found) > 30
+    assert [line for line in found if " got " in line and not re.search("; (it must|use|write) ", line)] == []
+    assert any("engine.parity_steps: got" in line for line in found)
