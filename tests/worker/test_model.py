@@ -131,27 +131,6 @@ def test_number_of_labels(classes: int, asked: int | None, expected: int, tmp_pa
     assert model.config.num_labels == expected
 
 
-@pytest.mark.parametrize("start", ["config", "pretrained"])
-def test_words_of_labels_are_in_the_models_config(start: str, saved: tuple[str, Any], tmp_path: Path) -> None:
-    """Saved beside the weights, as transformers' pipelines read them; another number of labels is refused."""
-    path, folder = tmp_path / "words.jsonl", saved[0]
-    path.write_text("".join(f'{{"text": "a text", "label": "{word}"}}\n' for word in ("no", "yes", "maybe")))
-    source = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": folder}
-    chosen = {"config": {"config": BERT}, "pretrained": {"pretrained": folder}}[start]
-    made = recipe("sequence-classification", chosen, source)
-    model: Any = build_model(made, Data(made)).model
-    model.config.save_pretrained(tmp_path)
-    import transformers
-
-    found = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert (found.id2label, found.label2id) == ({0: "maybe", 1: "no", 2: "yes"}, {"maybe": 0, "no": 1, "yes": 2})
-    assert model.classifier.out_features == 3
-    four = {**chosen, "config": {**chosen.get("config", {}), "num_labels": 4}}
-    wrong = recipe("sequence-classification", four, source)
-    with pytest.raises(InputError, match=r"model.config.num_labels: got 4, and the labels are 3 words"):
-        build_model(wrong, Data(wrong))
-
-
 def test_too_few_labels(tmp_path: Path) -> None:
     """Fewer outputs than classes are an error that names the row of a label that has none."""
     with pytest.raises(InputError, match=r"model.config.num_labels: got 2, and .*:3 has label 2$"):

@@ -192,3 +192,24 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
     assert first_loss(model, Data(chosen)).shape == ()
     inner: Any = model.model
     assert inner.config.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("start", ["config", "pretrained"])
+def test_words_of_labels_are_in_the_models_config(start: str, saved: tuple[str, Any], tmp_path: Path) -> None:
+    """Saved beside the weights, as transformers' pipelines read them; another number of labels is refused."""
+    path, folder = tmp_path / "words.jsonl", saved[0]
+    path.write_text("".join(f'{{"text": "a text", "label": "{word}"}}\n' for word in ("no", "yes", "maybe")))
+    source = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": folder}
+    chosen = {"config": {"config": BERT}, "pretrained": {"pretrained": folder}}[start]
+    made = recipe("sequence-classification", chosen, source)
+    model: Any = build_model(made, Data(made)).model
+    model.config.save_pretrained(tmp_path)
+    import transformers
+
+    found = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (found.id2label, found.label2id) == ({0: "maybe", 1: "no", 2: "yes"}, {"maybe": 0, "no": 1, "yes": 2})
+    assert model.classifier.out_features == 3
+    four = {**chosen, "config": {**chosen.get("config", {}), "num_labels": 4}}
+    wrong = recipe("sequence-classification", four, source)
+    with pytest.raises(InputError, match=r"model.config.num_labels: got 4, and the labels are 3 words"):
+        build_model(wrong, Data(wrong))
