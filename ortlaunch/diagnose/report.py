@@ -78,7 +78,8 @@ def _evidence(found: Evidence, cause: Cause) -> Iterator[str]:
     if others:
         yield f"  rank {', '.join(others[:16])} ended after that: {len(others)} in all"
     if not found.records and found.text:
-        yield f"  the command said: {found.text.strip().splitlines()[-1]}"
+        said = found.text.strip().splitlines()
+        yield f"  the command said: {said[-1] if code else said[0]}"  # what follows a success is how to train on
     yield from _progress(found)
     yield from _storage(found, cause)
     yield from (f"  {line}" for line in (what_would_fit(found) if cause.kind == "out-of-memory" else ()))

@@ -10,8 +10,11 @@ from ortlaunch.units import counted, human
 
 
 def describe(plan: Plan, recipe: Recipe) -> str:
-    """The plan for a person: world, batch, length, memory by ZeRO stage."""
-    lines = [*_world_lines(plan), *_start_lines(plan, recipe), *_batch_lines(plan), _length_line(plan, recipe)]
+    """The plan for a person: world and, where there is a training, batch, length and memory by ZeRO stage."""
+    lines = [*_world_lines(plan), *_start_lines(plan, recipe)]
+    if plan.task == "evaluate":
+        return "\n".join(lines)
+    lines += [*_batch_lines(plan), _length_line(plan, recipe)]
     choice = plan.world_size > 1 or recipe.zero is not None  # else ZeRO has nothing to shard
     compared = compared_steps(recipe)
     if compared.steps and compared.why:

@@ -200,10 +200,13 @@ def beginning(run: RunDir, resolved: ResolvedRun, before: Recipe | None, options
     made = origin.read(chosen.folder)
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
         made = {"recipe": before.model_dump(mode="json")}
-    lines.append(f"going on after step {chosen.step} from {chosen.folder}")
+    trains = resolved.plan.task != "evaluate"
+    lines.append(f"{'going on' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}")
     if made is None:
         return Beginning(chosen, (*lines, "  it does not say what made it: nothing could be compared"))
     found = origin.differences(made, today(resolved))
+    if not trains:  # no step is taken, in whatever batches
+        found = [change for change in found if not change.field.startswith(("batch.", "world."))]
     require(found, options.allow, f"{chosen.folder} was written by another training")
     return Beginning(chosen, (*lines, *told(found, options.allow)), tuple(found))
 

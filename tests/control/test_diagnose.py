@@ -179,9 +179,10 @@ def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
     """There is nothing to explain; a folder that is none is refused."""
-    run = made(tmp_path, text="done")
-    ended(run, "done: run", 0, JobState.SUCCEEDED)
+    run = RunDir(tmp_path)
+    ended(run, "done: run, in 0:09\nto train on: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
     assert diagnose(run).kind == "ended-well"
+    assert "  the command said: done: run, in 0:09" in diagnose(run).evidence
     replace(JobRecord.of_this_process("torchrun", JobState.RUNNING)).write(run)
     assert diagnose(run).kind == "running"
     with pytest.raises(InputError):

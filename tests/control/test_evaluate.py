@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from ortlaunch.errors import InputError
+from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import parse_resolved, to_yaml
 from ortlaunch.run import evaluate as evaluations
-from ortlaunch.run import evaluate_model
+from ortlaunch.run import evaluate_model, resume
 from ortlaunch.run.evaluate import Asked
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.run.origin import ORIGIN, origin
+from ortlaunch.run.resume import ResumeOptions
 from tests import makers
 
 EVALUATION = ("data.evaluation.format=custom", "data.evaluation.factory=mine:data")
@@ -44,6 +47,22 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved.plan.modules == str(run.path.parent)
     assert folder == run.path / "evaluations/step_00000010"
     assert resume.choice == str(run.checkpoint(10))
+
+
+def test_what_is_said_of_it(run: RunDir) -> None:
+    """The ranks, and changes that concern what is measured: nothing of batches and steps, of which there are none."""
+    trained = parse_resolved(run.recipe.read_text())
+    write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
+    write_json(run.checkpoint(10) / ORIGIN, origin(trained, makers.plan(trained), {}, None))
+    asked = Asked(run, 10, (*EVALUATION, "log.every_steps=7"))
+    found = evaluations._resolved(asked, LaunchOptions("torchrun", 3))
+    options = ResumeOptions(str(run.checkpoint(10)))
+    lines = resume.beginning(run.evaluation_of(10), found, None, options).lines
+    assert lines[0] == f"evaluating after step 10 from {run.checkpoint(10)}"
+    assert "  changed: log.every_steps: 10 -> 7: takes effect" in lines
+    assert [line for line in lines if "batch" in line or "world" in line] == []
+    assert describe(found.plan, found.file.recipe).splitlines()[0] == "made: 3 ranks on 1 host, cpu, launcher torchrun"
+    assert [line for line in describe(found.plan, found.file.recipe).splitlines() if line[0] != " "][1:] == []
 
 
 @pytest.mark.parametrize(
