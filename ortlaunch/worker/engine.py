@@ -129,6 +129,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     onednn = multiply_by_onednn(recipe, model, group.device)
     given, recipe = recipe, _with_engine(recipe, onednn=onednn)
     flops = flops_per_token(model.model, recipe.data.sequence_length)  # now: ZeRO 3 will leave pieces of weights
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     model.to(group.device)
     weight = LossWeight(recipe, model)
     chunked = _chunked(recipe, model, weight.prepared(sample), group)
@@ -153,8 +154,8 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
         matmul_precision=describe(recipe.engine.matmul_precision, group.device, onednn),
         ranks=group.size,
         threads_per_rank=torch.get_num_threads(),
-        parameters=sum(p.numel() for p in model.parameters()),
-        trained_parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        parameters=sum(size for size, _ in sizes),
+        trained_parameters=sum(size for size, trained in sizes if trained),
         sharding=_sharding(recipe, group),
         optimizer=OptimizerChoice(recipe.optimizer.name, chosen.used, chosen.why or None),
         chunked_loss=chunked,

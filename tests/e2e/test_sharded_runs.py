@@ -53,6 +53,8 @@ def test_a_resumed_sharded_run_is_the_same_run(sharded: Run, train: Train, home:
 def test_shards_are_whole_in_evaluation_and_export(sharded: Run, train: Train, home: Path) -> None:
     """With ZeRO 1 and 3, and evaluation samples for one rank only in the last turn, export and evaluation agree."""
     weights = ended_well(train("sharded-weights", merged(SHARDED, {"zero": {"stage": 3}}), *TWO_RANKS))
+    for name in ("parameters", "trained_parameters"):  # of the whole model, not of a rank's pieces
+        assert weights.truth()[name] == sharded.truth()[name]
     assert weights.losses() == pytest.approx(sharded.losses(), rel=1e-4)
     for run in (sharded, weights):
         expected = exported_evaluation(run, home)
