@@ -81,7 +81,10 @@ def swatch(number: int) -> Html:
 
 
 def number(value: float) -> str:
-    """A value as a person reads it."""
+    """A value as a person reads it, short enough to stand before an axis: 1.5e-4, not 0.00015."""
+    if 0 < abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.3e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -173,8 +173,9 @@ def _asked(choice: Any, why: str) -> str | None:
 
 
 def _precision(one: Record) -> str | None:
-    products = (one.engine.get("matmul_precision") or {}).get("format")
-    return f"{one.engine['precision']}, matrix products in {products}" if products else one.engine.get("precision")
+    """Of the passes; products of float32 matrices may be of another, which says nothing of passes in bf16 or fp16."""
+    passes, products = one.engine.get("precision"), (one.engine.get("matmul_precision") or {}).get("format")
+    return f"{passes}, matrix products in {products}" if products and passes == "fp32" else passes
 
 
 def _passes(one: Record) -> str | None:
@@ -244,7 +245,7 @@ def _memory(one: Record) -> Html | None:
 def _size(size: int | None, most: int) -> Html | None:
     if size is None:
         return None
-    bar = tag("div", class_="bar", style=f"width:{100 * size / most:.1f}%")
+    bar = tag("div", class_="bar", style=f"width:{100 * size / most:.1f}%") if size else None
     return together([tag("div", human(size)), bar])
 
 

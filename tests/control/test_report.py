@@ -15,7 +15,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.recipe import to_yaml
 from ortlaunch.report import report
-from ortlaunch.report.curves import thinned, ticks
+from ortlaunch.report.curves import number, thinned, ticks
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.run.records import MeasuredMemory, MemoryReport, PlannedMemory
 from tests.makers import engine_report, host, onnxruntime, plan, recipe
@@ -55,6 +55,18 @@ def row(tree: ElementTree.Element, name: str) -> list[str]:
     """The cells of a row of a table."""
     (cells,) = [["".join(cell.itertext()) for cell in line] for line in tree.iter("tr") if line[0].text == name]
     return cells[1:]
+
+
+@pytest.mark.parametrize(
+    ("passes", "said"), [("fp32", "fp32, matrix products in float32"), ("bf16", "bf16"), ("fp16", "fp16")]
+)
+def test_the_precision_of_passes(passes: str, said: str, tmp_path: Path) -> None:
+    """What the setting for float32 matrices gives is not said of passes that have none."""
+    run = made(tmp_path / "one", steps(3.0, 2.0))
+    told = json.loads((run / "engine.json").read_text())
+    told |= {"precision": passes, "matmul_precision": {"asked": "highest", "format": "float32"}}
+    (run / "engine.json").write_text(json.dumps(told))
+    assert row(page(run, to=tmp_path / "r.html"), "precision") == [said]
 
 
 def test_a_page_of_one_run(tmp_path: Path) -> None:
@@ -143,3 +155,5 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     assert len(drawn) < 1000
     assert (77_777.0, 9.0) in drawn
     assert ticks(0, 600, 4) == [0, 200, 400, 600]
+    assert [number(each) for each in (0, 5e-5, 1.5e-4, 0.0125, 12.5, -2500)] == [
+        "0", "5e-5", "1.5e-4", "0.0125", "12.5", "-2,500"]  # fmt: skip
