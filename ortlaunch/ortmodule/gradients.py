@@ -49,7 +49,7 @@ def reached(graph: Any) -> set[str]:
         if name not in reached:
             reached.add(name)
             node = makers.get(name)
-            if node is not None and not _ends_gradients(node, name):
+            if node is not None and not ends_gradients(node, name):
                 pending += [given for place, given in enumerate(node.input) if place not in STOPS.get(node.op_type, ())]
     return reached
 
@@ -58,7 +58,7 @@ _NUMBERS = {"ArgMax", "ArgMin", "NonZero", "Shape", "Size", "Equal", "Greater", 
 _OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
 
 
-def _ends_gradients(node: Any, output: str) -> bool:
+def ends_gradients(node: Any, output: str) -> bool:
     """Whether a node makes whole numbers or truths, or is what `detach` is exported to (ATen's clone: symbolics.py)."""
     if node.op_type == "TopK" and output != node.output[0]:
         return True

@@ -21,6 +21,7 @@ from ortlaunch.ortmodule import (
     broadcasts,
     buffers,
     checkpointing,
+    concatenations,
     convolutions,
     counters,
     cross_entropy,
@@ -83,6 +84,7 @@ _PASSES: tuple[tuple[str, Callable[[Export, Any], None]], ...] = (
     ("skip_ignored_labels", cross_entropy.shrink),
     ("export_grouped_conv1d_as_conv2d", convolutions.rewrite),
     ("keep_broadcast_sizes", broadcasts.note_sizes),
+    ("concatenate_constants", concatenations.keep_constants_apart),
 )
 # 4. Which inputs and weights get a gradient.
 _GRADIENTS: tuple[tuple[str, Callable[[Export, Any, list[str]], list[str]]], ...] = (

@@ -201,6 +201,7 @@ REPAIRS = (
     Repair("export_smoothed_cross_entropy", (*_EXPORT, _CROSS_ENTROPY)),
     Repair("detect_traced_values", _EXPORT),
     Repair("export_grouped_conv1d_as_conv2d", _EXPORT),
+    Repair("concatenate_constants", _EXPORT),
     Repair(
         "keep_broadcast_sizes",
         (*_EXPORT, *_INFERENCE, f"{TRAINING}.forward", f"{EVALUATION}.forward"),

@@ -1,0 +1,86 @@
+"""Tensors without a gradient that are concatenated more than once, such as zeros to pad with or a buffer.
+
+ORT's gradient of a Concat names a gradient for each of its inputs, wanted or not. It adds up those of a trained input;
+another's would be two results of one name, and the build ends. In the graph that ORT gets, each place takes a slice of
+its own: the whole, from a place before the first, which is no other's, or ORT would make one of equal ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ortlaunch.ortmodule.differentiable import STOPS
+from ortlaunch.ortmodule.export import Export
+from ortlaunch.ortmodule.gradients import ends_gradients
+from ortlaunch.ortmodule.graph import replace_nodes
+
+_BEFORE, _BEHIND = -(2**40), 2**62
+
+
+def keep_constants_apart(export: Export, model: Any) -> None:
+    """ORT ended where two Concats, or one twice, take a tensor that gets no gradient."""
+    if not export.training:
+        return
+    graph = model.graph
+    trained = _trained(export, graph)
+    joins = [node for node in graph.node if node.op_type == "Concat" and trained.intersection(node.output)]
+    places = {(node.output[0], place) for node in joins for place, name in enumerate(node.input) if name not in trained}
+    if len(places) > 1:  # also of other names: ORT finds out where they are equal
+        replace_nodes(graph, _with_slices(graph, places, export.info.onnx_graph_input_names[0]))
+
+
+def _with_slices(graph: Any, places: set[tuple[str, int]], given: str) -> list[Any]:
+    made = [node for node in graph.node if node.op_type == "Constant" and node.attribute[0].name == "value"]
+    constants = {node.output[0]: node.attribute[0].t.dims for node in made}
+    constants.update({tensor.name: tensor.dims for tensor in graph.initializer})
+    nodes: list[Any] = []
+    for node in graph.node:
+        for place, name in enumerate(node.input):
+            if node.output and (node.output[0], place) in places:
+                whole = node.input[place] = f"{node.output[0]}_ortlaunch_{place}"
+                if name in constants:
+                    nodes += _constant(name, whole, _BEFORE - len(nodes), constants[name], given)
+                else:
+                    nodes += [_numbers(f"{whole}_begin", _BEFORE - len(nodes)), *_slice(name, whole, whole)]
+        nodes.append(node)
+    return nodes
+
+
+def _slice(name: str, whole: str, to: str) -> list[Any]:
+    from onnx import helper
+
+    given = [name, f"{whole}_begin", f"{whole}_end", f"{whole}_axis"]
+    return [_numbers(given[2], _BEHIND), _numbers(given[3], 0), helper.make_node("Slice", given, [to])]
+
+
+def _constant(name: str, whole: str, begin: int, dims: Sequence[int], given: str) -> list[Any]:
+    """From a place that only a pass knows, or ORT would compute the slice, and make one of equal ones."""
+    from onnx import helper
+
+    return [
+        _numbers(f"{whole}_before", begin),
+        helper.make_node("Size", [given], [f"{whole}_size"]),
+        helper.make_node("Add", [f"{whole}_size", f"{whole}_before"], [f"{whole}_begin"]),
+        *_slice(name, whole, f"{whole}_slice"),
+        _numbers(f"{whole}_dims", *dims),
+        helper.make_node("Reshape", [f"{whole}_slice", f"{whole}_dims"], [whole], allowzero=1),
+    ]
+
+
+def _numbers(name: str, *numbers: int) -> Any:
+    from onnx import TensorProto, helper
+
+    value = helper.make_tensor("", TensorProto.INT64, [len(numbers)], numbers)
+    return helper.make_node("Constant", [], [name], value=value)
+
+
+def _trained(export: Export, graph: Any) -> set[str]:
+    """What a gradient goes back through."""
+    trained = {name for name, weight in export.module.named_parameters() if weight.requires_grad}
+    trained.update(export.info.onnx_graph_input_names_require_grad)
+    for node in graph.node:
+        stops = STOPS.get(node.op_type, ())
+        if any(name in trained for place, name in enumerate(node.input) if place not in stops):
+            trained.update(output for output in node.output if not ends_gradients(node, output))
+    return trained

@@ -1,0 +1,53 @@
+"""Tensors without a gradient that are concatenated more than once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ort import needs_ort
+from tests.ortmodule.modules import same, wrapped
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+Part = Callable[["Joining", torch.Tensor], torch.Tensor]
+PARTS: dict[str, Part] = {
+    "zeros of the batch's size": lambda model, x: x.new_zeros(x.shape[0], 2),
+    "nothing, as Inkling 2 begins": lambda model, x: x.new_zeros(x.shape[0], 0),
+    "a constant": lambda model, x: torch.ones(3, 2),
+    "a buffer": lambda model, x: model.buffer,
+    "an input's slice": lambda model, x: x[:, :2],
+    "truths": lambda model, x: (x[:, :2] > 0).float(),
+    "a detached one": lambda model, x: model.first(x).detach()[:, :2],
+}
+
+
+class Joining(nn.Module):
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part, self.first, self.last = part, nn.Linear(4, 4), nn.LazyLinear(3)
+        self.register_buffer("buffer", torch.randn(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.part(self, x)
+        joined = torch.cat([part, self.first(x), part], 1)
+        return torch.cat([self.last(joined), part], 1).square().mean()
+
+
+@pytest.mark.parametrize("name", list(PARTS))
+def test_a_part_without_a_gradient_joins_several_times(name: str) -> None:
+    """Without the repair the gradient is not built: ORT has two results of one name."""
+    model, batches = Joining(PARTS[name]), [torch.randn(3, 4), torch.randn(3, 4) - 1]
+    model(batches[0])  # for the lazy layer
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for x in batches:
+        model.zero_grad()
+        eager.zero_grad()
+        loss, expected = module(x), eager(x)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+        same(model, eager)
