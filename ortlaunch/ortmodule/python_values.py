@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.ortmodule import aliases, grad_mode
+from ortlaunch.ortmodule import aliases, grad_mode, torch_modules
 from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import Export, seen_of
 from ortlaunch.ortmodule.grad_mode import changed_since, tensors, versions_of
@@ -45,7 +46,7 @@ def watched(export: Export) -> Iterator[None]:
     """Note where the model takes values and sizes into Python: a trace makes the first batch's of them constants."""
     info, seen = export.info, export.seen
     numbers = [name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names]
-    with _Watch(export.module, numbers) as watch:
+    with _Watch(export.module, numbers, torch_modules.paths(export)) as watch:
         yield
     seen.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
     if watch.places.sizes or watch.places.ones:
@@ -76,15 +77,18 @@ _DRAWN = ("rand", "normal_", "bernoulli", "multinomial", "uniform_", "exponentia
 class _Watch(TorchFunctionMode):
     """Sees every function of torch's that is called, and follows which tensors are made of sizes or constants only.
 
-    `numbers` says which of the arguments of `module` are, by ORT's doing, tensors in place of Python's numbers.
+    `numbers` says which of the arguments of `module` are, by ORT's doing, tensors in place of Python's numbers, and
+    `whole` which of its layers run as torch.
     """
 
-    def __init__(self, module: torch.nn.Module, numbers: list[bool]) -> None:
+    def __init__(self, module: torch.nn.Module, numbers: list[bool], whole: list[str]) -> None:
         super().__init__()
         self.places = _Places()
         self._kinds = WeakTensorKeyDictionary()  # of the others than values
         self._module, self._numbers = module, numbers
-        self._paths = {id(layer): path.partition(".")[2] for path, layer in module.named_modules()}
+        # What is seen of a layer that runs as torch is not its call: the model calls its methods.
+        layers = [(path, layer) for path, layer in module.named_modules() if not torch_modules.inside(path, whole)]
+        self._paths = {id(layer): path.partition(".")[2] for path, layer in layers}
 
     def __enter__(self) -> _Watch:
         self._hook = self._module.register_forward_pre_hook(self._begin)
@@ -195,7 +199,10 @@ def judge(export: Export) -> None:
 
 def _layer(seen: dict[str, Any]) -> str:
     """What would let the layer, in whose code it is, run as torch."""
-    names = ", ".join(repr(name) for name in seen.get("layers", ["PATH OF THE LAYER"])[:4])
+    layers = seen.get("layers", ["PATH OF THE LAYER"])
+    if len(layers) > 4:  # of a model's many layers, the pattern
+        layers = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", layer) for layer in layers})
+    names = ", ".join(map(repr, layers[:4]))
     return f"Settings.torch_modules=[{names}], which runs the layer as torch inside ONNX Runtime's graph"
 
 

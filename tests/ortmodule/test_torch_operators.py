@@ -186,6 +186,52 @@ def test_a_module_that_no_trace_follows() -> None:
     compare(Holds(), batches, torch_modules=["inner"])
 
 
+class Counts(nn.Module):
+    """Returns, beside a tensor, how often each place is the greatest: a list, of another content in each batch."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        return x.tanh(), functional.one_hot(x.argmax(-1), x.shape[-1]).sum(0).tolist()
+
+
+class Experts(nn.Module):
+    """Is never called itself: its owner calls its methods, as in JetMoe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self.linear = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def each(self, x: torch.Tensor) -> torch.Tensor:
+        x, sizes = self.counts(x)
+        return torch.cat([layer(part) for layer, part in zip(self.linear, x.split(sizes))])
+
+
+class Owner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts.each(x)
+
+
+def test_a_layer_whose_methods_are_called_names_the_one_around_it() -> None:
+    """Named itself it would run as torch in no pass, and the error would name the same layer again and again."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.owner = nn.Linear(4, 4), Owner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.owner(self.first(x)).square().mean()
+
+    for named, advised in (([], "owner.experts.counts"), (["owner.experts"], "owner")):
+        with pytest.raises(Exception, match=rf"Settings\.torch_modules=\['{advised}'\]"):
+            wrapped(Block(), torch_modules=named)(torch.randn(6, 4))
+    compare(Block(), [(torch.randn(6, 4),) for _ in range(3)], torch_modules=["owner"])
+
+
 def test_a_path_that_names_no_layer() -> None:
     with pytest.raises(SettingError, match=r"torch_modules: outer names no layer of the model; it has first, inner"):
         wrapped(Holds(), torch_modules=["outer"])(torch.randn(2, 5, 4), torch.tensor([5, 3]))
