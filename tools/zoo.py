@@ -96,6 +96,7 @@ def _page(results: dict[str, Any], before: dict[str, str]) -> str:
         "most, in each step). What runs as torch inside ONNX Runtime's graph "
         "([repairs.md](repairs.md#torch-in-the-graph)) is in the last column, with its calls of "
         "three steps.",
+        *_summary(results),
     ]
     for kind, title in KINDS.items():
         if results.get(kind):
@@ -105,11 +106,31 @@ def _page(results: dict[str, Any], before: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _summary(results: dict[str, Any]) -> list[str]:
+    """The families of transformers by what became of them: a row for each task, and one for all."""
+    rows = [(title, Counter(_outcome(case) for case in results[kind].values()))
+            for kind, title in KINDS.items() if kind not in ("layers", "nets") and results.get(kind)]  # fmt: skip
+    if not rows:
+        return []
+    lines = ["", "| families of transformers | known | tried | train as in eager | differ | refused, ended |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for title, counts in (*rows, ("all", sum((counts for _, counts in rows), Counter()))):
+        tried = counts.total() - counts["no case"]
+        share = f"{counts['trains']} ({counts['trains'] / max(1, tried):.1%})"
+        lines += [f"| {title} | {counts.total()} | {tried} | {share} | {counts['differs']} | {counts['refused']} |"]
+    return [*lines, "", "The others of those known are not tried: eager does not train them at toy size, for the "
+            "reason that stands with them."]  # fmt: skip
+
+
+def _outcome(case: dict[str, Any]) -> str:
+    return "refused" if case["state"] == "ended" else str(case["state"])
+
+
 def _section(title: str, found: dict[str, Any]) -> list[str]:
     cases = {name: case for name, case in sorted(found.items()) if case["state"] != "no case"}
     trains = [name for name, case in cases.items() if case["state"] == "trains"]
     pure = [name for name in trains if not cases[name]["torch"]]
-    others = [name for name, case in found.items() if case["state"] == "no case"]
+    others = [f"{name} ({_plain(case['why'], 90)})" for name, case in found.items() if case["state"] == "no case"]
     lines = [
         f"## {title}",
         "",
@@ -117,7 +138,7 @@ def _section(title: str, found: dict[str, Any]) -> list[str]:
         "torch in the graph" + (f": {', '.join(pure)}." if pure else "."),
     ]
     if others:
-        lines += ["", f"Not tried, for eager does not run the toy that is made of them: {', '.join(sorted(others))}."]
+        lines += ["", f"Not tried, for eager does not train the toy that is made of them: {'; '.join(sorted(others))}."]
     rest = [name for name in cases if name not in pure]
     if rest:
         lines += ["", "| case | | difference | torch in the graph |", "|---|---|---|---|"]

@@ -1,12 +1,13 @@
-"""Families of transformers at toy size, by task: a model with random weights and a batch for each."""
+"""Families of transformers at toy size, by task: a model with random weights and a batch for each (zoo_toys.py)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import zoo_toys
 from torch import nn
 
 _TASKS = {
@@ -31,6 +32,18 @@ _SIZES: dict[str, Any] = {
     "decoder_start_token_id": 1, "use_cache": False, "apply_spec_augment": False, "chunk_size": 8,
     "mamba_chunk_size": 8, "entity_vocab_size": 50, "entity_emb_size": 8,
 }  # fmt: skip
+# More of them, of single kinds of models; tried without, too.
+_MORE: dict[str, Any] = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
+    "topk_group": 1, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "laurel_rank": 8,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99, "num_kv_shared_layers": 0, "projection_dim": 32,
+    "shared_expert_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "ssm_state_size": 8,
+    "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "sliding_window": 8, "output_dim": 32,
+    "encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4,
+    "decoder_num_attention_heads": 4, "num_decoder_layers": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "intermediate_size_mlp": 64, "vision_use_head": True, "num_conv_pos_embeddings": 16,
+}  # fmt: skip
 # What configs compute of other sizes, or mean otherwise; tried one after the other.
 _LEFT_OUT: tuple[tuple[str, ...], ...] = (
     (),
@@ -38,65 +51,47 @@ _LEFT_OUT: tuple[tuple[str, ...], ...] = (
     ("head_dim", "num_key_value_heads"),
     ("head_dim", "num_key_value_heads", "num_hidden_layers", "num_heads", "n_heads"),
 )
-# What single families want beside.
-_OWN: dict[str, dict[str, Any]] = {
-    **{key: {"rotary_dim": 4} for key in ("codegen", "gptj")},
-    **{key: {"mamba_n_heads": 8, "mamba_n_groups": 1} for key in ("bamba", "granitemoehybrid")},
-    **{key: {"patch_size": 4, "image_size": 64} for key in ("convnext", "convnextv2")},
-    **{key: {"image_size": 64} for key in ("bit", "cvt", "hgnet_v2", "mobilenet_v1", "mobilenet_v2", "mobilevit")},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 64, "image_size": 64},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
-    "reformer": {"axial_pos_embds": False},
-    "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
-}
-_FEATURES = {"seamless_m4t": (48, 160), "seamless_m4t_v2": (48, 160), "speech_to_text": (48, 80), "pop2piano": (16, 32)}
+_BIG = 60_000_000
 
 
 def cases(task: str) -> dict[str, Callable[[], Any]]:
-    """By name of the family."""
+    """By name of the family; of several classes that a family has for a task, the first."""
     from transformers.models.auto import modeling_auto
 
     names = getattr(modeling_auto, _TASKS[task])
     return {
-        family: lambda f=family, k=kind: made(task, f, k) for family, kind in names.items() if isinstance(kind, str)
+        family: lambda f=family, k=kind: made(task, f, k if isinstance(k, str) else k[0])
+        for family, kind in names.items()
     }
 
 
 def made(task: str, family: str, kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The first of the sizes that run in eager; the error of the last, where none does."""
-    for left_out in _LEFT_OUT:
+    """The first of the sizes that run in eager; the first one's error, where none does."""
+    if family in zoo_toys.UNTRAINED:
+        raise ValueError(zoo_toys.UNTRAINED[family])
+    errors: list[Exception] = []
+    for sizes in _tried_sizes():
         try:
-            model, batch = _sized(task, family, kind, {n: size for n, size in _SIZES.items() if n not in left_out})
+            model, batch = _sized(task, family, kind, sizes)
             model(**batch).backward()
             model.zero_grad()
             return model, batch
         except Exception as error:
-            last = error
-    raise last
+            errors.append(error)
+    raise errors[0]
+
+
+def _tried_sizes() -> Iterator[dict[str, Any]]:
+    for known in ({**_SIZES, **_MORE}, _SIZES):
+        for left_out in _LEFT_OUT:
+            yield {name: size for name, size in known.items() if name not in left_out}
 
 
 def _sized(task: str, family: str, kind: str, sizes: dict[str, Any]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     import transformers
 
-    plain = transformers.AutoConfig.for_model(family)
-    known = {name: size for name, size in sizes.items() if name == "num_labels" or _has(plain, name)}
-    for name, inner in getattr(plain, "sub_configs", {}).items():
-        if "config" in name and inner is not transformers.AutoConfig:
-            known[name] = {n: size for n, size in sizes.items() if _has(inner(), n)}
-    if hasattr(plain, "kv_lora_rank"):
-        known["num_key_value_heads"] = sizes.get("num_attention_heads", 4)  # each head has its own, made of few numbers
-    known.update(_OWN.get(family, {}))
-    if hasattr(plain, "conv_dim"):
-        known["conv_dim"] = tuple(16 for _ in plain.conv_dim)
-    drops = [n for n in vars(plain) if "drop" in n and _is_rate(plain, n)]
-    config = transformers.AutoConfig.for_model(family, **known)
-    for name in drops:
-        setattr(config, name, 0.0)
-    for name in ("mask_time_prob", "mask_feature_prob"):  # drawn by NumPy, which is refused
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
+    made_by = getattr(transformers, kind)
+    config = _config(made_by.config_class or type(transformers.AutoConfig.for_model(family)), family, sizes)
     config.num_labels = 3
     if hasattr(config, "problem_type"):
         config.problem_type = None
@@ -104,23 +99,77 @@ def _sized(task: str, family: str, kind: str, sizes: dict[str, Any]) -> tuple[nn
         config.is_decoder = True
     torch.manual_seed(0)
     with torch.device("meta"):
-        size = sum(weight.numel() for weight in getattr(transformers, kind)(config).parameters())
-    if size > 60_000_000:
+        size = sum(weight.numel() for weight in made_by(config).parameters())
+    if size > _BIG:
         raise ValueError(f"{size:,} parameters: the toy sizes are not this config's")
-    model = getattr(transformers, kind)(config)
+    model = made_by(config)
     for weight in model.parameters():  # a router of zeros chooses among equals, as it likes
         if weight.dim() > 1 and not weight.any():
             nn.init.normal_(weight, std=0.02)
-    return Loss(model), _batch(task, family, config, model)
+    return Loss(model), zoo_toys.batch(task, family, config, model)
 
 
-def _has(config: Any, name: str) -> bool:
+def _config(kind: Any, family: str, sizes: dict[str, Any]) -> Any:
+    """Of toy size and without anything that is drawn."""
+    plain = kind(**zoo_toys.NEEDED.get(family, {}))
+    known = _known(plain, sizes)
+    if hasattr(plain, "conv_dim"):
+        known["conv_dim"] = tuple(16 for _ in plain.conv_dim)
+    config = kind(**_merged(known, zoo_toys.OWN.get(family, {})))
+    _draw_nothing(config)
+    return config
+
+
+def _known(plain: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Which of the sizes a config has, also in the configs that it holds."""
+    known = {name: size for name, size in sizes.items() if name == "num_labels" or _has(plain, name, size)}
+    if hasattr(plain, "kv_lora_rank"):
+        known["num_key_value_heads"] = sizes.get("num_attention_heads", 4)  # each head has its own, made of few numbers
+    for name in getattr(plain, "sub_configs", {}):
+        inner = getattr(plain, name, None) or _default(plain.sub_configs[name])
+        if inner is not None:
+            found = {key: size for key, size in _known(inner, sizes).items() if key != "num_labels"}
+            known[name] = {**({"model_type": inner.model_type} if inner.model_type else {}), **found}
+    return known
+
+
+def _default(kind: Any) -> Any:
+    try:
+        return kind()
+    except Exception:  # AutoConfig, and what needs to be told more
+        return None
+
+
+def _merged(known: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """With what the family wants, which holds for the configs inside as well."""
+    found = {**known, **own}
+    for name, value in own.items():
+        if isinstance(value, dict) and isinstance(known.get(name), dict):
+            kind = known[name].get("model_type")
+            found[name] = _merged(known[name], value) if value.get("model_type", kind) == kind else value
+    return found
+
+
+def _has(config: Any, name: str, size: Any) -> bool:
     kind = inspect.getattr_static(type(config), name, None)
-    return hasattr(config, name) and not (isinstance(kind, property) and kind.fset is None)
+    if not hasattr(config, name) or (isinstance(kind, property) and kind.fset is None):
+        return False
+    value = getattr(config, name)
+    return name.endswith("token_id") or not isinstance(value, (list, tuple, dict))
 
 
-def _is_rate(config: Any, name: str) -> bool:
-    return isinstance(getattr(config, name), float)
+def _draw_nothing(config: Any) -> None:
+    """No dropout, no noise of routers and no masks by NumPy, which is refused."""
+    from transformers import PreTrainedConfig
+
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _draw_nothing(value)
+        elif any(word in name for word in ("drop", "jitter", "mask_time_prob", "mask_feature_prob")):
+            if isinstance(value, float):
+                setattr(config, name, 0.0)
+            elif isinstance(value, (list, tuple)) and all(isinstance(v, float) for v in value):
+                setattr(config, name, type(value)(0.0 for _ in value))
 
 
 class Loss(nn.Module):
@@ -131,34 +180,7 @@ class Loss(nn.Module):
         self.model = model
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**batch).loss
+        loss: torch.Tensor | None = getattr(self.model(**batch), "loss", None)
+        if loss is None:
+            raise ValueError("the class computes no loss")
         return loss
-
-
-def _batch(task: str, family: str, config: Any, model: nn.Module) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, 90, (2, 12))
-    if task == "sequence-classification":
-        ids[:, -1] = 2  # the end, by which some find the sentence
-    takes = inspect.signature(model.forward).parameters
-    batch: dict[str, torch.Tensor] = {}
-    if task == "image-classification":
-        side = _OWN.get(family, {}).get("image_size", getattr(config, "image_size", 32))
-        sides = side if isinstance(side, (list, tuple)) else (side, side)
-        return {
-            "pixel_values": torch.randn(8, getattr(config, "num_channels", 3), *sides),
-            "labels": torch.arange(8) % 3,
-        }
-    if task == "ctc":
-        values = {"input_features": torch.randn(2, 40, getattr(config, "feature_projection_input_dim", 160))}
-        if "input_values" in takes:
-            values = {"input_values": torch.randn(2, 4000)}
-        return {**values, "labels": ids[:, :4].contiguous()}
-    if task == "speech-seq2seq":
-        name = "input_features" if "input_features" in takes else "input_values"
-        found = torch.randn(2, *_FEATURES.get(family, (16, 48))) if name == "input_features" else torch.randn(2, 4000)
-        return {name: found, "labels": ids[:, :6].contiguous()}
-    batch["input_ids"] = ids
-    if "attention_mask" in takes:
-        batch["attention_mask"] = torch.ones_like(ids)
-    batch["labels"] = torch.tensor([0, 2]) if task == "sequence-classification" else ids
-    return batch

@@ -51,8 +51,7 @@ def main() -> int:
         for name in made:
             print(json.dumps({"name": name}))
         return 0
-    import onnxruntime  # noqa: F401  once for all
-
+    _prepare()
     for name in names:
         child = os.fork()
         if not child:
@@ -66,6 +65,15 @@ def main() -> int:
             why = f"no result in {seconds} s" if late else f"the process ended with {os.waitstatus_to_exitcode(status)}"
             print(json.dumps({"name": name, "state": "ended", "why": why}), flush=True)
     return 0
+
+
+def _prepare() -> None:
+    """Import once for all, and let the repairs be made; no graph is made, for a child cannot go on with its threads."""
+    from ortlaunch.ortmodule import ORTModule
+
+    ORTModule(nn.Linear(1, 1))
+    if "transformers" in sys.modules:
+        import transformers.modeling_utils  # noqa: F401
 
 
 def _cases(kind: str) -> dict[str, Callable[[], Any]]:
@@ -143,7 +151,7 @@ def advised(model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], list[str
     from ortlaunch.ortmodule import ORTModule, Settings
 
     named: list[str] = []
-    for _ in range(4):
+    for _ in range(12):
         try:
             tried = copy.deepcopy(model)
             return steps(tried, ORTModule(tried, Settings(torch_modules=named)), inputs), named
