@@ -68,6 +68,32 @@ def timed_pass() -> Iterator[None]:
         yield
 
 
+_errors: list[Exception] = []
+
+
+@contextlib.contextmanager
+def telling_errors() -> Iterator[None]:
+    """While open, one of ORT's graphs runs: of a call that fails ORT says that it failed, and not why."""
+    _errors.clear()
+    try:
+        yield
+    except Exception as error:
+        if not _errors:
+            raise
+        raise RuntimeError(f"in a call of torch from ONNX Runtime's graph: {_errors[0]}") from error
+    finally:
+        _errors.clear()
+
+
+@contextlib.contextmanager
+def _noting_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _errors.append(error)
+        raise
+
+
 def as_function(
     name: str,
     run: Function,
@@ -87,14 +113,14 @@ def as_function(
     def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         exporting = torch.jit.is_tracing()
-        with _timed(Calls() if exporting else counted), around():
+        with _timed(Calls() if exporting else counted), _noting_errors(), around():
             counted.forward += not exporting
             outputs = _run(ctx, run, inputs, kept, own)
             ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return outputs if len(outputs) > 1 else outputs[0]
 
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        with _timed(counted):
+        with _timed(counted), _noting_errors():
             counted.backward += 1
             found = _derive(ctx, gradients)
         return found if len(found) > 1 else found[0]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from ortlaunch.ortmodule import extensions, operator_calls
+from ortlaunch.ortmodule import extensions, operator_calls, torch_calls
 from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.differentiable import SILENT, Gradients, is_valid
 from ortlaunch.ortmodule.exact_forms import is_torchs
@@ -40,6 +40,8 @@ def install() -> None:
         wrap_method(owner(TRAINING), step, _trying_again)
     wrap_method(owner(EVALUATION), "_create_execution_agent", _forgetting_call)
     wrap_method(owner(TRANSITION), "get_post_processed_model", _noting_call)
+    for agent, step in (("Training", "forward"), ("Training", "backward"), ("Inference", "forward")):
+        wrap_method(owner(f"_execution_agent:{agent}Agent"), f"run_{step}", _telling_errors)
 
 
 @contextlib.contextmanager
@@ -184,6 +186,11 @@ def _noting_call(original: Callable[..., Any], transition: Any, inputs: Any, kwa
 def _forgetting_call(original: Callable[..., Any], manager: Any) -> Any:
     _built(manager, original.__name__)
     return original(manager)
+
+
+def _telling_errors(original: Callable[..., Any], agent: Any, *args: Any) -> Any:
+    with torch_calls.telling_errors():
+        return original(agent, *args)
 
 
 def _trying_again(original: Callable[..., Any], manager: Any, *args: Any) -> Any:

@@ -215,21 +215,29 @@ class Owner(nn.Module):
         return self.experts.each(x)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.owner = nn.Linear(4, 4), Owner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.owner(self.first(x)).square().mean()
+
+
 def test_a_layer_whose_methods_are_called_names_the_one_around_it() -> None:
     """Named itself it would run as torch in no pass, and the error would name the same layer again and again."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.owner = nn.Linear(4, 4), Owner()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.owner(self.first(x)).square().mean()
-
     for named, advised in (([], "owner.experts.counts"), (["owner.experts"], "owner")):
         with pytest.raises(Exception, match=rf"Settings\.torch_modules=\['{advised}'\]"):
             wrapped(Block(), torch_modules=named)(torch.randn(6, 4))
     compare(Block(), [(torch.randn(6, 4),) for _ in range(3)], torch_modules=["owner"])
+
+
+def test_why_a_call_of_torch_fails_is_told() -> None:
+    """ONNX Runtime only says that a node of its graph failed."""
+    module = wrapped(Block(), torch_modules=["owner.experts.counts"])
+    module(torch.randn(6, 4))
+    with pytest.raises(Exception, match=r"counts runs as torch, and returns .*torch_modules=\['owner.experts'\]"):
+        module(torch.randn(5, 4))
 
 
 def test_a_path_that_names_no_layer() -> None:
