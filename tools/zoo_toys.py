@@ -21,6 +21,7 @@ _PYRAMID = {
     "decoder_hidden_size": 16,
 }
 _GEMMA = {"layer_types": ["sliding_attention", "full_attention"]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _AUDIO_TOKEN = {"audio_token_id": 97}
 _WAVES = {"hidden_size": 16, "num_filters": 8, "downsampling_ratios": (4, 4, 4), "depths": (1, 1, 1, 1)}
 _PARAKEET = {"model_type": "parakeet_encoder", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -51,6 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
     "canary": {"decoder_config": {"pad_token_id": 0}, "encoder_config": _PARAKEET},
     "canine": {"local_transformer_stride": 8, "num_hash_buckets": 64},
     "cohere_asr": {"encoder_config": _PARAKEET},
+    "cohere_compass_text": {**_GEMMA, "rope_parameters": dict.fromkeys(_GEMMA["layer_types"], _ROPE)},
     "cvt": {"embed_dim": (16, 24, 48), "num_heads": (1, 2, 3), "depth": (1, 2, 3)},
     "dbrx": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
     "dia": {"decoder_config": {"num_channels": 3, "cross_hidden_size": 32, "cross_num_attention_heads": 4,
@@ -74,6 +76,7 @@ OWN: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"input_size": 32, "coordinate_size": 5, "shape_size": 6},
     "levit": {"image_size": 64, "patch_size": 16, "hidden_sizes": (16, 24, 32), "num_attention_heads": (2, 3, 4),
               "depths": (1, 1, 1), "key_dim": (8, 8, 8)},
+    "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "mobilevit": {"image_size": 64, "patch_size": 2, "hidden_sizes": (16, 24, 32), "num_attention_heads": 4,
                   "neck_hidden_sizes": (8, 8, 16, 16, 24, 32, 48)},

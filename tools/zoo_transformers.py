@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
 # More of them, of single kinds of models; tried without, too.
 _MORE: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
-    "topk_group": 1, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2, "linear_key_head_dim": 8,
+    "topk_group": 1, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 32, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "laurel_rank": 8,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 99, "num_kv_shared_layers": 0, "projection_dim": 32,
     "shared_expert_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16, "ssm_state_size": 8,
