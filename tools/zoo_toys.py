@@ -198,7 +198,7 @@ def _masked(order: str, frames: int, bins: int) -> Callable[[Any], Batch]:
 def _wave(config: Any) -> Batch:
     """Without the noise that a model adds to what it hears, which is drawn."""
     mask = torch.ones(2, 640, dtype=torch.long)
-    return {"input_values": torch.randn(2, 1, 640), "padding_mask": mask, "sample": False}  # type: ignore[dict-item]
+    return {"input_values": torch.randn(2, 1, 640), "padding_mask": mask, "sample": False}
 
 
 def _delayed(config: Any, model: Any) -> Batch:
