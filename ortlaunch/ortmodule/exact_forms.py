@@ -51,6 +51,8 @@ def exactly(export: Export) -> Export:
         "binary_cross_entropy_with_logits": _cross_entropy,
         "relu6": lambda g, x: _between(g, x, 0.0, 6.0),
         "hardtanh": _hardtanh,
+        "maximum": lambda g, x, y: _chosen(g, "Greater", x, y),
+        "minimum": lambda g, x, y: _chosen(g, "Less", x, y),
         "clamp": _clamp,
         "clamp_min": lambda g, x, low: _clamp(g, x, low, None),
         "clamp_max": lambda g, x, high: _clamp(g, x, None, high),
@@ -114,6 +116,17 @@ def _clamp(g: Any, x: Any, low: Any, high: Any) -> Any:
             bound = g.op("Cast", given, to_i=kind)
             x = g.op("Where", g.op(beyond, x, bound), bound, x)
     return x
+
+
+def _chosen(g: Any, before: str, x: Any, y: Any) -> Any:
+    """The greater or less of two, by choice as `_clamp`; of equal numbers each has half the gradient."""
+    from torch.onnx._type_utils import JitScalarType
+
+    kinds = [JitScalarType.from_value(value, JitScalarType.UNDEFINED) for value in (x, y)]
+    if kinds[0] != kinds[1] or kinds[0] not in (JitScalarType.FLOAT, JitScalarType.DOUBLE):
+        return g.op("Max" if before == "Greater" else "Min", x, y)
+    mean = g.op("Mul", g.op("Add", x, y), _constant(g, 0.5, x))
+    return g.op("Where", g.op(before, x, y), x, g.op("Where", g.op(before, y, x), y, mean))
 
 
 def _rooted(form: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from tests.ortmodule.modules import wrapped
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 Form = Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 POWERS = torch.arange(3.0)
+ZERO = torch.tensor(0.0)
 ONES = torch.tensor([0.0, 1.0, 1.0, 0.0])
 
 
@@ -38,6 +39,8 @@ FORMS: dict[str, Form] = {
     "logsigmoid of zero": lambda h, w: functional.logsigmoid(h * 0),
     "the spread of equal numbers": lambda h, w: (h * 0 + 2).std(-1) + h.std(0, unbiased=False).sum(),
     "the spread of each": lambda h, w: torch.std_mean(h * (h[:, :1] > 0), -1)[0],
+    "a root of the greater": lambda h, w: torch.maximum(h, ZERO).sqrt() + torch.minimum(h, ZERO).neg().sqrt(),
+    "the greater of equal ones": lambda h, w: torch.maximum(h, nothing(w) + h.detach()) + torch.minimum(h, w),
     "relu6 at its bounds": lambda h, w: functional.relu6(nothing(h)) + functional.relu6(nothing(h) + 6) + h,
     "hardtanh at its bounds": lambda h, w: functional.hardtanh(nothing(h) - 0.5, -0.5, 0.5) * 2 + h,
     "a root of what is not below zero": lambda h, w: h.clamp(min=0).sqrt() + h.clamp(max=0).neg().sqrt(),
