@@ -9,6 +9,7 @@ Standard library, errors and run.folder only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import os
 import pwd
@@ -122,7 +123,12 @@ def renew(record: Path, make: Callable[[], Sequence[Path]]) -> None:
         if record.exists():
             _NOTES.append(f"{why}; made anew")
         record.unlink(missing_ok=True)
-        seal(record, make())
+        try:
+            seal(record, make())
+        except OSError as error:
+            if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                error.filename = str(record)  # a full disk is met in a write, which has no name
+            raise
 
 
 def note(text: str) -> None:

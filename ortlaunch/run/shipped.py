@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch.errors import InputError, RecipeError
+from ortlaunch.run.folder import write_text
 
 _MODULE = re.compile(r"(\w+)(?:\.py\b|:\w)")
 
@@ -121,7 +122,7 @@ def copy(name: str, target: Path) -> list[Path]:
         first.parent.mkdir(exist_ok=True)  # one new folder, as cp -r makes; a path with more is a slip
         for old, new in pairs:
             text = old.read_text(encoding="utf-8")  # an editor finds the schema from anywhere
-            new.write_text(text.replace("$schema=../", f"$schema={folder().resolve()}/"), encoding="utf-8")
+            write_text(new, text.replace("$schema=../", f"$schema={folder().resolve()}/"))
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be written: {error.strerror}") from None
     return [new for _, new in pairs]

@@ -20,9 +20,11 @@ def main() -> int:
     line.show("loading libraries")
     try:
         from ortlaunch.cache import cache_root, take_notes
+        from ortlaunch.file_errors import of_ours
         from ortlaunch.worker.data import Data
 
-        data = Data(recipe, line.show)
+        with of_ours(cache_root()):
+            data = Data(recipe, line.show)
     except OrtlaunchError as error:
         line.end()
         print(f"ortlaunch: {error}", file=sys.stderr)

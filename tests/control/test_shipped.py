@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -140,6 +141,18 @@ def test_copy_to_an_impossible_place(library: Path) -> None:
     Path("file").write_text("")
     with pytest.raises(InputError, match=r"^file: cannot be written: File exists$|file/x: .*Not a directory$"):
         shipped.copy("llama/tiny", Path("file/x/tiny.yaml"))
+
+
+def test_copy_on_a_full_disk(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is named, and no empty one is left, which would be in the way of the next copy."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"^mine.yaml: cannot be written: No space left on device$"):
+        shipped.copy("llama/tiny", Path("mine.yaml"))
+    assert not Path("mine.yaml").exists()
 
 
 def test_the_real_ones_copy_and_load(tmp_path: Path) -> None:

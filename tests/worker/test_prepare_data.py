@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.recipe import to_yaml
-from ortlaunch.worker.data import Data, tokens
+from ortlaunch.worker.data import Data, tokenizer, tokens
 from ortlaunch.worker.prepare_data import main
 from tests.makers import bert
 
@@ -39,6 +39,18 @@ def test_a_training_finds_it_all_there(prepare: Any, capsys: Captured, monkeypat
     assert "data.train: 20 samples\nready in " in capsys.readouterr().out  # of 6 words between [CLS] and [SEP]
     monkeypatch.setattr(tokens, "_write_tokens", None)
     assert len(Data(made).train) == 20
+
+
+def test_a_full_cache_is_told(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a line, with what to do, though the library that writes the tokenizer names no file."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokenizer, "_train_into", full)
+    assert prepare('{"text": "the cat sat"}\n' * 20)[1] == 1
+    said = capsys.readouterr().err
+    assert "No space left on device; free some space; ORTLAUNCH_CACHE names another place" in said
 
 
 def test_what_is_wrong_is_told(prepare: Any, capsys: Captured) -> None:
