@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,3 +212,40 @@ def test_a_client_knows_some_of_the_words() -> None:
     assert data.train.labels == [2, 0]
     with pytest.raises(DataError, match="label 'odd' is none of the artifacts': bad, good"):
         number_as_trained(data, {"bad": 0, "good": 1})
+
+
+class Sum(torch.nn.Module):
+    """`y` is what `stack` makes of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.layer(x)
+        return {"loss": ((found - y) ** 2).mean(), "found": found, "mean": found.mean()}
+
+
+def rows() -> list[dict[str, Any]]:
+    return [{"x": row, "more": 1.0} for row in torch.randn(8, 4, generator=torch.Generator().manual_seed(0))]
+
+
+def stack(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    x = torch.stack([sample["x"] for sample in samples])
+    return {"x": x, "y": x.sum(1, keepdim=True) + torch.tensor([[sample["more"]] for sample in samples])}
+
+
+def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model and samples of one's own, that a function of one's own stacks: exported, and trained with it."""
+    monkeypatch.setitem(sys.modules, "own_of_a_test", sys.modules[__name__])
+    source = {"format": "custom", "factory": "own_of_a_test:rows"}
+    recipe = makers.recipe(
+        model={"task": "custom", "factory": "own_of_a_test:Sum"},
+        data={"train": source, "evaluation": source, "collate": "own_of_a_test:stack"},
+        optimizer={"learning_rate": 0.1},
+        train={"max_steps": 40},
+    )
+    made = Made(recipe, tmp_path / "artifacts")
+    before = evaluate(made.place, made.recipe, made.data, made.place.checkpoint).loss
+    made.train(tmp_path / "trained")
+    assert evaluate(made.place, made.recipe, made.data, tmp_path / "trained").loss < before / 4

@@ -17,7 +17,7 @@ from torch import nn
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.chunked_head import LABELS
-from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.data import Data, stack_of
 from ortlaunch.worker.model import LossModule, loss_of
 from ortlaunch.worker.onnx_export import real_batches
 
@@ -62,7 +62,7 @@ class Forward(NamedTuple):
 
 def labelled_batches(recipe: Recipe, whole: LossModule, data: Data) -> list[Batch]:
     """Batches of the run's own data, in the order of the model's forward; the first two differ in both sizes."""
-    few = collate([data.train.sample(index % len(data.train), epoch=0) for index in range(3)])
+    few = stack_of(recipe)([data.train.sample(index % len(data.train), epoch=0) for index in range(3)])
     model: Any = whole.model
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's has no names
     taken = inspect.signature(model.forward).parameters

@@ -12,7 +12,7 @@ from ortlaunch.errors import InputError, NonFiniteError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.device_folder import DeviceFolder
-from ortlaunch.worker.data import Batches, Data
+from ortlaunch.worker.data import Batches, Data, stack_of
 from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
 from ortlaunch.worker.schedule import factor
 
@@ -39,7 +39,8 @@ def train(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path, to:
     import_module("onnxruntime").set_seed(recipe.seed + span.first)  # of dropout
     device = Device(place, checkpoint, trains=True)
     print(f"steps {span.first + 1} to {span.last} of {span.total}, each one pass over {micro} samples", flush=True)
-    losses = _take(device, recipe, Batches(data.train, BatchPlan(micro, micro, 1, 1, None), recipe.seed), span)
+    plan = BatchPlan(micro, micro, 1, 1, None)
+    losses = _take(device, recipe, Batches(data.train, plan, recipe.seed, stack=stack_of(recipe)), span)
     _count(device.state, span, micro)
     save_state(device.state, to, with_optimizer=True)
     print(f"trained {len(losses)} steps, {len(losses) * micro} samples, loss {losses[0]:.4f} to {losses[-1]:.4f}: {to}")
