@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ortlaunch.errors import CheckpointError, InputError
-from ortlaunch.recipe import Recipe, parse_resolved
+from ortlaunch.recipe import Recipe, load, parse_resolved
 from ortlaunch.run.device_folder import DeviceFolder
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.data.reading import DataError
@@ -246,6 +246,7 @@ def test_batches_of_the_users_own_collate(tmp_path: Path, monkeypatch: pytest.Mo
         train={"max_steps": 40},
     )
     made = Made(recipe, tmp_path / "artifacts")
+    assert load(made.place.recipe).recipe == made.recipe  # as the verbs read it
     before = evaluate(made.place, made.recipe, made.data, made.place.checkpoint).loss
     made.train(tmp_path / "trained")
     assert evaluate(made.place, made.recipe, made.data, tmp_path / "trained").loss < before / 4

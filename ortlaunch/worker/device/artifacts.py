@@ -68,10 +68,12 @@ def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> D
 
 def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
     """The artifacts' recipe: a step is one pass, nothing is sharded, and attention is written out, for its gradient."""
-    fields = recipe.model
+    fields, alone = recipe.model, dict[str, Any](gradient_checkpointing=False)
+    if fields.task != "custom":
+        alone["attention"] = "eager"
     return recipe.model_copy(
         update={
-            "model": fields.model_copy(update={"attention": "eager", "gradient_checkpointing": False}),
+            "model": fields.model_copy(update=alone),
             "batch": BatchSizes(global_size=None, micro_size=micro_samples, accumulation_steps=1),
             "engine": Engine(name="eager"),
             "zero": None,
