@@ -15,7 +15,7 @@
     ├── BadStepError          the numbers of a step are bad
     │   ├── NonFiniteError    a loss or a gradient is inf or nan, and would spoil the weights
     │   └── LossSpikeError    a loss jumped, and train.on_spike asks for an end
-    ├── HookError             the user's own train.hook raised
+    ├── HookError             the user's own hook, metric or samples raised
     └── CheckpointError       a checkpoint cannot be written or read
         ├── LastSaveError     the save at the end failed, and checkpoint.on_failure is continue
         └── NotSaved          a stop that was asked for found nowhere to save: 128 + its signal
@@ -106,7 +106,7 @@ class LossSpikeError(BadStepError):
 
 
 class HookError(OrtlaunchError):
-    """The user's own train.hook raised, or returned what means nothing; the message names class and method."""
+    """The user's own hook, metric or samples raised, or what they returned means nothing; the message names them."""
 
 
 class CheckpointError(OrtlaunchError):

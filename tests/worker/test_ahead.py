@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from ortlaunch.errors import HookError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.worker.data import Batches, OwnSamples
 from ortlaunch.worker.data.ahead import Reader
@@ -166,3 +167,23 @@ def test_what_is_no_collate(name: str, message: str, own: None) -> None:
     """Told with its name."""
     with pytest.raises(DataError, match=message):
         OwnCollate(f"collates_of_a_test:{name}")([{"x": 1}])
+
+
+class Bad:
+    """Of its samples the sixth raises."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == 5:
+            raise KeyError("no such picture")
+        return {"x": torch.ones(1)}
+
+
+def test_a_sample_that_raises_in_a_process() -> None:
+    """It is named with its micro batch and the user's own words first, not DataLoader's."""
+    batches = Batches(OwnSamples(Bad()), BatchPlan(16, 16, 1, 1, None), 7)
+    said = r"^data.workers: reading samples .*\b5\b.* of data.train raised KeyError: 'no such picture'\n"
+    with batches.read_ahead(0, Reader(2)), pytest.raises(HookError, match=said):
+        batches.micro_batch(0, 0, 0)

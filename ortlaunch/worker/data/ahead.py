@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import HookError, InputError, OrtlaunchError
 from ortlaunch.worker.child import PASSED_ON, die_with_parent
 
 Batch = dict[str, torch.Tensor]
@@ -54,7 +55,7 @@ class Ahead:
             self.close()
             self._source = self._begin(step, number)
         found = next(self._source)
-        if isinstance(found, InputError):
+        if isinstance(found, OrtlaunchError):
             raise found
         self._next = self._after(step, number)
         self._last = (step, number), found
@@ -124,11 +125,17 @@ class _Reads:
     def __init__(self, read: Read) -> None:
         self.read = read
 
-    def __getitem__(self, places: Places) -> Batch | InputError:
+    def __getitem__(self, places: Places) -> Batch | OrtlaunchError:
+        """An error in place of a batch, for DataLoader would put words of its own before it."""
         try:
             return self.read(places)
-        except InputError as error:  # DataLoader would put a traceback around it
+        except InputError as error:
             return error
+        except Exception as error:  # of the user's own code
+            samples = ", ".join(str(index) for index, _ in places)
+            where = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            what = f"{type(error).__name__}: {error}"
+            return HookError(f"data.workers: reading samples {samples} of data.train raised {what}\n{where}")
 
 
 def _be_left_alone(rank: int) -> Callable[[int], None]:
