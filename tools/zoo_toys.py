@@ -85,7 +85,7 @@ OWN: dict[str, dict[str, Any]] = {
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2, "num_self_attention_heads": 4,
                   "num_cross_attention_heads": 4},
     "phi4_multimodal": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-    "pop2piano": {"decoder_start_token_id": 0},
+    **{key: {"decoder_start_token_id": 0} for key in ("pop2piano", "t5", "mt5", "umt5")},
     "pp_lcnet": {"scale": 0.25, "class_expand": 64, "image_size": 64},
     "qwen3_asr": {**_AUDIO_TOKEN, "audio_config": {"n_window_infer": 100, "downsample_hidden_size": 16}},
     "reformer": {"axial_pos_embds": False, "attn_layers": ("local", "lsh"), "num_buckets": 4},

@@ -1,8 +1,9 @@
 """Tensors without a gradient that are concatenated more than once, such as zeros to pad with or a buffer.
 
-ORT's gradient of a Concat names a gradient for each of its inputs, wanted or not. It adds up those of a trained input;
-another's would be two results of one name, and the build ends. In the graph that ORT gets, each place takes a slice of
-its own: the whole, from a place before the first, which is no other's, or ORT would make one of equal ones.
+ORT's gradient of a Concat names a gradient for each of its inputs, wanted or not, that of a BatchNormalization for its
+scale and bias. It adds up those of a trained input; another's would be two results of one name, and the build ends. In
+the graph that ORT gets, each place takes a slice of its own: the whole, from a place before the first, which is no
+other's, or ORT would make one of equal ones.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.gradients import ends_gradients
 from ortlaunch.ortmodule.graph import replace_nodes
 
+_NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2)}
 _BEFORE, _BEHIND = -(2**40), 2**62
 
 
 def keep_constants_apart(export: Export, model: Any) -> None:
-    """ORT ended where two Concats, or one twice, take a tensor that gets no gradient."""
+    """ORT ended where two of them, or one twice, take a tensor that gets no gradient."""
     if not export.training:
         return
     graph = model.graph
     trained = _trained(export, graph)
-    joins = [node for node in graph.node if node.op_type == "Concat" and trained.intersection(node.output)]
-    places = {(node.output[0], place) for node in joins for place, name in enumerate(node.input) if name not in trained}
+    places = {
+        (node.output[0], place)
+        for node in graph.node
+        if trained.intersection(node.output)
+        for place, name in enumerate(node.input)
+        if place in _NAMED.get(node.op_type, ()) and name not in trained
+    }
     if len(places) > 1:  # also of other names: ORT finds out where they are equal
         replace_nodes(graph, _with_slices(graph, places, export.info.onnx_graph_input_names[0]))
 

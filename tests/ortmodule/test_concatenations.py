@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tests.ort import needs_ort
 from tests.ortmodule.modules import same, wrapped
@@ -51,3 +52,25 @@ def test_a_part_without_a_gradient_joins_several_times(name: str) -> None:
         expected.backward()
         torch.testing.assert_close(loss, expected)
         same(model, eager)
+
+
+class Standardizing(nn.Module):
+    """Two weights brought to mean 0 and spread 1, as BiT does: with a scale of one constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x @ functional.batch_norm(weight[None], None, None, training=True)[0]
+        return x.square().mean()
+
+
+def test_two_normalizations_without_weights() -> None:
+    """Scale and bias of both are equal constants, of which ORT makes one."""
+    model, x = Standardizing(), torch.randn(3, 6)
+    eager = copy.deepcopy(model)
+    wrapped(model)(x).backward()
+    eager(x).backward()
+    same(model, eager)
