@@ -209,7 +209,7 @@ def cost(began: float) -> dict[str, float]:
 
 
 def brief(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("frame #")]
     return f"{type(error).__name__}: {lines[-1][:300] if lines else ''}"
 
 
