@@ -96,7 +96,7 @@ def _page(results: dict[str, Any], before: dict[str, str]) -> str:
         "most, in each step). What runs as torch inside ONNX Runtime's graph "
         "([repairs.md](repairs.md#torch-in-the-graph)) is in the last column, with its calls of "
         "three steps.",
-        *_summary(results),
+        *_summary(results, before),
     ]
     for kind, title in KINDS.items():
         if results.get(kind):
@@ -106,20 +106,32 @@ def _page(results: dict[str, Any], before: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _summary(results: dict[str, Any]) -> list[str]:
+def _summary(results: dict[str, Any], before: dict[str, str]) -> list[str]:
     """The families of transformers by what became of them: a row for each task, and one for all."""
-    rows = [(title, Counter(_outcome(case) for case in results[kind].values()))
-            for kind, title in KINDS.items() if kind not in ("layers", "nets") and results.get(kind)]  # fmt: skip
+    kinds = {kind: title for kind, title in KINDS.items() if kind not in ("layers", "nets")}
+    rows = [
+        (title, Counter(_outcome(case) for case in results[kind].values()))
+        for kind, title in kinds.items()
+        if results.get(kind)
+    ]
     if not rows:
         return []
-    lines = ["", "| families of transformers | known | tried | train as in eager | differ | refused, ended |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
-    for title, counts in (*rows, ("all", sum((counts for _, counts in rows), Counter()))):
-        tried = counts.total() - counts["no case"]
+    lines = [
+        "",
+        "| families of transformers | known | tried | train as in eager | differ | refused, ended |",
+        "|---|---|---|---|---|---|",
+    ]
+    for title, counts in (*rows, ("all of these", sum((counts for _, counts in rows), Counter()))):
+        known = sum(counts.values())
+        tried = known - counts["no case"]
         share = f"{counts['trains']} ({counts['trains'] / max(1, tried):.1%})"
-        lines += [f"| {title} | {counts.total()} | {tried} | {share} | {counts['differs']} | {counts['refused']} |"]
-    return [*lines, "", "The others of those known are not tried: eager does not train them at toy size, for the "
-            "reason that stands with them."]  # fmt: skip
+        lines.append(f"| {title} | {known} | {tried} | {share} | {counts['differs']} | {counts['refused']} |")
+    lines += [
+        "",
+        "The others of those known are not tried, for the reason that stands with them: eager's own error, mostly.",
+    ]
+    old = [title for kind, title in kinds.items() if not results.get(kind) and title in before]
+    return [*lines, *([f"Of an earlier run, and not in the table: {', '.join(old)}."] if old else [])]
 
 
 def _outcome(case: dict[str, Any]) -> str:
@@ -138,7 +150,7 @@ def _section(title: str, found: dict[str, Any]) -> list[str]:
         "torch in the graph" + (f": {', '.join(pure)}." if pure else "."),
     ]
     if others:
-        lines += ["", f"Not tried, for eager does not train the toy that is made of them: {'; '.join(sorted(others))}."]
+        lines += ["", f"Not tried: {'; '.join(sorted(others))}."]
     rest = [name for name in cases if name not in pure]
     if rest:
         lines += ["", "| case | | difference | torch in the graph |", "|---|---|---|---|"]
