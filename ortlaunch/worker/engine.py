@@ -139,8 +139,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if plan.deepspeed else None
     used, module, witness, fallback = recipe.engine.name, model, None, ""
     if used == "ort":
-        sample = _placed(weight.prepared(sample), group.device, dtype)
-        module, witness, fallback = _ort(recipe, model, group, sample)
+        module, witness, fallback = _ort(recipe, model, group, _placed(weight.prepared(sample), group.device, dtype))
         used = "eager" if fallback else "ort"
     if used == "inductor":
         model.compile(dynamic=False)
