@@ -149,7 +149,7 @@ class Data(Section):
     padding: Literal["fixed", "longest"] = "fixed"
     """`fixed`: to `sequence_length`, or to `bucket_lengths`. `longest`, for chats and texts with labels: the step's
     samples are dealt out as by `bucket_lengths`, and each micro batch is padded to its longest sample, rounded up to a
-    multiple of 8. Least padding, and most shapes."""
+    multiple of 8. Least padding, most shapes: not on inductor, which compiles few and runs the rest as eager."""
     attend_across_documents: bool = True
     """Of causal-lm on text, whose samples are packed with documents one after another: whether a token sees those of
     documents before its own in the sample. false: each document is as alone, by a block-diagonal mask of fixed shape

@@ -35,6 +35,9 @@ def data_rules(recipe: Recipe) -> Iterator[Problem]:
     yield from _chats(recipe.data, recipe.model.task)
     yield from _packing(recipe.data, recipe.model.task)
     yield from _buckets(recipe.data, recipe.model.task)
+    if recipe.data.padding == "longest" and recipe.engine.name == "inductor":
+        message = "got longest, and inductor compiles each length, up to eight; the others it runs as eager: give"
+        yield ("data.padding", "engine.name"), f"{message} data.bucket_lengths, up to three"
     yield from function("data.collate", recipe.data.collate)
 
 
