@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -126,3 +127,12 @@ def test_memory_is_flat_over_a_corpus_many_times_as_large(source: Corpus, monkey
         return most
 
     assert peak(1500) < 1.2 * peak(150)
+
+
+def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
+    """By its number, by which `train` names it: NumPy's own writing says only how much it wrote."""
+    ids = np.zeros(1 << 20, dtype=np.uint32)
+    encoded = tokens.Encoded(ids, [len(ids)], tokens.Chunk([], 1.0))
+    with open("/dev/full", "wb") as full, pytest.raises(OSError, match="No space left") as caught:
+        tokens._write((full, full), tmp_path / "note", tokens.Written(), [encoded], lambda *_: None)
+    assert caught.value.errno == errno.ENOSPC

@@ -168,8 +168,8 @@ def _write(
 ) -> None:
     began, before, saved, told = time.monotonic(), done.tokens, time.monotonic(), 0.0
     for ids, sizes, chunk in encoded:
-        ids.tofile(files[0])
-        (done.tokens + np.cumsum(sizes, dtype=np.int64)).tofile(files[1])
+        files[0].write(ids.data)  # tofile says nothing of a full disk but how much it wrote
+        files[1].write((done.tokens + np.cumsum(sizes, dtype=np.int64)).data)
         done, now = Written(done.documents + len(chunk.items), done.tokens + len(ids)), time.monotonic()
         if now - saved >= _SAVE_SECONDS:
             for file in files:
