@@ -1,14 +1,18 @@
 """Federated averaging beside training in one place: four clients, five rounds, `ortlaunch device` alone.
 
-    python benchmarks/federated.py [FOLDER]
+    python benchmarks/federated.py [--folder FOLDER] [--batch 16] [--rates 2e-3,4e-3]
 
 A small Llama learns from two elevenths of the language reference, which CPython carries; the rest is split by topic
 among four clients, with a part held out. Each round every client trains the common checkpoint on its own topics, and
-`average` takes the mean. Beside it one device trains on the topics of all: as many steps as a client, and as all.
+`average` takes the mean. Beside it one device trains on the topics of all and sees as many samples as all clients
+together: in as many steps as a client takes, of the batches of all, as data parallel ranks do, which is what the
+average is held to; and in as many as all clients take, one after another, which only one place can. The schedule is
+the same everywhere, and each has the best of the rates.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,7 +21,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-CLIENTS, ROUNDS, STEPS = "abcd", 5, 20
+CLIENTS, ROUNDS = "abcd", 5
+SAMPLES = 320  # of a client in a round: about half of what it has
 RECIPE = """\
 name: federated
 model:
@@ -37,29 +42,67 @@ train: {max_steps: 20}
 """
 
 
-def main() -> None:
-    """Train, average, measure, print."""
+def main() -> int:
+    """Train, average, measure, print; status 1 where the average is more than a tenth above one place."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="to keep what is made")
+    parser.add_argument("--batch", type=int, default=16, help="samples of a client's step")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a client in a round")
+    parser.add_argument("--rates", default="2e-3,4e-3", help="learning rates to try, on both sides")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(sys.argv[1] if len(sys.argv) > 1 else scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_texts(folder)
-        (folder / "recipe.yaml").write_text(RECIPE)
-        ortlaunch(folder, "train", "recipe.yaml", "--run-dir=run")
-        ortlaunch(folder, "export", "run", "--format=ondevice", "--to=artifacts")
-        print(f"from the public texts   {loss(folder, 'artifacts/checkpoint'):.4f}", flush=True)
-        everybody = f"data.train.path=[{','.join(f'{name}.txt' for name in CLIENTS)}]"
-        for name, steps in (
-            ("a client's steps", ROUNDS * STEPS),
-            ("all clients' steps", len(CLIENTS) * ROUNDS * STEPS),
-        ):
-            ortlaunch(folder, "device", "train", "artifacts", everybody, f"train.max_steps={steps}", "--to=central")
-            print(f"one place, {name:18} {loss(folder, 'central'):.4f} after {steps} steps", flush=True)
-        for turn in range(ROUNDS):
-            for name in CLIENTS:
-                mine = (f"data.train.path=[{name}.txt]", f"train.max_steps={ROUNDS * STEPS}", f"--steps={STEPS}")
-                ortlaunch(folder, "device", "train", "artifacts", *mine, f"--to=client-{name}")
-            ortlaunch(folder, "device", "average", "artifacts", *(f"client-{name}" for name in CLIENTS))
-            print(f"average of round {turn + 1}      {loss(folder, 'artifacts/checkpoint'):.4f}", flush=True)
+        folder = options.folder or Path(scratch)
+        prepare(folder)
+        print(f"from the public texts {loss(folder, 'first'):.4f}", flush=True)
+        steps, rates = options.samples // options.batch, options.rates.split(",")
+        federated = min(averaged(folder, rate, options.batch, steps) for rate in rates)
+        at_once = min(in_one_place(folder, rate, options.batch * len(CLIENTS), ROUNDS * steps) for rate in rates)
+        in_turn = min(in_one_place(folder, rate, options.batch, ROUNDS * steps * len(CLIENTS)) for rate in rates)
+    print(f"federated {federated:.4f}; one place {at_once:.4f}: {federated / at_once - 1:+.1%}; "
+          f"in {len(CLIENTS)} x as many steps {in_turn:.4f}: {federated / in_turn - 1:+.1%}")  # fmt: skip
+    return int(federated > 1.1 * at_once)
+
+
+def prepare(folder: Path) -> None:
+    """Texts, and the artifacts of a run on the public ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_texts(folder)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    ortlaunch(folder, "train", "recipe.yaml", "--run-dir=run")
+    ortlaunch(folder, "export", "run", "--format=ondevice", "--to=artifacts")
+    (folder / "first").write_bytes((folder / "artifacts/checkpoint").read_bytes())
+
+
+def in_one_place(folder: Path, rate: str, batch: int, steps: int) -> float:
+    """The loss after so many steps on the topics of all."""
+    everybody = f"data.train.path=[{','.join(f'{name}.txt' for name in CLIENTS)}]"
+    settings = (everybody, *length(rate, batch, steps), "--checkpoint=first", "--to=central")
+    ortlaunch(folder, "device", "train", "artifacts", *settings)
+    found = loss(folder, "central")
+    print(f"one place, rate {rate}: {found:.4f} after {steps} steps of {batch}", flush=True)
+    return found
+
+
+def averaged(folder: Path, rate: str, batch: int, steps: int) -> float:
+    """The loss after the last round."""
+    (folder / "common").write_bytes((folder / "first").read_bytes())
+    found = []
+    for _ in range(ROUNDS):
+        for name in CLIENTS:
+            mine = (f"data.train.path=[{name}.txt]", *length(rate, batch, ROUNDS * steps), f"--steps={steps}")
+            ortlaunch(folder, "device", "train", "artifacts", *mine, "--checkpoint=common", f"--to=client-{name}")
+        clients = [f"client-{name}" for name in CLIENTS]
+        ortlaunch(folder, "device", "average", "artifacts", *clients, "--to=common")
+        found.append(loss(folder, "common"))
+    rounds = ", ".join(f"{each:.4f}" for each in found)
+    print(f"federated, rate {rate}: {rounds} after rounds of {steps} steps of {batch}", flush=True)
+    return found[-1]
+
+
+def length(rate: str, batch: int, steps: int) -> tuple[str, ...]:
+    """Settings of a training: the rate falls to 0 at its last step, over all rounds."""
+    return (f"optimizer.learning_rate={rate}", f"batch.micro_size={batch}", f"train.max_steps={steps}",
+            "schedule.name=linear")  # fmt: skip
 
 
 def write_texts(folder: Path) -> None:
@@ -93,4 +136,4 @@ def loss(folder: Path, checkpoint: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -164,8 +164,8 @@ class Data(Section):
     workers: Optional[Annotated[int, Field(ge=0, le=256)]] = None
     """Processes of each rank that read micro batches while earlier ones train, for custom data whose samples take time
     to make, or text. Each sample is read with Python's, NumPy's and torch's random numbers seeded by seed, epoch and
-    sample, the same with any number of workers. 0: none. null: for text a thread, which is enough; for custom data
-    none. Not for evaluation."""
+    sample, the same with any number of workers. 0: none. null: for text on a GPU a thread,
+    which is enough; on a CPU, and for custom data, none. Not for evaluation."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

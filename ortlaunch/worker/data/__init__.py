@@ -59,10 +59,14 @@ def stack_of(recipe: Recipe) -> Stack:
 
 
 def reader(recipe: Recipe, device: str) -> Reader:
-    """Who reads ahead: by default a thread for text, and nobody for custom data, which may draw random numbers."""
+    """Who reads ahead: by default a thread for text on a GPU, else nobody.
+
+    Custom data may draw random numbers. On a CPU the thread takes a core from the training's threads, all of which
+    wait for the last of them: twice what it saves (benchmarks/data_speed.py).
+    """
     workers = recipe.data.workers
     if workers is None:
-        return Reader(None if recipe.data.is_custom else 0, device == "cuda")
+        return Reader(0 if device == "cuda" and not recipe.data.is_custom else None, device == "cuda")
     return Reader(workers or None, device == "cuda")
 
 

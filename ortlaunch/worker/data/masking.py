@@ -11,7 +11,6 @@ import torch
 from ortlaunch.recipe.data import MaskedLm
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
-from ortlaunch.worker.data.windows import window
 
 _Ints = np.ndarray[Any, Any]
 
@@ -34,18 +33,17 @@ class Masking:
         wanted = max(1, round(tokens * self.settings.probability))
         return min(wanted, self.settings.max_predictions or wanted)
 
-    def masked(self, ids: torch.Tensor, random: np.random.Generator) -> dict[str, torch.Tensor]:
-        """Choose places; 80 % become [MASK], 10 % a random word, 10 % stay. ids: (tokens,), without padding."""
-        special = (ids == self.cls) | (ids == self.sep)
-        places = torch.nonzero(~special).flatten().numpy()
-        places = self._chosen(ids.numpy(), places, self.predictions(len(ids)), random)
-        labels = torch.full_like(ids, IGNORED)
+    def masked(self, ids: _Ints, random: np.random.Generator) -> dict[str, _Ints]:
+        """Choose places; 80 % become [MASK], 10 % a random word, 10 % stay. ids: (tokens,) int64, without padding."""
+        places = np.flatnonzero((ids != self.cls) & (ids != self.sep))
+        places = self._chosen(ids, places, self.predictions(len(ids)), random)
+        labels = np.full_like(ids, IGNORED)
         labels[places] = ids[places]
         fate = random.random(len(places))
-        masked = ids.clone()
+        masked = ids.copy()
         masked[places[fate < 0.8]] = self.mask
         other = places[fate >= 0.9]
-        masked[other] = torch.from_numpy(random.integers(self.words, size=len(other)))
+        masked[other] = random.integers(self.words, size=len(other))
         return {"input_ids": masked, "labels": labels}
 
     def _chosen(self, ids: _Ints, places: _Ints, count: int, random: np.random.Generator) -> _Ints:
@@ -94,6 +92,6 @@ class MaskedBlocks:
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
         random = np.random.Generator(np.random.Philox([self.seed, epoch, index]))
-        cls, sep = torch.tensor([self.masking.cls]), torch.tensor([self.masking.sep])
-        body = window(self.tokens, index * self.body, self.body)
-        return self.masking.masked(torch.cat([cls, body, sep]), random)
+        body = self.tokens[index * self.body : (index + 1) * self.body]
+        ids = np.concatenate([[self.masking.cls], body, [self.masking.sep]], dtype=np.int64)
+        return {name: torch.from_numpy(each) for name, each in self.masking.masked(ids, random).items()}

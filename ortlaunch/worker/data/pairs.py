@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from ortlaunch.worker.data.masking import Masking
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.tokens import Documents
-from ortlaunch.worker.data.windows import window
 
+_Ints = np.ndarray[Any, Any]
 _DRAWS = 32  # of another document that is long enough
-_PADDING = {"attention_mask": 0, "token_type_ids": 0, "labels": IGNORED}
+_PADDING = {"labels": IGNORED}
 
 
 class SentencePairs:
@@ -30,7 +29,8 @@ class SentencePairs:
     """
 
     def __init__(self, documents: Documents, length: int, masking: Masking, pad: int, seed: int) -> None:
-        self.tokens, self.ends = documents
+        self.tokens: _Ints = documents.tokens.view(np.ndarray)  # a memmap's slices take five times as long
+        self.ends: _Ints = documents.ends.view(np.ndarray)
         self.length, self.masking, self.pad, self.seed = length, masking, pad, seed
         self.body = length - 3
         sizes = np.diff(self.ends, prepend=0)
@@ -50,17 +50,29 @@ class SentencePairs:
         random = np.random.Generator(np.random.Philox([self.seed, epoch, index]))
         document, start, size = self.place(index)
         cut = int(random.integers(max(1, size // 4), max(1, size * 3 // 4) + 1))
-        first, second = window(self.tokens, start, cut), window(self.tokens, start + cut, size - cut)
+        second = start + cut, size - cut
         unrelated = int(random.integers(2))
         if unrelated:
             second = self._from_another(document, size - cut, random)
-        cls, sep = torch.tensor([self.masking.cls]), torch.tensor([self.masking.sep])
-        ids = torch.cat([cls, first, sep, second, sep])
-        segments = torch.zeros_like(ids)
-        segments[cut + 2 :] = 1
-        found = {"attention_mask": torch.ones_like(ids), "token_type_ids": segments, **self.masking.masked(ids, random)}
-        return {**{name: self._padded(name, each) for name, each in found.items()},
+        ids = self._joined((start, cut), second)
+        found = {name: self._padded(name, each) for name, each in self.masking.masked(ids, random).items()}
+        attention: _Ints = np.zeros(self.length, dtype=np.int64)
+        segments: _Ints = np.zeros(self.length, dtype=np.int64)
+        attention[: len(ids)] = 1
+        segments[cut + 2 : len(ids)] = 1
+        found = {"attention_mask": attention, "token_type_ids": segments, **found}
+        return {**{name: torch.from_numpy(each) for name, each in found.items()},
                 "next_sentence_label": torch.tensor(unrelated)}  # fmt: skip
+
+    def _joined(self, *segments: tuple[int, int]) -> _Ints:
+        """[CLS] first [SEP] second [SEP]: tokens from a place on, and how many."""
+        ids: _Ints = np.full(sum(size for _, size in segments) + 3, self.masking.sep, dtype=np.int64)
+        place = 1
+        ids[0] = self.masking.cls
+        for start, size in segments:
+            ids[place : place + size] = self.tokens[start : start + size]
+            place += size + 1
+        return ids
 
     def place(self, index: int) -> tuple[int, int, int]:
         """Document of a sample, its first token and how many it has."""
@@ -73,8 +85,8 @@ class SentencePairs:
     def _span(self, document: int) -> tuple[int, int]:
         return (int(self.ends[document - 1]) if document else 0), int(self.ends[document])
 
-    def _from_another(self, document: int, size: int, random: np.random.Generator) -> torch.Tensor:
-        """So many tokens of another document, which is drawn by its size; fewer where none is found that has them."""
+    def _from_another(self, document: int, size: int, random: np.random.Generator) -> tuple[int, int]:
+        """Where so many tokens of another document begin, drawn by its size; and how many, if none has all of them."""
         best = (0, 0)
         for _ in range(_DRAWS):
             place = int(random.integers(len(self.tokens)))
@@ -86,7 +98,7 @@ class SentencePairs:
             if best[0] == size:
                 break
         found, start = best if best[0] else self._neighbour(document, size)
-        return window(self.tokens, start, found)
+        return start, found
 
     def _neighbour(self, document: int, size: int) -> tuple[int, int]:
         """Of a corpus that is nearly one document, the next one that has tokens."""
@@ -94,5 +106,7 @@ class SentencePairs:
         begin, end = next(span for span in map(self._span, others) if span[1] > span[0])
         return min(size, end - begin), begin
 
-    def _padded(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        return functional.pad(values, (0, self.length - len(values)), value=_PADDING.get(name, self.pad))
+    def _padded(self, name: str, values: _Ints) -> _Ints:
+        whole: _Ints = np.full(self.length, _PADDING.get(name, self.pad), dtype=np.int64)
+        whole[: len(values)] = values
+        return whole
