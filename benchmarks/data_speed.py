@@ -32,7 +32,7 @@ from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.progress import Progress
 
-TURNS, STEPS = 6, 12
+TURNS, STEPS = 24, 3  # short turns: neighbours on the machine come and go within seconds
 WAYS = {"cached": None, "thread": Reader(0), "loop": Reader(None)}
 
 

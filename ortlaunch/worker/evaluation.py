@@ -81,20 +81,31 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
 
 
 def _passed(session: Session, taken: Batch) -> Any:
-    """What the engine's module returns. A lone sample, beside others, is passed twice: the mean loss is the same.
+    """What the engine's module returns. For engine ort a short last batch is filled with its last sample, unlabelled.
 
-    ONNX Runtime's graph would be exported anew for a size of one, and again for the next evaluation's first batch.
+    ONNX Runtime's graph would be exported anew for its size, and again for the next evaluation's first batch, where the
+    model asks sizes in Python.
     """
     module, micro = session.engine.eval_module, session.plan.batch.micro_samples
-    graph = session.engine.record.engine.used == "ort" and session.recipe.model.task != "custom" and micro > 1
-    if not graph or not all(value.dim() and len(value) == 1 for value in taken.values()):
+    samples = {len(value) if value.dim() else 0 for value in taken.values()}
+    graph = session.engine.record.engine.used == "ort" and session.recipe.model.task != "custom"
+    if not graph or len(samples) > 1 or micro in samples or _are_numbers(taken.get("labels")):
         return module(**taken)
-    given = module(**{name: torch.cat([value, value]) for name, value in taken.items()})
-    return (
-        {name: value[:1] if value.dim() else value for name, value in given.items()}
-        if isinstance(given, Mapping)
-        else given
-    )
+    (count,) = samples
+    given = module(**{name: _filled(name, value, micro) for name, value in taken.items()})
+    if not isinstance(given, Mapping):
+        return given
+    return {name: value[:count] if value.dim() else value for name, value in given.items()}
+
+
+def _filled(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
+    added = value[-1:].expand(rows - len(value), *value.shape[1:])
+    return torch.cat([value, torch.full_like(added, IGNORED) if name in LABELS else added])
+
+
+def _are_numbers(labels: torch.Tensor | None) -> bool:
+    """Whose error no label leaves out."""
+    return labels is None or labels.is_floating_point()
 
 
 @contextlib.contextmanager

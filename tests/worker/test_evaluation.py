@@ -193,12 +193,14 @@ def test_classes_on_any_ranks() -> None:
 
 def test_metrics_are_of_the_engines_own_pass() -> None:
     """Engine ort hands out what it evaluated, head in chunks or not; PyTorch neither passes nor exports once more."""
-    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+    from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    ids = torch.randint(50, (7, 8))  # the last one is alone in its batch
+    ids = torch.randint(50, (5, 8))  # the last batch is one short
+    llama = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
     cases = (
-        ("sequence-classification", BertForSequenceClassification, [torch.tensor(i % 3) for i in range(7)], {}),
+        ("causal-lm", lambda _: llama, list(ids), {}),  # asks the size of a batch in Python
+        ("sequence-classification", BertForSequenceClassification, [torch.tensor(i % 3) for i in range(5)], {}),
         ("masked-lm", BertForMaskedLM, list(ids), {}),
         ("masked-lm", BertForMaskedLM, list(ids), {"chunked_loss": 2}),
     )

@@ -7,12 +7,33 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 
 from ortlaunch.recipe.data import MaskedLm
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 
 _Ints = np.ndarray[Any, Any]
+
+
+def draws(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """What a sample draws at random. Philox ciphers with a key: another key is another stream (Salmon et al. 2011).
+
+    The key is these numbers themselves: NumPy's hash of them would take four times as long.
+    """
+    return np.random.Generator(np.random.Philox(_Key(seed, epoch, index)))
+
+
+class _Key(ISeedSequence):
+    """No two samples of a data set have one, below 2^40 samples and 2^24 epochs."""
+
+    def __init__(self, seed: int, epoch: int, index: int) -> None:
+        self.words = (seed % (1 << 64), (epoch % (1 << 24) << 40) + index)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> _Ints:
+        """What Philox asks for: two words of 64 bits."""
+        words: _Ints = np.array(self.words, dtype=np.uint64)
+        return words
 
 
 class Masking:
@@ -25,7 +46,7 @@ class Masking:
                 f"data.tokenizer has no {', '.join(missing)}, which masked language models need; train wordpiece"
             )
         self.words, self.settings = len(tokenizer), settings
-        self.cls, self.sep, self.mask = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
+        self.cls, self.sep, self.mask_id = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id
         self.goes_on = _pieces(tokenizer) if settings.whole_words else None
 
     def predictions(self, tokens: int) -> int:
@@ -33,18 +54,18 @@ class Masking:
         wanted = max(1, round(tokens * self.settings.probability))
         return min(wanted, self.settings.max_predictions or wanted)
 
-    def masked(self, ids: _Ints, random: np.random.Generator) -> dict[str, _Ints]:
-        """Choose places; 80 % become [MASK], 10 % a random word, 10 % stay. ids: (tokens,) int64, without padding."""
-        places = np.flatnonzero((ids != self.cls) & (ids != self.sep))
+    def mask(self, ids: _Ints, labels: _Ints, random: np.random.Generator) -> None:
+        """Choose places, and give them their labels; 80 % become [MASK], 10 % a random word, 10 % stay.
+
+        ids, labels: (tokens,) int64, without padding; both are written to.
+        """
+        places = ((ids != self.cls) & (ids != self.sep)).nonzero()[0]
         places = self._chosen(ids, places, self.predictions(len(ids)), random)
-        labels = np.full_like(ids, IGNORED)
         labels[places] = ids[places]
         fate = random.random(len(places))
-        masked = ids.copy()
-        masked[places[fate < 0.8]] = self.mask
+        ids[places[fate < 0.8]] = self.mask_id
         other = places[fate >= 0.9]
-        masked[other] = random.integers(self.words, size=len(other))
-        return {"input_ids": masked, "labels": labels}
+        ids[other] = random.random(len(other)) * self.words  # rounded down
 
     def _chosen(self, ids: _Ints, places: _Ints, count: int, random: np.random.Generator) -> _Ints:
         """`count` of the places; with whole words, those of words in random order that still fit."""
@@ -91,7 +112,9 @@ class MaskedBlocks:
         return len(self.tokens) // self.body
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        random = np.random.Generator(np.random.Philox([self.seed, epoch, index]))
-        body = self.tokens[index * self.body : (index + 1) * self.body]
-        ids = np.concatenate([[self.masking.cls], body, [self.masking.sep]], dtype=np.int64)
-        return {name: torch.from_numpy(each) for name, each in self.masking.masked(ids, random).items()}
+        found: _Ints = np.full((2, self.body + 2), IGNORED, dtype=np.int64)
+        ids, labels = found
+        ids[0], ids[-1] = self.masking.cls, self.masking.sep
+        ids[1:-1] = self.tokens[index * self.body : (index + 1) * self.body]
+        self.masking.mask(ids, labels, draws(self.seed, epoch, index))
+        return dict(zip(("input_ids", "labels"), torch.from_numpy(found)))

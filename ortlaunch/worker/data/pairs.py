@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ortlaunch.worker.data.masking import Masking
+from ortlaunch.worker.data.masking import Masking, draws
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.tokens import Documents
 
 _Ints = np.ndarray[Any, Any]
 _DRAWS = 32  # of another document that is long enough
-_PADDING = {"labels": IGNORED}
+_NAMES = ("input_ids", "labels", "attention_mask", "token_type_ids")
 
 
 class SentencePairs:
@@ -47,36 +47,34 @@ class SentencePairs:
         return int(self.until[-1])
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        random = np.random.Generator(np.random.Philox([self.seed, epoch, index]))
+        random = draws(self.seed, epoch, index)
         document, start, size = self.place(index)
         cut = int(random.integers(max(1, size // 4), max(1, size * 3 // 4) + 1))
         second = start + cut, size - cut
         unrelated = int(random.integers(2))
         if unrelated:
             second = self._from_another(document, size - cut, random)
-        ids = self._joined((start, cut), second)
-        found = {name: self._padded(name, each) for name, each in self.masking.masked(ids, random).items()}
-        attention: _Ints = np.zeros(self.length, dtype=np.int64)
-        segments: _Ints = np.zeros(self.length, dtype=np.int64)
-        attention[: len(ids)] = 1
-        segments[cut + 2 : len(ids)] = 1
-        found = {"attention_mask": attention, "token_type_ids": segments, **found}
-        return {**{name: torch.from_numpy(each) for name, each in found.items()},
-                "next_sentence_label": torch.tensor(unrelated)}  # fmt: skip
+        found: _Ints = np.zeros((4, self.length), dtype=np.int64)
+        ids, labels, attention, segments = found
+        end = self._join(ids, (start, cut), second)
+        ids[end:], labels[:] = self.pad, IGNORED
+        attention[:end], segments[cut + 2 : end] = 1, 1
+        self.masking.mask(ids[:end], labels[:end], random)
+        return {**dict(zip(_NAMES, torch.from_numpy(found))),
+                "next_sentence_label": torch.from_numpy(np.array(unrelated))}  # fmt: skip
 
-    def _joined(self, *segments: tuple[int, int]) -> _Ints:
-        """[CLS] first [SEP] second [SEP]: tokens from a place on, and how many."""
-        ids: _Ints = np.full(sum(size for _, size in segments) + 3, self.masking.sep, dtype=np.int64)
-        place = 1
-        ids[0] = self.masking.cls
+    def _join(self, ids: _Ints, *segments: tuple[int, int]) -> int:
+        """[CLS] first [SEP] second [SEP]: tokens from a place on, and how many. How long that is."""
+        ids[0], place = self.masking.cls, 1
         for start, size in segments:
             ids[place : place + size] = self.tokens[start : start + size]
+            ids[place + size] = self.masking.sep
             place += size + 1
-        return ids
+        return place
 
     def place(self, index: int) -> tuple[int, int, int]:
         """Document of a sample, its first token and how many it has."""
-        document = int(np.searchsorted(self.until, index, side="right"))
+        document = int(self.until.searchsorted(index, side="right"))
         number = index - (int(self.until[document - 1]) if document else 0)
         begin, end = self._span(document)
         start = max(begin, min(begin + number * self.body, end - self.body))
@@ -90,7 +88,7 @@ class SentencePairs:
         best = (0, 0)
         for _ in range(_DRAWS):
             place = int(random.integers(len(self.tokens)))
-            other = int(np.searchsorted(self.ends, place, side="right"))
+            other = int(self.ends.searchsorted(place, side="right"))
             if other != document:
                 begin, end = self._span(other)
                 start = max(begin, min(place, end - size))
@@ -105,8 +103,3 @@ class SentencePairs:
         others = ((document + step) % len(self.ends) for step in range(1, len(self.ends)))
         begin, end = next(span for span in map(self._span, others) if span[1] > span[0])
         return min(size, end - begin), begin
-
-    def _padded(self, name: str, values: _Ints) -> _Ints:
-        whole: _Ints = np.full(self.length, _PADDING.get(name, self.pad), dtype=np.int64)
-        whole[: len(values)] = values
-        return whole
