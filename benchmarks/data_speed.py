@@ -2,14 +2,13 @@
 
     python benchmarks/data_speed.py [RECIPE] [ENGINE] [KEY=VALUE ...]      bert-large/tiny, ort
 
-A B B A ..., each turn some steps after one that is not counted; medians over all steps, of wall-clock and of the
-process's CPU time. The share is what training on real data has of the speed on a batch that is always there: `thread`
-ahead, as `train` reads text on a GPU; `loop` in between the steps, as it does on a CPU.
+A B B A ..., a step each: neighbours on the machine come and go within seconds. The share is what training on real data
+has of the speed on a batch that is always there: the median over pairs of neighbouring steps, by wall-clock and by the
+process's CPU time. Real data are read between the steps, as `train` does on a CPU (on a GPU a thread reads ahead).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import os
@@ -17,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +26,11 @@ from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.resolve import resolve
 from ortlaunch.worker.data import Batches
-from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.progress import Progress
 
-TURNS, STEPS = 24, 3  # short turns: neighbours on the machine come and go within seconds
-WAYS = {"cached": None, "thread": Reader(0), "loop": Reader(None)}
+Took = list[tuple[float, float]]
+PAIRS = 150  # after three that are not counted
 
 
 class Cached(Batches):
@@ -61,41 +58,32 @@ def session_of(recipe: str, overrides: tuple[str, ...], folder: Path) -> Any:
     return build_session(made, plan, RunDir(folder), alone, Progress(rank=1))
 
 
-@contextlib.contextmanager
-def reading(session: Any, way: str) -> Iterator[Any]:
-    """The session with its batches as `way` has them."""
-    batches, reader = session.batches, WAYS[way]
-    if reader is None:
-        yield dataclasses.replace(session, batches=Cached(batches))
-        return
-    with batches.read_ahead(0, reader):
-        yield session
-
-
 def main(recipe: str, engine: str, *overrides: str) -> None:
-    """Turns, then a line a way."""
+    """Pairs, then a line a way."""
     from ortlaunch.worker.tasks.train import TrainState, train_step
 
     with tempfile.TemporaryDirectory() as folder:
         session = session_of(recipe, (f"engine.name={engine}", "train.max_steps=100000", *overrides), Path(folder))
-        state, took = TrainState(), {way: list[tuple[float, float]]() for way in WAYS}
+        cached = dataclasses.replace(session, batches=Cached(session.batches))
+        state = TrainState()
+        took: tuple[Took, Took] = ([], [])
         gc.disable()
-        for turn in range(TURNS):
-            for way in WAYS if turn % 2 else reversed(WAYS):
-                with reading(session, way) as mine:
-                    for number in range(STEPS + 1):
-                        begun, cpu = time.perf_counter(), time.process_time()
-                        train_step(mine, state)
-                        state.step += 1
-                        if number:
-                            took[way].append((time.perf_counter() - begun, time.process_time() - cpu))
-            gc.collect()
-        print(f"{recipe} on {engine}, {session.plan.batch}, load {os.getloadavg()[0]:.1f}")
-        medians = {way: [statistics.median(each) for each in zip(*steps)] for way, steps in took.items()}
-        for way, (wall, cpu) in medians.items():
-            shares = [theirs / ours for theirs, ours in zip(medians["cached"], (wall, cpu))]
-            speed = f"{shares[0]:.1%} of its speed, by CPU {shares[1]:.1%}"
-            print(f"  {way:8}{wall * 1e3:9.1f} ms a step, CPU {cpu * 1e3:8.1f} ms: {speed}")
+        for pair in range(PAIRS + 3):
+            for way in (0, 1) if pair % 2 else (1, 0):
+                begun, cpu = time.perf_counter(), time.process_time()
+                train_step((cached, session)[way], state)
+                state.step += 1
+                took[way].append((time.perf_counter() - begun, time.process_time() - cpu))
+            if pair % 10 == 0:
+                gc.collect()
+    print(f"{recipe} on {engine}, {session.plan.batch}, load {os.getloadavg()[0]:.1f}")
+    for name, mine in zip(("cached", "real"), took):
+        wall, cpu = (statistics.median(each) * 1e3 for each in zip(*mine[3:]))
+        shares = (statistics.median(theirs[i] / ours[i] for theirs, ours in zip(took[0][3:], mine[3:])) for i in (0, 1))
+        wall_share, cpu_share = shares
+        print(
+            f"  {name:8}{wall:9.1f} ms a step, CPU {cpu:8.1f} ms: {wall_share:.1%} of its speed, by CPU {cpu_share:.1%}"
+        )
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from torch.testing import assert_close
 
 from ortlaunch.recipe.data import MaskedLm
-from ortlaunch.worker.data import IGNORED, Blocks, MaskedBlocks, Masking, SentencePairs
+from ortlaunch.worker.data import IGNORED, Blocks, MaskedBlocks, Masking, Mixture, SentencePairs, collate
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.tokens import Documents
 
@@ -143,6 +144,37 @@ def test_masking_is_a_function_of_seed_epoch_and_index(pairs: bool) -> None:
     assert ids(masked(seed=1, pairs=pairs), 4, 2) != forward[4]
 
 
+def whole_words() -> Any:
+    """Windows of which every third word goes on the one before."""
+
+    class Pieces(Words):
+        def convert_ids_to_tokens(self, ids: Any) -> list[str]:
+            return [f"##{number}" if number % 3 == 0 else str(number) for number in ids]
+
+    return MaskedBlocks(corpus(60_000), 64, Masking(Pieces(), MaskedLm(whole_words=True)), 0)
+
+
+def pairs_of_all_lengths(seed: int = 0) -> SentencePairs:
+    """Some with padding."""
+    return documents_of(np.random.default_rng(1).integers(0, 400, 300).tolist(), seed)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        masked(),
+        whole_words(),
+        pairs_of_all_lengths(),
+        Mixture([pairs_of_all_lengths(), pairs_of_all_lengths(1)], [1, 1]),
+    ],
+    ids=["blocks", "whole words", "pairs", "mixture"],
+)
+def test_a_micro_batch_is_its_samples(samples: Any) -> None:
+    """Each as it is alone, in the places asked for."""
+    places = [(int(index), number % 3) for number, index in enumerate(np.linspace(len(samples) - 1, 0, 40))]
+    assert_close(samples.batch(places), collate([samples.sample(*place) for place in places]), rtol=0, atol=0)
+
+
 def test_masked_blocks_follow_each_other() -> None:
     """Without masks the samples are [CLS] words [SEP], the words the corpus in order, none left out."""
     samples = masked()
@@ -208,11 +240,7 @@ def test_predictions_are_as_many_as_published(length: int, most: int, published:
 def test_whole_words() -> None:
     """All pieces of a word are predicted or none, as many as without, or one less; fates are drawn piece by piece."""
 
-    class Pieces(Words):
-        def convert_ids_to_tokens(self, ids: Any) -> list[str]:
-            return [f"##{number}" if number % 3 == 0 else str(number) for number in ids]
-
-    samples = MaskedBlocks(corpus(60_000), 64, Masking(Pieces(), MaskedLm(whole_words=True)), 0)
+    samples = whole_words()
     counts, mixed = [], 0
     for index in range(300):
         sample = samples.sample(index, 0)

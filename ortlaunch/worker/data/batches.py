@@ -76,6 +76,9 @@ class Batches:
             ahead.close()
 
     def _read(self, places: Places) -> dict[str, torch.Tensor]:
+        whole = getattr(self.samples, "batch", None)
+        if whole is not None:
+            return self._cut(whole(places))
         return self.stacked([self.samples.sample(index, epoch) for index, epoch in places])
 
     def _read_drawn(self, places: Places) -> dict[str, torch.Tensor]:
@@ -88,7 +91,9 @@ class Batches:
 
     def stacked(self, samples: list[Any]) -> dict[str, torch.Tensor]:
         """A batch of these samples, as the model takes it."""
-        batch = self._stack(samples)
+        return self._cut(self._stack(samples))
+
+    def _cut(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return cut_padding(batch, self.buckets) if self.buckets else batch
 
     def indices(self, step: int, accumulation: int, rank: int) -> list[int]:

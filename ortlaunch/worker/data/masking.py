@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,24 @@ from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 
 _Ints = np.ndarray[Any, Any]
+_Floats = np.ndarray[Any, Any]
+_Bools = np.ndarray[Any, Any]
+_NEVER = 2.0  # above all draws
 
 
-def draws(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """What a sample draws at random. Philox ciphers with a key: another key is another stream (Salmon et al. 2011).
+Places = Sequence[tuple[int, int]]
 
-    The key is these numbers themselves: NumPy's hash of them would take four times as long.
+
+def draws(seed: int, places: Places, count: int) -> _Floats:
+    """(samples, count): what samples, (index, epoch) each, draw at random, from 0 to below 1.
+
+    Philox ciphers with a key: another key is another stream (Salmon et al. 2011). The key is these numbers themselves:
+    NumPy's hash of them would take four times as long.
     """
-    return np.random.Generator(np.random.Philox(_Key(seed, epoch, index)))
+    found: _Floats = np.empty((len(places), count))
+    for row, (index, epoch) in zip(found, places):
+        np.random.Generator(np.random.Philox(_Key(seed, epoch, index))).random(out=row)
+    return found
 
 
 class _Key(ISeedSequence):
@@ -54,35 +65,55 @@ class Masking:
         wanted = max(1, round(tokens * self.settings.probability))
         return min(wanted, self.settings.max_predictions or wanted)
 
-    def mask(self, ids: _Ints, labels: _Ints, random: np.random.Generator) -> None:
+    def mask(self, ids: _Ints, labels: _Ints, sizes: Sequence[int], random: _Floats) -> None:
         """Choose places, and give them their labels; 80 % become [MASK], 10 % a random word, 10 % stay.
 
-        ids, labels: (tokens,) int64, without padding; both are written to.
+        ids, labels: (samples, length) int64, both written to; sizes: what of each is no padding; random: (samples,
+        2 * length), of `draws`.
         """
-        places = ((ids != self.cls) & (ids != self.sep)).nonzero()[0]
-        places = self._chosen(ids, places, self.predictions(len(ids)), random)
-        labels[places] = ids[places]
-        fate = random.random(len(places))
-        ids[places[fate < 0.8]] = self.mask_id
-        other = places[fate >= 0.9]
-        ids[other] = random.random(len(other)) * self.words  # rounded down
+        length = ids.shape[1]
+        turns = random[:, :length].copy()
+        turns[(ids == self.cls) | (ids == self.sep) | (np.arange(length) >= np.array(sizes)[:, None])] = _NEVER
+        counts = [self.predictions(size) for size in sizes]
+        chosen = _lowest(turns, counts) if self.goes_on is None else self._whole_words(ids, turns, counts)
+        rows, places = chosen.nonzero()
+        words = ids[rows, places]
+        labels[rows, places] = words
+        fate = random[rows, length + places]
+        others = ((fate - 0.9) * (10 * self.words)).astype(np.int64)  # what is left of the number, rounded down
+        ids[rows, places] = np.where(fate < 0.8, self.mask_id, np.where(fate < 0.9, words, others))
 
-    def _chosen(self, ids: _Ints, places: _Ints, count: int, random: np.random.Generator) -> _Ints:
-        """`count` of the places; with whole words, those of words in random order that still fit."""
-        if self.goes_on is None:
-            some: _Ints = random.permutation(places)[:count]
-            return some
-        begins = ~self.goes_on[ids[places]]
-        begins[1:] |= places[1:] != places[:-1] + 1
-        words = np.split(places, np.flatnonzero(begins[1:]) + 1)
-        taken: list[_Ints] = []
-        for number in random.permutation(len(words)):
-            if len(words[number]) <= count:
-                taken.append(words[number])
-                count -= len(words[number])
-            if not count:
-                break
-        return np.concatenate(taken) if taken else places[:1]
+    def _whole_words(self, ids: _Ints, turns: _Floats, counts: list[int]) -> _Bools:
+        """Of each sample the words that still fit, in the order of their first pieces' turns."""
+        assert self.goes_on is not None
+        chosen: _Bools = np.zeros(ids.shape, dtype=bool)
+        for row, mine, turn, count in zip(chosen, ids, turns, counts):
+            places = (turn < _NEVER).nonzero()[0]
+            begins = ~self.goes_on[mine[places]]
+            begins[1:] |= places[1:] != places[:-1] + 1
+            begins[:1] = True
+            firsts = begins.nonzero()[0]
+            words = np.split(places, firsts[1:])
+            left = count
+            for number in turn[places[firsts]].argsort():
+                if len(words[number]) <= left:
+                    row[words[number]] = True
+                    left -= len(words[number])
+                if not left:
+                    break
+            if left == count:
+                row[places[:1]] = True
+        return chosen
+
+
+def _lowest(turns: _Floats, counts: list[int]) -> _Bools:
+    """(samples, length): so many of each sample whose turn comes first."""
+    first = turns.argsort()[:, : max(counts)]
+    taken = np.arange(first.shape[1]) < np.array(counts)[:, None]
+    chosen: _Bools = np.zeros(turns.shape, dtype=bool)
+    np.put_along_axis(chosen, first, taken, axis=1)
+    chosen &= turns < _NEVER
+    return chosen
 
 
 def _pieces(tokenizer: Any) -> np.ndarray[Any, Any]:
@@ -100,7 +131,18 @@ def _pieces(tokenizer: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-class MaskedBlocks:
+class MaskedSamples(ABC):
+    """Samples that are made a micro batch at a time: NumPy's calls take as long for one."""
+
+    @abstractmethod
+    def batch(self, places: Places) -> dict[str, torch.Tensor]:
+        """Samples (index, epoch): tensors are (samples, ...)."""
+
+    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+        return {name: values[0] for name, values in self.batch([(index, epoch)]).items()}
+
+
+class MaskedBlocks(MaskedSamples):
     """Windows of the corpus with masked words; documents follow each other. Each has as many predictions."""
 
     def __init__(self, tokens: np.ndarray[Any, Any], length: int, masking: Masking, seed: int) -> None:
@@ -111,10 +153,12 @@ class MaskedBlocks:
     def __len__(self) -> int:
         return len(self.tokens) // self.body
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        found: _Ints = np.full((2, self.body + 2), IGNORED, dtype=np.int64)
-        ids, labels = found
-        ids[0], ids[-1] = self.masking.cls, self.masking.sep
-        ids[1:-1] = self.tokens[index * self.body : (index + 1) * self.body]
-        self.masking.mask(ids, labels, draws(self.seed, epoch, index))
-        return dict(zip(("input_ids", "labels"), torch.from_numpy(found)))
+    def batch(self, places: Places) -> dict[str, torch.Tensor]:
+        length = self.body + 2
+        ids: _Ints = np.empty((len(places), length), dtype=np.int64)
+        ids[:, 0], ids[:, -1] = self.masking.cls, self.masking.sep
+        for row, (index, _) in zip(ids, places):
+            row[1:-1] = self.tokens[index * self.body : (index + 1) * self.body]
+        labels = np.full_like(ids, IGNORED)
+        self.masking.mask(ids, labels, [length] * len(places), draws(self.seed, places, 2 * length))
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ortlaunch.worker.data.order import Order, permutation
 from ortlaunch.worker.data.samples import Samples
@@ -32,20 +33,37 @@ class Mixture:
     def __init__(self, parts: Sequence[Samples], weights: Sequence[float]) -> None:
         self.parts, self.weights = parts, weights
         self.ends = list(itertools.accumulate(map(len, parts)))
+        self.batch = self._batch if all(hasattr(part, "batch") for part in parts) else None
 
     def __len__(self) -> int:
         return self.ends[-1]
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
         """`epoch` is that of the sample's own source."""
+        number, within = self._within(index)
+        return self.parts[number].sample(within, epoch)
+
+    def _batch(self, places: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        """Each source makes its samples at once."""
+        of = [self._within(index) for index, _ in places]
+        rows = sorted(range(len(places)), key=lambda row: of[row][0])
+        made = []
+        for number, mine in itertools.groupby(rows, key=lambda row: of[row][0]):
+            part: Any = self.parts[number]
+            made.append(part.batch([(of[row][1], places[row][1]) for row in mine]))
+        back = torch.tensor(rows).argsort()
+        return {name: torch.cat([batch[name] for batch in made])[back] for name in made[0]}
+
+    def _within(self, index: int) -> tuple[int, int]:
+        """Source of a sample, and which of its samples it is."""
         number = bisect.bisect_right(self.ends, index)
-        return self.parts[number].sample(index - self.ends[number] + len(self.parts[number]), epoch)
+        return number, index - self.ends[number] + len(self.parts[number])
 
     def size(self, index: int) -> int:
         """Tokens of a sample, for those that have them counted."""
-        number = bisect.bisect_right(self.ends, index)
+        number, within = self._within(index)
         part: Any = self.parts[number]
-        return int(part.size(index - self.ends[number] + len(part)))
+        return int(part.size(within))
 
     @property
     def classes(self) -> int:

@@ -6,13 +6,12 @@ that are as long as a sample can be, the last one moved back to end with it; a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from ortlaunch.worker.data.masking import Masking, draws
+from ortlaunch.worker.data.masking import MaskedSamples, Masking, Places, draws
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.tokens import Documents
@@ -22,7 +21,7 @@ _DRAWS = 32  # of another document that is long enough
 _NAMES = ("input_ids", "labels", "attention_mask", "token_type_ids")
 
 
-class SentencePairs:
+class SentencePairs(MaskedSamples):
     """Samples of task pretraining; half of the seconds, those with label 1, are from elsewhere.
 
     Numbers of 8 bytes a document are held in memory.
@@ -46,22 +45,26 @@ class SentencePairs:
     def __len__(self) -> int:
         return int(self.until[-1])
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        random = draws(self.seed, epoch, index)
-        document, start, size = self.place(index)
-        cut = int(random.integers(max(1, size // 4), max(1, size * 3 // 4) + 1))
-        second = start + cut, size - cut
-        unrelated = int(random.integers(2))
-        if unrelated:
-            second = self._from_another(document, size - cut, random)
-        found: _Ints = np.zeros((4, self.length), dtype=np.int64)
+    def batch(self, places: Places) -> dict[str, torch.Tensor]:
+        random = draws(self.seed, places, 2 + _DRAWS + 2 * self.length)
+        found: _Ints = np.zeros((4, len(places), self.length), dtype=np.int64)
         ids, labels, attention, segments = found
-        end = self._join(ids, (start, cut), second)
-        ids[end:], labels[:] = self.pad, IGNORED
-        attention[:end], segments[cut + 2 : end] = 1, 1
-        self.masking.mask(ids[:end], labels[:end], random)
-        return {**dict(zip(_NAMES, torch.from_numpy(found))),
-                "next_sentence_label": torch.from_numpy(np.array(unrelated))}  # fmt: skip
+        labels[:] = IGNORED
+        ends, unrelated = [], []
+        for row, ((index, _), drawn) in enumerate(zip(places, random[:, : 2 + _DRAWS].tolist())):
+            document, start, size = self.place(index)
+            low, high = max(1, size // 4), max(1, size * 3 // 4)
+            cut = low + int(drawn[0] * (high + 1 - low))
+            second = start + cut, size - cut
+            unrelated.append(int(drawn[1] < 0.5))
+            if unrelated[-1]:
+                second = self._from_another(document, size - cut, drawn[2:])
+            end = self._join(ids[row], (start, cut), second)
+            ids[row, end:] = self.pad
+            attention[row, :end], segments[row, cut + 2 : end] = 1, 1
+            ends.append(end)
+        self.masking.mask(ids, labels, ends, random[:, 2 + _DRAWS :])
+        return {**dict(zip(_NAMES, torch.from_numpy(found))), "next_sentence_label": torch.tensor(unrelated)}
 
     def _join(self, ids: _Ints, *segments: tuple[int, int]) -> int:
         """[CLS] first [SEP] second [SEP]: tokens from a place on, and how many. How long that is."""
@@ -83,11 +86,11 @@ class SentencePairs:
     def _span(self, document: int) -> tuple[int, int]:
         return (int(self.ends[document - 1]) if document else 0), int(self.ends[document])
 
-    def _from_another(self, document: int, size: int, random: np.random.Generator) -> tuple[int, int]:
+    def _from_another(self, document: int, size: int, drawn: list[float]) -> tuple[int, int]:
         """Where so many tokens of another document begin, drawn by its size; and how many, if none has all of them."""
         best = (0, 0)
-        for _ in range(_DRAWS):
-            place = int(random.integers(len(self.tokens)))
+        for number in drawn:
+            place = int(number * len(self.tokens))
             other = int(self.ends.searchsorted(place, side="right"))
             if other != document:
                 begin, end = self._span(other)

@@ -16,7 +16,8 @@ IGNORED = -100  # the label that cross entropy leaves out
 class Samples(Protocol):
     """A data set; the epoch lets masking differ from one pass over the data to the next.
 
-    One whose samples differ in how many labels count has `varies`, true.
+    One whose samples differ in how many labels count has `varies`, true; one that makes several at once sooner has
+    `batch`: (index, epoch) of each -> a batch.
     """
 
     def __len__(self) -> int: ...
