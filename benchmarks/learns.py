@@ -1,6 +1,6 @@
 """It learns: a tiny recipe, minutes on the built-in corpus with engine ort, beside counting words and pairs of words.
 
-    python benchmarks/learns.py bert-large/tiny  --steps 1500 --picture bert.png
+    python benchmarks/learns.py bert-large/tiny  --steps 2000 --picture bert.png
     python benchmarks/learns.py llama2-7b/tiny   --steps 500 --picture llama.png
 
 Every tenth page of the language reference is held out, but for paragraphs that other pages have, too. Everything is in
