@@ -36,6 +36,7 @@ class NoData:
     """Stands in for Data: words and labels decide nothing here."""
 
     tokenizer = train = evaluation = label_names = None
+    classes, read = 0, ()
 
 
 def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
