@@ -47,7 +47,7 @@ def _model(draft: Draft) -> None:
 def _adapter(draft: Draft) -> None:
     adapter = draft.take("adapter")
     if adapter is None:
-        return
+        return draft.without_adapters("there is no adapter")
     if adapter.scalar not in ("lora", "qlora"):
         raise trainer.refused("adapter", adapter, "adapters here are lora")
     if adapter.scalar == "qlora":
@@ -63,6 +63,8 @@ def _adapter(draft: Draft) -> None:
     for node, key, ours in ((rank, "lora_r", "r"), (alpha, "lora_alpha", "alpha")):
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)
+        draft.assume(f"model.lora.{ours}", 8, "peft's default")
+    return None
 
 
 def _datasets(draft: Draft) -> None:

@@ -97,6 +97,13 @@ class Draft:
         """A key for which there is nothing to be set."""
         self._remark(self.account.needless, key, node, why)
 
+    def without_adapters(self, why: str) -> None:
+        """Keys of LoRA where all weights are trained."""
+        for key in [each for each in self.left if each.startswith("lora_")]:
+            node = self.take(key)
+            if node is not None:
+                self.needless(key, node, f"of no effect there: {why}")
+
     def rest(self) -> None:
         """Everything that is left, by the tables of other tools' words and by our own names; then what is assumed."""
         for key, node in self.left.items():

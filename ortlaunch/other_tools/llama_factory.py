@@ -19,7 +19,10 @@ def convert(draft: Draft) -> None:
         draft.put("model.task", stage, "stage", "causal-lm")
     draft.assume("model.task", "causal-lm", "LLaMA-Factory's default, sft")
     trainer.model(draft)
-    _adapters(draft, kind is None or kind.scalar == "lora")
+    if kind is not None and kind.scalar == "full":
+        draft.without_adapters("finetuning_type is full")
+    else:
+        _adapters(draft)
     if kind is not None:
         draft.needless("finetuning_type", kind, "model.lora says it")
     _data(draft, stage is None or stage.scalar == "sft")
@@ -27,10 +30,8 @@ def convert(draft: Draft) -> None:
     _defaults(draft)
 
 
-def _adapters(draft: Draft, wanted: bool) -> None:
+def _adapters(draft: Draft) -> None:
     target, rank = draft.take("lora_target"), number(draft.left.get("lora_rank")) or 8
-    if not wanted:
-        return
     if target is not None:
         names = [each.strip() for each in word(target).split(",")] if target.kind == "scalar" else target.plain()
         draft.put("model.lora.target_modules", target, "lora_target", ["all-linear"] if names == ["all"] else names)

@@ -140,7 +140,7 @@ def optimizer(draft: Draft, key: str) -> None:
     first, second = draft.take("adam_beta1"), draft.take("adam_beta2")
     given = first or second
     if given is not None:
-        betas = [number(first) or 0.9, number(second) or 0.999]
+        betas = [usual if node is None else node for node, usual in ((first, 0.9), (second, 0.999))]
         draft.put("optimizer.betas", given, "adam_beta1, adam_beta2", betas)
 
 

@@ -129,6 +129,7 @@ def test_what_changes_its_meaning_is_named(
         ),
         ({"bf16": True}, {"precision": "bf16", "engine": {"name": "eager"}}),
         ({"learning_rate": "absent"}, {"optimizer": {"learning_rate": 5e-05}}),
+        ({"adam_beta1": 0.0, "adam_beta2": 0.99}, {"optimizer": {"learning_rate": 0.1, "betas": [0.0, 0.99]}}),
         ({"model_name_or_path": "absent", "tokenizer_name": "t", "model_type": "gpt2", "config_overrides": "n_embd=8"},
          {"model": {"config": {"model_type": "gpt2", "n_embd": 8}, "task": "causal-lm"}}),
     ],
@@ -197,6 +198,24 @@ def test_axolotls_schedule(keys: dict[str, Any], values: dict[str, Any], tmp_pat
     path.write_text(json.dumps({**AXOLOTL, **keys}))
     made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
     assert {name: made.get(name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("keys", "tool"),
+    [
+        ({"stage": "sft", "finetuning_type": "full", "lora_rank": 8, "lora_alpha": 16, "lora_target": "all"},
+         "llama-factory"),
+        ({**AXOLOTL, "adapter": None, "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}, "axolotl"),
+        ({"use_peft": False, "packing": True, "lora_r": 32, "lora_target_modules": ["q_proj"]}, "hf-trainer"),
+    ],
+)  # fmt: skip
+def test_without_adapters_their_keys_have_no_effect(keys: dict[str, Any], tool: str, tmp_path: Path) -> None:
+    """All weights are trained, whatever is said of LoRA beside."""
+    path = tmp_path / "c.yml"
+    path.write_text(json.dumps(keys))
+    found = import_config(path, tool, SHIPPED / "llama2-7b/tiny.yaml", ("data.sequence_length=64",))
+    assert "lora" not in yaml.safe_load(found.recipe)["model"]
+    assert {key for key in keys if key.startswith("lora_")} <= said(found, "needless").keys()
 
 
 def test_axolotls_text(tmp_path: Path) -> None:
