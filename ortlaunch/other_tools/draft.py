@@ -70,6 +70,12 @@ class Draft:
         node = self.left.get(key)
         return None if node is None else node.plain()
 
+    def expected(self, path: str) -> Any:
+        """What the recipe will have there, so far as is known."""
+        there = self.recipe.find(keys(path))
+        assumed = [value for each, value, _ in self._assumed if each == path]
+        return there.plain() if there is not None else assumed[0] if assumed else None
+
     def put(self, path: str, node: Tree, key: str, value: Any = None, why: str = "") -> None:
         """Set a key of the recipe to `value`, or to the config's own; `why` it does not mean quite the same."""
         tree = node if value is None else made(value, node)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import InputError
-from ortlaunch.other_tools import deepspeed, trl
+from ortlaunch.other_tools import deepspeed, intervals, trl
 from ortlaunch.other_tools.draft import NO_BF16, Draft, number, word
 from ortlaunch.recipe.tree import Tree
 
@@ -32,7 +32,6 @@ _DEFAULTS = {
     "batch.accumulation_steps": 1,
     "train.max_grad_norm": 1.0,
 }
-_METRICS = {"loss": "loss", "eval_loss": "loss", "accuracy": "classification_accuracy", "f1": "f1_macro"}
 _FORMATS = {".txt": "text", ".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 
@@ -54,8 +53,7 @@ def training(draft: Draft) -> None:
     precision(draft)
     name(draft)
     trackers(draft)
-    evaluation(draft)
-    saves(draft)
+    intervals.convert(draft)
     level = draft.take("log_level")
     if level is not None:
         draft.needless("log_level", level, "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's")
@@ -65,8 +63,9 @@ def training(draft: Draft) -> None:
 
 
 def _task(draft: Draft) -> None:
-    tasks = {"mlm_probability": "masked-lm", "block_size": "causal-lm", "task_name": "sequence-classification"}
-    for key, task in tasks.items():
+    of_glue = {"stsb": "sequence-regression", **dict.fromkeys(("ner", "pos", "chunk"), "token-classification")}
+    named = of_glue.get(str(draft.value("task_name")).lower(), "sequence-classification")
+    for key, task in {"mlm_probability": "masked-lm", "block_size": "causal-lm", "task_name": named}.items():
         if draft.value(key) is not None:
             return draft.assume("model.task", task, f"{key} is of that task's script")
     return None
@@ -235,65 +234,6 @@ def trackers(draft: Draft) -> None:
         draft.drop("report_to", node, "log.trackers has tensorboard, wandb, mlflow")
     else:
         draft.needless("report_to", node, "there are none by themselves")
-
-
-def evaluation(draft: Draft) -> None:
-    """How often, and what follows; only with data of its own, which a share of the training data is not."""
-    has_data = draft.recipe.find(("data", "evaluation")) is not None
-    wanted = draft.take("do_eval")
-    if wanted is not None and has_data:
-        draft.needless("do_eval", wanted, "data.evaluation is evaluated at the end, too")
-    elif wanted is not None:
-        draft.drop("do_eval", wanted, "there is no data.evaluation")
-    strategy = draft.take("eval_strategy") or draft.take("evaluation_strategy")
-    every = draft.take("eval_steps")
-    every = every if every is not None else draft.left.get("logging_steps") if strategy is not None else None
-    kind = "steps" if strategy is None and every is not None else strategy.scalar if strategy is not None else "no"
-    if strategy is not None and kind == "no":
-        draft.needless("eval_strategy", strategy, "data.evaluation is evaluated at the end alone")
-    elif every is not None and has_data and kind == "steps":
-        draft.put("train.evaluate_every_steps", every, "eval_steps")
-        if strategy is not None:
-            draft.needless("eval_strategy", strategy, "train.evaluate_every_steps says it")
-    elif strategy is not None or every is not None:
-        node = strategy if strategy is not None else every
-        why = "steps alone are counted: train.evaluate_every_steps" if has_data else "there is no data.evaluation"
-        draft.drop("eval_strategy" if strategy is not None else "eval_steps", node, why)  # type: ignore[arg-type]
-    _best(draft, has_data)
-
-
-def _best(draft: Draft, has_data: bool) -> None:
-    best, metric, patience = (
-        draft.take(key) for key in ("load_best_model_at_end", "metric_for_best_model", "early_stopping_patience")
-    )
-    greater = draft.left.pop("greater_is_better", None)
-    ours = _METRICS.get(str(metric.scalar)) if metric is not None else "loss"
-    for key, node in (("load_best_model_at_end", best), ("early_stopping_patience", patience)):
-        if node is not None and (not has_data or ours is None):
-            draft.drop(key, node, "there is no data.evaluation" if ours else f"no metric is called {word(metric)}")  # type: ignore[arg-type]
-        elif node is not None and key == "early_stopping_patience":
-            draft.put("train.stop_after", node, key, {"metric": ours, "evaluations": node.scalar})
-        elif node is not None:
-            draft.put("checkpoint.keep_best", node, key, {"metric": ours, "export": True})
-    if metric is not None:
-        draft.needless("metric_for_best_model", metric, "checkpoint.keep_best and train.stop_after name it")
-    if greater is not None:
-        draft.needless("greater_is_better", greater, "the metric says it")
-
-
-def saves(draft: Draft) -> None:
-    """By steps, or at the end alone."""
-    strategy, every = draft.take("save_strategy"), draft.take("save_steps")
-    kind = strategy.scalar if strategy is not None else "steps"
-    share = number(every)
-    if every is not None and (kind != "steps" or share is None or share < 1):
-        draft.drop("save_steps", every, "checkpoint.every_steps takes a number of steps, and save_strategy steps")
-    elif every is not None:
-        draft.put("checkpoint.every_steps", every, "save_steps")
-    if strategy is not None and kind == "steps":
-        draft.needless("save_strategy", strategy, "checkpoint.every_steps says it")
-    elif strategy is not None:
-        draft.drop("save_strategy", strategy, "one is saved every 30 minutes and at the end: checkpoint.every_minutes")
 
 
 def length(draft: Draft, epochs: float) -> None:

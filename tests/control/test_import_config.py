@@ -13,6 +13,7 @@ from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.other_tools import TOOLS, Imported, import_config
 from ortlaunch.recipe import Recipe, load
 from ortlaunch.recipe.data import Corpus
+from tests.control.foreign import config, said
 from tests.control.typed import Run
 
 CONFIGS = Path(__file__).parents[1] / "foreign_configs"
@@ -38,19 +39,6 @@ def recipe(found: Imported, folder: Path) -> Recipe:
     """What its file says to `load`."""
     (folder / "made.yaml").write_text(found.file(), encoding="utf-8")
     return load(folder / "made.yaml").recipe
-
-
-def config(folder: Path, **keys: Any) -> Path:
-    """A config of Trainer's, of these keys beside what a recipe must have."""
-    words = {"block_size": 64, "model_name_or_path": "here", "train_file": "a.txt", "learning_rate": 0.1, **keys}
-    path = folder / "config.json"
-    path.write_text(json.dumps({name: value for name, value in words.items() if value != "absent"}, indent=1))
-    return path
-
-
-def said(found: Imported, where: str) -> dict[str, str]:
-    """Key -> text, of one list of the account."""
-    return {remark.key: remark.text for remark in getattr(found.account, where)}
 
 
 @pytest.mark.parametrize("name", FILES)
