@@ -91,7 +91,9 @@ def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, 
     """A data set, by its path and type; what of it has no place is dropped by name."""
     values = node.plain() if node.kind == "mapping" else {"path": node.scalar}
     path, kind = values.pop("path", ""), values.pop("type", usual)
-    form = _SUFFIXES.get(str(values.pop("ds_type", str(path).rpartition(".")[2])))
+    form = _SUFFIXES.get(str(values.get("ds_type") or str(path).rpartition(".")[2]))
+    if form:
+        values.pop("ds_type", None)
     if str(path) in _SUFFIXES and values.get("data_files"):  # the name of a loader
         path = values.pop("data_files")
     source: dict[str, object] = {"format": form, "path": path} if form else {"format": "hub", "name": path}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.other_tools import trainer
-from ortlaunch.other_tools.draft import Draft, number, word
+from ortlaunch.other_tools.draft import Draft, null, number, word
 
 _STAGES = ("pt", "sft")
 
@@ -20,11 +20,12 @@ def convert(draft: Draft) -> None:
     draft.assume("model.task", "causal-lm", "LLaMA-Factory's default, sft")
     trainer.model(draft)
     if kind is not None and kind.scalar == "full":
+        draft.put("model.lora", kind, "finetuning_type", null(kind))
         draft.without_adapters("finetuning_type is full")
     else:
         _adapters(draft)
-    if kind is not None:
-        draft.needless("finetuning_type", kind, "model.lora says it")
+        if kind is not None:
+            draft.needless("finetuning_type", kind, "model.lora says it")
     _data(draft, stage is None or stage.scalar == "sft")
     trainer.training(draft)
     _defaults(draft)

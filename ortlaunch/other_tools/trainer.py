@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError
 from ortlaunch.other_tools import deepspeed, intervals, trl
-from ortlaunch.other_tools.draft import NO_BF16, Draft, number, word
+from ortlaunch.other_tools.draft import Draft, null, number, word
 from ortlaunch.recipe.tree import Tree
 
 SCHEDULES = {
@@ -51,6 +51,8 @@ def training(draft: Draft) -> None:
     optimizer(draft, "optim")
     schedule(draft, "lr_scheduler_type")
     precision(draft)
+    _clipping(draft)
+    _recomputation(draft)
     name(draft)
     trackers(draft)
     intervals.convert(draft)
@@ -163,9 +165,7 @@ def schedule(draft: Draft, key: str) -> None:
 def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> None:
     """Steps come before a ratio, as in Trainer; steps below 1 are a ratio there."""
     value = number(steps)
-    if steps is not None and value is not None and 0 < value < 1:
-        ratio, steps = steps, None
-    if steps is not None and not value:
+    if steps is not None and value == 0:
         draft.needless("warmup_steps", steps, "there is none by itself")
         steps = None
     for key, node in (("warmup_steps", steps), ("warmup_ratio", ratio)):
@@ -173,17 +173,20 @@ def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> 
             draft.drop(key, node, "Trainer's `constant` has no warm-up, whatever is given")
         elif node is not None and key == "warmup_ratio" and steps is not None:
             draft.drop(key, node, "warmup_steps comes first")
+        elif node is not None and key == "warmup_steps" and (value is None or value >= 1):
+            draft.put("schedule.warmup_steps", node, key, int(value) if value and float(value).is_integer() else None)
         elif node is not None:
-            draft.put(f"schedule.{key}", node, key)
+            draft.put("schedule.warmup_ratio", node, key)
 
 
 def _least(draft: Draft, extra: Tree) -> None:
     """Where a cosine ends."""
     least, rate = number(extra.find(("min_lr",))), number(draft.left.get("learning_rate"))
+    rate = rate or draft.expected("optimizer.learning_rate") or _DEFAULTS["optimizer.learning_rate"]
     ratio = number(extra.find(("min_lr_rate",)))
-    if ratio is None and least is not None and rate:
+    if ratio is None and least is not None:
         ratio = least / rate
-    others = [str(name) for name in extra.children if name not in ("min_lr", "min_lr_rate")]
+    others = [str(name) for name in extra.children if ratio is None or name not in ("min_lr", "min_lr_rate")]
     if ratio is not None:
         draft.put("schedule.minimum_ratio", extra, "lr_scheduler_kwargs", round(ratio, 9))
     if others:
@@ -198,13 +201,27 @@ def precision(draft: Draft) -> None:
             draft.put(
                 "precision", node, kind, kind, "auto would have asked the hardware" if node.scalar == "auto" else ""
             )
-            if kind == "bf16":
-                draft.assume(*NO_BF16)
     exact = draft.take("tf32")
     if exact is not None and draft.recipe.find(("precision",)) is None:
         draft.put("engine.matmul_precision", exact, "tf32", "high")
     elif exact is not None:
         draft.needless("tf32", exact, "products are in the precision of the passes")
+
+
+def _clipping(draft: Draft) -> None:
+    """By a norm of 0 there is none."""
+    if number(draft.left.get("max_grad_norm")) == 0:
+        node = draft.left.pop("max_grad_norm")
+        draft.put("train.max_grad_norm", node, "max_grad_norm", null(node))
+
+
+def _recomputation(draft: Draft) -> None:
+    """Axolotl's `unsloth` and `offload` are ways of it."""
+    node = draft.left.get("gradient_checkpointing")
+    if node is not None and isinstance(node.scalar, str) and node.scalar:
+        draft.left.pop("gradient_checkpointing")
+        path = "model.gradient_checkpointing"
+        draft.put(path, node, "gradient_checkpointing", True, "layers are computed again, and nothing is offloaded")
 
 
 def name(draft: Draft) -> None:
