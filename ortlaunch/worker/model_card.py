@@ -39,12 +39,13 @@ def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
 def _metadata(
     recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], repo: str, library: str | None
 ) -> ModelCardData:
+    used = [f"engine:{engine['engine']['used']}"] if engine else []
     return ModelCardData(
         base_model=_of_hub(recipe.model.pretrained),
         datasets=sorted({name for _, source in recipe.data.sources() if (name := _named(source))}) or None,
         library_name=library,
         pipeline_tag=_PIPELINES.get(recipe.model.task),
-        tags=["ortlaunch", *([f"engine:{engine['engine']['used']}"] if engine else [])],
+        tags=["ortlaunch", *(["lora"] if library == "peft" else []), *used],
         model_name=repo.rpartition("/")[2],
         eval_results=_results(recipe, lines),
     )
