@@ -40,8 +40,9 @@ class Corpus(Section):
     """Commit, tag or branch of the hub data set; null: its newest. A whole commit also finds cached tokens offline."""
     document: Literal["paragraph", "line", "file"] = "paragraph"
     """What one document is in format text: a `paragraph`, up to a blank line (BERT's own form: a sentence a line, a
-    blank line between documents), a `line`, or a `file`. Rows of the other formats are documents. An end mark of causal
-    language models, the pairs of pretraining and `attend_across_documents` go by them."""
+    blank line between documents) and about 16 million characters long at most, a `line`, or a `file`. Rows of the other
+    formats are documents. An end mark of causal language models, the pairs of pretraining and `attend_across_documents`
+    go by them. One document at a time has to fit into memory."""
     split: Text = "train"
     """Split of the hub data set."""
     text_column: Text = "text"

@@ -21,6 +21,7 @@ _OPENED: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.o
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
 _LETTERS_AT_ONCE, _ROWS_AT_ONCE = 1 << 20, 1000
+_LONGEST_PARAGRAPH = 16_000_000  # it is joined from portions, and all of it is in memory
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, at the begin of files from Windows
 _MARKS_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -92,6 +93,9 @@ def _paragraphs(path: str) -> Iterator[Row]:
                 if paragraph:
                     yield Row({"text": paragraph}, f"{path}:{line}", file.share)
                 line += paragraph.count("\n") + 2
+            if len(rest) > _LONGEST_PARAGRAPH:
+                mend = "`document: line` makes a document of each line, `document: file` of the whole file"
+                raise DataError(f"{path}:{line}: no blank line ends this paragraph of {len(rest):,} characters; {mend}")
     if rest:
         yield Row({"text": rest}, f"{path}:{line}", 1.0)
 
@@ -123,7 +127,22 @@ def _object(text: str, place: str) -> dict[str, Any]:
         raise DataError(f"{place}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object") from None
     if not isinstance(found, dict):
         raise DataError(f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}')
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_half_pairs(found, place)
     return found
+
+
+def _refuse_half_pairs(values: dict[str, Any], place: str) -> None:
+    """JSON can write half of a surrogate pair, which no other format has and no tokenizer takes."""
+    for column, value in values.items():
+        try:
+            json.dumps({column: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            mend = "give its other half, too, or \\ufffd in its place"
+            raise DataError(
+                f"{place}: {column!r} has {half}, half of a surrogate pair, which is no character; {mend}"
+            ) from None
 
 
 def _parquet(path: str) -> Iterator[Row]:
