@@ -33,8 +33,9 @@ class LabelledTexts:
             text, label = self.read(row, source)
             self.texts.append(text)
             self.labels.append(label)
-            if type(label) is int and label > self.largest[0]:
-                self.largest = label, row.place
+            greatest = max(label) if isinstance(label, list) else label
+            if type(greatest) is int and greatest > self.largest[0]:
+                self.largest = greatest, row.place
         if not self.texts:
             raise DataError(f"{named(source)}: has no rows")
         if tokenizer.pad_token is None:
