@@ -49,8 +49,9 @@ class Corpus(Section):
     """Column that holds the text; for token-classification a list of words."""
     label_column: Text = "label"
     """Column that holds the class, for sequence-classification: an integer from 0, or a word; words are numbered in the
-    order of the alphabet, and stand in the exported model's config (`id2label`). For sequence-regression a number. For
-    token-classification a list of classes, one for each word; of a word's pieces the first is counted."""
+    order of the alphabet. They, or the names that a hub data set or Parquet file has for its integers (ClassLabel),
+    stand in the exported model's config (`id2label`). For sequence-regression a number. For token-classification a list
+    of classes, one for each word; of a word's pieces the first is counted."""
     messages_column: Optional[Text] = None
     """Column that holds a chat, for instruction tuning with causal-lm: a list of messages, each with `role` and
     `content`. The tokenizer's chat template writes it (`data.chat_template`), a chat a sample, and the loss is that of

@@ -222,8 +222,10 @@ def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.Mo
 
 def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """`revision` reaches the library that reads the data set."""
-    asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or [])
+    import datasets
+
+    asked, empty = [], datasets.Dataset.from_list([])
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or empty)
     assert list(rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
     assert asked == ["v1"]
 

@@ -11,7 +11,7 @@ from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import Conversations, tokenized_chats
 from ortlaunch.worker.data.corpus import named
-from ortlaunch.worker.data.labelled import OF_ROWS, LabelledTexts, ScoredTexts, TaggedWords, number_labels
+from ortlaunch.worker.data.labelled import OF_ROWS, LabelledTexts, ScoredTexts, TaggedWords, class_names, number_labels
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.mixture import Mixture, source_seed
 from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call
@@ -42,6 +42,7 @@ class Data:
         if evaluation is not None:
             self.evaluation = make_samples(recipe, evaluation, self.tokenizer, tell=tell, key="data.evaluation")
         self.label_names = number_labels(self.train, self.evaluation)
+        self.class_names = self.label_names or class_names(self.train, self.evaluation)
 
 
 def load_data(recipe: Recipe, group: DistributedContext, data: Data | None = None) -> Data:

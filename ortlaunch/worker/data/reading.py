@@ -12,7 +12,8 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from ortlaunch.errors import InputError
@@ -38,6 +39,8 @@ class Row(NamedTuple):
     """`file:line`, or what else says where it is."""
     share: float = 0.0
     """How much of the file is read with it, from 0 to 1; 0 where nobody knows."""
+    names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """By column those of its numbers, from 0, where the data set has them."""
 
 
 def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row]:
@@ -150,10 +153,24 @@ def _parquet(path: str) -> Iterator[Row]:
 
     with parquet.ParquetFile(path) as file:
         number, rows = 0, max(1, file.metadata.num_rows)
+        described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+        names = names_of_numbers((described.get("info") or {}).get("features") or {})
         for batch in file.iter_batches(_ROWS_AT_ONCE):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(values, f"{path}: row {number}", number / rows)
+                yield Row(values, f"{path}: row {number}", number / rows, names)
+
+
+def names_of_numbers(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Of the columns with classes, or lists of them, in Hugging Face's description of a data set."""
+    found = {}
+    for column, feature in features.items():
+        inner = feature
+        while isinstance(inner, Mapping) and isinstance(inner.get("feature"), Mapping):  # a list's
+            inner = inner["feature"]
+        if isinstance(inner, Mapping) and inner.get("_type") == "ClassLabel":
+            found[column] = tuple(inner.get("names") or ())
+    return found
 
 
 def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
