@@ -142,7 +142,7 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
 
 
 def test_answers_are_looked_for_in_little_memory() -> None:
-    """Not a byte for every token: a corpus may be larger than memory. Of every third chat the last token is an answer."""
+    """Not a byte for every token: a corpus may be larger than memory. Here every third chat ends with an answer."""
     ends = np.cumsum(np.full(3000, 1000))
     tokens = np.zeros(ends[-1], np.uint32)
     tokens[ends[::3] - 1] |= np.uint32(ANSWER)
