@@ -27,7 +27,7 @@ class Vocabulary:
     trained_tokenizer: dict[str, Any] | None
     """The recipe's `data.tokenizer` where it was trained on the corpus; a run that goes on takes tokenizer/ for it."""
     labels: list[str]
-    """Classes by number, where the data's labels are words."""
+    """Classes by number, where the data name them: labels that are words, or a data set's own names of its integers."""
     classes: int
     """How many classes the data have; 0: none."""
 

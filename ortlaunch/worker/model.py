@@ -203,8 +203,8 @@ def config_of(recipe: Recipe, data: Data) -> Any:
     if kind not in (None, config.model_type):
         raise InputError(f"model.config.model_type: got {kind}, and model.pretrained is of type {config.model_type}")
     _refuse_unknown(fields, config)
-    if data.label_names and fields.setdefault("num_labels", len(data.label_names)) != len(data.label_names):
-        told = f"got {fields['num_labels']}, and the labels are {len(data.label_names)} words"
+    if data.class_names and fields.setdefault("num_labels", len(data.class_names)) != len(data.class_names):
+        told = f"got {fields['num_labels']}, and the labels have {len(data.class_names)} names"
         raise InputError(f"model.config.num_labels: {told}")
     given = labels_of_recipe(recipe)
     if data.label_names and given and set(data.label_names) != given.keys():
@@ -242,8 +242,8 @@ def _from_data(data: Data, config: Any, fresh: bool) -> dict[str, Any]:
             found[name] = word
     if data.tokenizer is not None and fresh:
         found["vocab_size"] = padded_vocabulary(len(data.tokenizer))
-    if data.label_names:
-        found["id2label"] = dict(enumerate(data.label_names))
+    if data.class_names:
+        found["id2label"] = dict(enumerate(data.class_names))
         found["label2id"] = {word: number for number, word in found["id2label"].items()}
     elif data.classes:
         found["num_labels"] = max(config.num_labels, data.classes)

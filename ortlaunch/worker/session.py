@@ -82,7 +82,7 @@ def build_session(
     else:
         explain(run, recipe, found, trained_on, group)
     if group.rank == 0 and plan.task == "train":
-        keep(run, recipe, data.tokenizer, data.label_names, data.classes)
+        keep(run, recipe, data.tokenizer, data.class_names, data.classes)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
     batches = Batches(data.train, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     recipe = with_steps(recipe, plan.batch, run, group, len(data.train), found)

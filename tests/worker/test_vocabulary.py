@@ -58,7 +58,7 @@ def test_labels_of_a_pretrained_classifier(foreign: str, tmp_path: Path) -> None
     """Its own numbers are taken if it has all the labels; else the labels are another task's, by the alphabet."""
     chosen = classifier(tmp_path, ["Sports", "World"], ["Business"], pretrained=foreign)
     data = Data(chosen)
-    assert (numbers(data.train), numbers(data.evaluation), data.label_names) == ([1, 0], [2], [*NEWS])
+    assert (numbers(data.train), numbers(data.evaluation), data.class_names) == ([1, 0], [2], [*NEWS])
     assert build_model(chosen, data).model.config.label2id == NEWS
     assert Data(classifier(tmp_path, ["World", "Art"], pretrained=foreign)).label_names == ["Art", "World"]
 
@@ -87,7 +87,7 @@ def test_a_client_has_some_of_the_labels(tmp_path: Path) -> None:
     chosen = classifier(tmp_path, ["Sports", "Sports"], ["x"])
     data = Data(chosen, vocabulary=known)
     (tmp_path / "evaluation.jsonl").unlink()
-    assert (numbers(data.train), data.classes, data.label_names) == ([1, 1], 3, [*NEWS])
+    assert (numbers(data.train), data.classes, data.class_names) == ([1, 1], 3, [*NEWS])
     with pytest.raises(DataError, match="label 'x' is none of the model's: World, Sports, Business"):
         _ = Data(classifier(tmp_path, ["x"]), vocabulary=known).train
 
@@ -99,7 +99,7 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     chosen = recipe("masked-lm", {"config": BERT}, {"train": {"format": "text", "path": [str(corpus)]}})
     run, first = RunDir(tmp_path / "run"), Data(chosen)
     run.path.mkdir()
-    keep(run, chosen, first.tokenizer, first.label_names, first.classes)
+    keep(run, chosen, first.tokenizer, first.class_names, first.classes)
     corpus.write_text(corpus.read_text() + "\n\nquite other words")
     assert goes_on_with(run, chosen) is None  # it has trained nothing yet
     other = Data(chosen).tokenizer.get_vocab()

@@ -17,6 +17,7 @@ from ortlaunch.worker.data.labelled import (
     LabelledTexts,
     ScoredTexts,
     TaggedWords,
+    class_names,
     number_as_trained,
     number_labels,
 )
@@ -51,9 +52,11 @@ class Data:
         """
         self._recipe, self._tell, self._vocabulary = recipe, tell, vocabulary
         self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
-        self.label_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__) if vocabulary else []
+        self.label_names = [] if vocabulary else number_labels(self.train, self.evaluation, labels_of_model(recipe))
         if vocabulary is None:
-            self.label_names = number_labels(self.train, self.evaluation, labels_of_model(recipe))
+            self.class_names = self.label_names or class_names(self.train, self.evaluation)
+        else:
+            self.class_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
 
     @functools.cached_property
     def train(self) -> Samples:

@@ -30,12 +30,17 @@ class LabelledTexts:
         self.texts: list[Any] = []
         self.labels: list[Any] = []  # words until `number_labels`
         self.largest = -1, ""  # label that is a number, and where it is
+        self.names: list[tuple[str, ...]] = []  # of labels that are numbers; those of several files may differ
         for row in rows(source):
             text, label = self.read(row, source)
             self.texts.append(text)
             self.labels.append(label)
-            if type(label) is int and label > self.largest[0]:
-                self.largest = label, row.place
+            greatest = max(label) if isinstance(label, list) else label
+            if type(greatest) is int and greatest > self.largest[0]:
+                self.largest = greatest, row.place
+            names = row.names.get(source.label_column)
+            if names and names not in self.names:
+                self.names.append(names)
         if not self.texts:
             raise DataError(f"{named(source)}: has no rows")
         if tokenizer.pad_token is None:
@@ -210,6 +215,22 @@ def _are_words(*parts: LabelledTexts) -> bool:
     if len(kinds) > 1:
         raise DataError("data: labels are words in one source and numbers in another; give words alone, or numbers")
     return kinds == {str}
+
+
+def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
+    """Of labels that are numbers, in their order, where the data set has them.
+
+    Raises:
+        DataError: two sources have other names for the same numbers.
+    """
+    parts = [part for part in (*_labelled(train), *_labelled(evaluation)) if not isinstance(part, ScoredTexts)]
+    found = list(dict.fromkeys(names for part in parts for names in part.names))
+    if len(found) > 1:
+        one, other = (", ".join(names) for names in found[:2])
+        raise DataError(
+            f"data: the numbers of labels stand for {one} in one source and {other} in another; give names as labels"
+        )
+    return list(found[0]) if found else []
 
 
 def _class(row: Row, column: str, label: Any, first: Any) -> int | str:

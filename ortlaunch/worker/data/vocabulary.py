@@ -26,7 +26,7 @@ class Vocabulary(NamedTuple):
     tokenizer: Path | None
     """A folder; None: the recipe's is taken."""
     labels: Mapping[str, int]
-    """Classes that are words; none where they are numbers."""
+    """Numbers of classes by their names; none where they have none."""
     classes: int = 0
     """How many the training data had; 0: not known, or none."""
 
