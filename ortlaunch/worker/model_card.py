@@ -17,6 +17,7 @@ from ortlaunch.recipe.place import without_secrets
 from ortlaunch.recipe.yaml_text import dump
 from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.run.lines import json_lines
+from ortlaunch.units import counted
 
 _PIPELINES = {
     "masked-lm": "fill-mask", "pretraining": "fill-mask", "causal-lm": "text-generation",
@@ -121,7 +122,8 @@ def _engine(engine: dict[str, Any]) -> Iterator[str]:
     yield f"- engine: {chosen['used']}" + (f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else "")
     if engine.get("onnxruntime"):
         yield f"- passes that fell back to PyTorch: {engine['onnxruntime']['fallbacks']}"
-    yield f"- {engine['precision']} on {engine['device']}, {engine['ranks']} ranks, sharding: {engine['sharding']}"
+    ranks = counted(engine["ranks"], "rank")
+    yield f"- {engine['precision']} on {engine['device']}, {ranks}, sharding: {engine['sharding']}"
     yield f"- optimizer: {optimizer['used']}"
     yield f"- parameters: {engine['trained_parameters']:,} trained of {engine['parameters']:,}"
     yield "- versions: " + ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
