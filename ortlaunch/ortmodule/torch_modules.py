@@ -92,13 +92,17 @@ def called(export: Export) -> Iterator[None]:
     """While open, such layers are one call each."""
     marked = [(path, export.module.get_submodule(path)) for path in paths(export)]
     plain = nn.Module.__call__
+    before: dict[str, torch.Tensor] = {}  # of layers with buffers: a tensor of the call before
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
         path = vars(layer).get(_MARK)
         if path is None or _running:
             return plain(layer, *args, **kwargs)
         if torch.jit.is_tracing():
-            return _as_node(path, layer, plain, args, kwargs)
+            result, tensor = _as_node(path, layer, plain, (args, kwargs), before.get(path))
+            if next(layer.buffers(), None) is not None:
+                before[path] = tensor
+            return result
         with _unseen():
             return plain(layer, *args, **kwargs)
 
@@ -132,9 +136,15 @@ def _unseen() -> Iterator[None]:
         numpy.random.set_state(array)
 
 
-def _as_node(path: str, layer: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a layer as a custom autograd function, which a trace takes for one node."""
-    given, form = tree_flatten((args, kwargs))
+def _as_node(
+    path: str, layer: nn.Module, plain: Callable[..., Any], arguments: Any, before: torch.Tensor | None
+) -> tuple[Any, torch.Tensor]:
+    """Call a layer as a custom autograd function, which a trace takes for one node; its result, and a tensor of it.
+
+    before: of the layer's call before this one, without which ORT might make the later call first, and its buffers
+        would be others.
+    """
+    given, form = tree_flatten(arguments)
     places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
     rest = [None if i in places else value for i, value in enumerate(given)]
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
@@ -155,10 +165,11 @@ def _as_node(path: str, layer: nn.Module, plain: Callable[..., Any], args: Any, 
             raise RuntimeError(f"{path} changes a tensor that it is given, which ONNX Runtime's graph would not see")
         return outputs
 
-    kept = frozenset(range(len(places), len(places) + len(weights)))
+    tensors = [*(given[place] for place in places), *([] if before is None else [before.detach()])]
+    kept = frozenset(range(len(tensors), len(tensors) + len(weights)))
     function = as_function(f"module {path}".replace(" ", "."), run, kept, own=weights, around=_quiet)
-    outputs = function.apply(*(given[place] for place in places), *weights)
-    return result.restored(outputs)
+    outputs = function.apply(*tensors, *weights)
+    return result.restored(outputs), outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 def _autocast() -> tuple[Any, ...]:

@@ -107,6 +107,34 @@ def test_statistics_that_cannot_be_exact_are_refused(make: Callable[[], nn.Modul
     assert all(torch.equal(before[name], value) for name, value in model.named_buffers())
 
 
+class Apart(nn.Module):
+    """One batch normalization, used twice; neither use needs the other, and their sum asks for the later one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.norm(self.linear(x))
+        later = self.norm(self.linear(x * 2 + 1))
+        return 2 * later.sum() + first.square().sum()
+
+
+def test_uses_of_a_layer_keep_their_order() -> None:
+    """Running statistics go from use to use as in the forward pass, in whatever order ORT takes nodes."""
+    torch.manual_seed(0)
+    model, x = Apart(), torch.randn(5, 4)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    for _ in range(3):
+        module(x).backward()
+        eager(x).backward()
+    for (name, found), expected in zip(model.named_buffers(), eager.buffers()):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=0, msg=name)
+    for weight, reference in zip(model.parameters(), eager.parameters()):
+        torch.testing.assert_close(weight.grad, reference.grad, atol=1e-5, rtol=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------ the model's own
 
 
