@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,41 @@ def test_a_model_is_measured_by_its_runs_recipe(model: Path, monkeypatch: pytest
             model.rename(elsewhere)
         with pytest.raises(InputError, match=message):
             evaluate_model.evaluate(wrong)
+
+
+CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
+
+
+@pytest.mark.parametrize(
+    ("task", "data"),
+    [
+        ("masked-lm", {}),
+        ("causal-lm", CHATS),
+        ("causal-lm", {"train": [{"source": {"format": "text", "path": "mine.txt", "document": "line"}}]}),
+        ("sequence-classification", {"train": {"format": "jsonl", "path": "mine.jsonl", "label_column": "a b"}}),
+        ("sequence-classification", {"train": {"format": "hub", "name": "stanfordnlp/imdb", "split": "train[:9]"}}),
+    ],
+)
+def test_the_advice_can_be_typed(task: str, data: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held-out corpus as the message says it, of the training corpus's kind, is taken."""
+    monkeypatch.setattr(evaluate_model.subprocess, "run", lambda words, check: Ended)
+    family = "llama" if task == "causal-lm" else "bert"
+    made = makers.recipe(model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data})
+    RunDir(model.parents[1]).recipe.write_text(to_yaml(made))
+    asked = evaluate_model.Asked(model, None, (), False)
+    with pytest.raises(InputError) as caught:
+        evaluate_model.evaluate(asked)
+    advice = str(caught.value).partition("give one, as ")[2]
+    assert evaluate_model.evaluate(asked._replace(overrides=tuple(shlex.split(advice)))) == 3
+
+
+def test_the_advice_for_samples_of_ones_own_can_be_typed(run: RunDir) -> None:
+    """A function beside the one that makes the training samples."""
+    with pytest.raises(InputError) as caught:
+        evaluations.evaluate(Asked(run, None, ()), LaunchOptions("local"))
+    advice = tuple(shlex.split(str(caught.value).partition("give one, as ")[2]))
+    (Path(run.path).parent / "mine.py").write_text(f"{makers.OWN_MODULE}\n\ndef held_out(): ...\n")
+    assert evaluations._resolved(Asked(run, None, advice), LaunchOptions("local")).file.recipe.data.evaluation
 
 
 class Ended:
