@@ -47,7 +47,7 @@ def _model(draft: Draft) -> None:
 def _adapter(draft: Draft) -> None:
     adapter = draft.take("adapter")
     if adapter is None:
-        return
+        return draft.without_adapters("there is no adapter")
     if adapter.scalar not in ("lora", "qlora"):
         raise trainer.refused("adapter", adapter, "adapters here are lora")
     if adapter.scalar == "qlora":
@@ -63,6 +63,8 @@ def _adapter(draft: Draft) -> None:
     for node, key, ours in ((rank, "lora_r", "r"), (alpha, "lora_alpha", "alpha")):
         if node is not None:
             draft.put(f"model.lora.{ours}", node, key)
+        draft.assume(f"model.lora.{ours}", 8, "peft's default")
+    return None
 
 
 def _datasets(draft: Draft) -> None:
@@ -89,7 +91,9 @@ def _source(draft: Draft, node: Tree, key: str, usual: str | None) -> dict[str, 
     """A data set, by its path and type; what of it has no place is dropped by name."""
     values = node.plain() if node.kind == "mapping" else {"path": node.scalar}
     path, kind = values.pop("path", ""), values.pop("type", usual)
-    form = _SUFFIXES.get(str(values.pop("ds_type", str(path).rpartition(".")[2])))
+    form = _SUFFIXES.get(str(values.get("ds_type") or str(path).rpartition(".")[2]))
+    if form:
+        values.pop("ds_type", None)
     if str(path) in _SUFFIXES and values.get("data_files"):  # the name of a loader
         path = values.pop("data_files")
     source: dict[str, object] = {"format": form, "path": path} if form else {"format": "hub", "name": path}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ortlaunch.other_tools.draft import NO_BF16, Draft, is_empty, number, word
+from ortlaunch.other_tools.draft import Draft, is_empty, number, word
 from ortlaunch.recipe.deepspeed_keys import DEEPSPEED_OWNED, NESTED, TOP
 from ortlaunch.recipe.tree import Tree
 
@@ -70,8 +70,10 @@ def _parts(draft: Draft, parts: dict[str, Tree], prefix: str) -> None:
             _ours(draft, f"{prefix}{key}", node, DEEPSPEED_OWNED[key])
         elif key in TOP:
             _raw(draft, key, node, key)
-        elif is_empty(node):
+        elif is_empty(node) or _is_off(node):
             draft.account.empty.append(f"{prefix}{key}")
+        elif key == "wandb":
+            draft.put("log.trackers", node, f"{prefix}{key}", ["wandb"])
         else:
             draft.drop(f"{prefix}{key}", node, "DeepSpeed has no such setting, or has it no more")
 
@@ -97,18 +99,32 @@ def _batch(draft: Draft, parts: dict[str, Tree]) -> None:
 
 
 def _stage(node: Tree | None) -> int:
+    """`true` is an older form of stage 1."""
+    if node is not None and node.scalar is True:
+        return 1
     stage = number(node.find(("stage",))) if node is not None else None
     return int(stage) if stage is not None else 0
 
 
 def _ours(draft: Draft, key: str, node: Tree, path: str) -> None:
-    enabled = node.find(("enabled",))
-    if is_empty(node) or node.scalar == 0 or (enabled is not None and is_empty(enabled)):
+    if is_empty(node) or node.scalar == 0 or _is_off(node):
         draft.account.empty.append(key)
     elif path == "log.trackers":  # of these DeepSpeed's tensorboard alone
         draft.put(path, node, key, ["tensorboard"])
     else:
         draft.put(path, node, key)
+
+
+def _is_off(node: Tree) -> bool:
+    enabled = node.find(("enabled",))
+    return enabled is not None and is_empty(enabled)
+
+
+def _others(draft: Draft, key: str, node: Tree) -> None:
+    """What stands beside `type` and `params`."""
+    for name, child in node.children.items():
+        if name not in ("type", "params"):
+            draft.drop(f"{key}.{name}", child, "no counterpart")
 
 
 def _optimizer(draft: Draft, node: Tree) -> None:
@@ -119,6 +135,7 @@ def _optimizer(draft: Draft, node: Tree) -> None:
         draft.put("optimizer.name", kind, "optimizer.type", ours or "adamw", why)
     for key, child in params.children.items() if params is not None else ():
         _setting(draft, str(key), child)
+    _others(draft, "optimizer", node)
 
 
 def _setting(draft: Draft, key: str, node: Tree) -> None:
@@ -149,6 +166,7 @@ def _scheduler(draft: Draft, node: Tree) -> None:
               "total_num_steps": "train.max_steps", "cos_min_ratio": "schedule.minimum_ratio"}  # fmt: skip
     for key, child in values.items():
         _schedule_setting(draft, key, child, places)
+    _others(draft, "scheduler", node)
 
 
 def _schedule_setting(draft: Draft, key: str, node: Tree, places: dict[str, str]) -> None:
@@ -174,8 +192,6 @@ def _precision(draft: Draft, key: str, node: Tree) -> None:
         why = _AUTO if enabled is not None and enabled.scalar == "auto" else "it is not enabled"
         return draft.needless(key, node, why)
     draft.put("precision", enabled, f"{key}.enabled", kind)
-    if kind == "bf16":
-        draft.assume(*NO_BF16)
     for name, child in node.children.items():
         if name != "enabled":
             _raw(draft, f"{kind}.{name}", child, f"{kind}.{name}")
@@ -191,7 +207,7 @@ def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
         draft.drop(
             key, node, "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's"
         )
-    elif path == "zero_optimization.stage":
+    elif path == "zero_optimization.stage" or (path == "zero_optimization" and node.scalar is True):
         draft.needless(key, node, "zero.stage has it")
     elif node.scalar == "auto" or (node.kind == "mapping" and "auto" in json.dumps(node.plain())):
         draft.needless(key, node, _AUTO)

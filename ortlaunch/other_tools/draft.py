@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from ortlaunch.recipe.dialects import DIALECTS
 from ortlaunch.recipe.fields import choices, everywhere, names_in, section_at
-from ortlaunch.recipe.place import Place, keys
+from ortlaunch.recipe.place import HIDDEN, SECRET, Place, keys, without_secrets
 from ortlaunch.recipe.tree import Tree
 from ortlaunch.recipe.words import closest, normal
 
 NONE = "none: "
-NO_BF16 = ("engine.name", "eager", "ONNX Runtime has no bf16; precision=fp32 engine.name=ort runs on it")
+_NO_BF16 = ("engine.name", "eager", "ONNX Runtime has no bf16; precision=fp32 engine.name=ort runs on it")
 
 
 class Remark(NamedTuple):
@@ -70,6 +70,12 @@ class Draft:
         node = self.left.get(key)
         return None if node is None else node.plain()
 
+    def expected(self, path: str) -> Any:
+        """What the recipe will have there, so far as is known."""
+        there = self.recipe.find(keys(path))
+        assumed = [value for each, value, _ in self._assumed if each == path]
+        return there.plain() if there is not None else assumed[0] if assumed else None
+
     def put(self, path: str, node: Tree, key: str, value: Any = None, why: str = "") -> None:
         """Set a key of the recipe to `value`, or to the config's own; `why` it does not mean quite the same."""
         tree = node if value is None else made(value, node)
@@ -97,6 +103,13 @@ class Draft:
         """A key for which there is nothing to be set."""
         self._remark(self.account.needless, key, node, why)
 
+    def without_adapters(self, why: str) -> None:
+        """Keys of LoRA where all weights are trained."""
+        for key in [each for each in self.left if each.startswith("lora_")]:
+            node = self.take(key)
+            if node is not None:
+                self.needless(key, node, f"of no effect there: {why}")
+
     def rest(self) -> None:
         """Everything that is left, by the tables of other tools' words and by our own names; then what is assumed."""
         for key, node in self.left.items():
@@ -105,6 +118,8 @@ class Draft:
             else:
                 self._by_tables(key, node)
         self.left = {}
+        if self.expected("precision") == "bf16":
+            self.assume(*_NO_BF16)
         for path, value, why in self._assumed:
             if self.recipe.find(keys(path)) is None:
                 self.recipe = self.recipe.put(keys(path), made(value, self.recipe))
@@ -130,7 +145,7 @@ class Draft:
         return self.put(ours, node, key, found)
 
     def _remark(self, where: list[Remark], key: str, node: Tree, text: str) -> None:
-        value = " ".join(word(node).split())
+        value = HIDDEN if SECRET.search(key) else " ".join(word(node).split())
         where.append(Remark(node.key_place or node.place, key, value if len(value) <= 80 else value[:77] + "...", text))
 
 
@@ -162,11 +177,16 @@ def made(value: Any, node: Tree) -> Tree:
     return Tree(node.place, value, str(value), key_place=node.key_place)
 
 
+def null(node: Tree) -> Tree:
+    """Nothing, where the recipe must say so, with the place of another tool's value."""
+    return Tree(node.place, raw="null", key_place=node.key_place)
+
+
 def word(node: Tree) -> str:
     """A value on a line."""
     if node.kind == "scalar":
         return str(node.raw if node.raw is not None else node.scalar)
-    text = str(node.plain())
+    text = str(without_secrets(node.plain()))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ortlaunch.other_tools import trainer
-from ortlaunch.other_tools.draft import Draft, number, word
+from ortlaunch.other_tools.draft import Draft, null, number, word
 
 _STAGES = ("pt", "sft")
 
@@ -19,18 +19,20 @@ def convert(draft: Draft) -> None:
         draft.put("model.task", stage, "stage", "causal-lm")
     draft.assume("model.task", "causal-lm", "LLaMA-Factory's default, sft")
     trainer.model(draft)
-    _adapters(draft, kind is None or kind.scalar == "lora")
-    if kind is not None:
-        draft.needless("finetuning_type", kind, "model.lora says it")
+    if kind is not None and kind.scalar == "full":
+        draft.put("model.lora", kind, "finetuning_type", null(kind))
+        draft.without_adapters("finetuning_type is full")
+    else:
+        _adapters(draft)
+        if kind is not None:
+            draft.needless("finetuning_type", kind, "model.lora says it")
     _data(draft, stage is None or stage.scalar == "sft")
     trainer.training(draft)
     _defaults(draft)
 
 
-def _adapters(draft: Draft, wanted: bool) -> None:
+def _adapters(draft: Draft) -> None:
     target, rank = draft.take("lora_target"), number(draft.left.get("lora_rank")) or 8
-    if not wanted:
-        return
     if target is not None:
         names = [each.strip() for each in word(target).split(",")] if target.kind == "scalar" else target.plain()
         draft.put("model.lora.target_modules", target, "lora_target", ["all-linear"] if names == ["all"] else names)

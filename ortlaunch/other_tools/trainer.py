@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import InputError
-from ortlaunch.other_tools import deepspeed, trl
-from ortlaunch.other_tools.draft import NO_BF16, Draft, number, word
+from ortlaunch.other_tools import deepspeed, intervals, trl
+from ortlaunch.other_tools.draft import Draft, null, number, word
 from ortlaunch.recipe.tree import Tree
 
 SCHEDULES = {
@@ -32,7 +32,6 @@ _DEFAULTS = {
     "batch.accumulation_steps": 1,
     "train.max_grad_norm": 1.0,
 }
-_METRICS = {"loss": "loss", "eval_loss": "loss", "accuracy": "classification_accuracy", "f1": "f1_macro"}
 _FORMATS = {".txt": "text", ".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 
@@ -52,10 +51,11 @@ def training(draft: Draft) -> None:
     optimizer(draft, "optim")
     schedule(draft, "lr_scheduler_type")
     precision(draft)
+    _clipping(draft)
+    _recomputation(draft)
     name(draft)
     trackers(draft)
-    evaluation(draft)
-    saves(draft)
+    intervals.convert(draft)
     level = draft.take("log_level")
     if level is not None:
         draft.needless("log_level", level, "it is of Trainer's own lines; engine.log_level is of ONNX Runtime's")
@@ -65,8 +65,9 @@ def training(draft: Draft) -> None:
 
 
 def _task(draft: Draft) -> None:
-    tasks = {"mlm_probability": "masked-lm", "block_size": "causal-lm", "task_name": "sequence-classification"}
-    for key, task in tasks.items():
+    of_glue = {"stsb": "sequence-regression", **dict.fromkeys(("ner", "pos", "chunk"), "token-classification")}
+    named = of_glue.get(str(draft.value("task_name")).lower(), "sequence-classification")
+    for key, task in {"mlm_probability": "masked-lm", "block_size": "causal-lm", "task_name": named}.items():
         if draft.value(key) is not None:
             return draft.assume("model.task", task, f"{key} is of that task's script")
     return None
@@ -140,7 +141,7 @@ def optimizer(draft: Draft, key: str) -> None:
     first, second = draft.take("adam_beta1"), draft.take("adam_beta2")
     given = first or second
     if given is not None:
-        betas = [number(first) or 0.9, number(second) or 0.999]
+        betas = [usual if node is None else node for node, usual in ((first, 0.9), (second, 0.999))]
         draft.put("optimizer.betas", given, "adam_beta1, adam_beta2", betas)
 
 
@@ -164,9 +165,7 @@ def schedule(draft: Draft, key: str) -> None:
 def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> None:
     """Steps come before a ratio, as in Trainer; steps below 1 are a ratio there."""
     value = number(steps)
-    if steps is not None and value is not None and 0 < value < 1:
-        ratio, steps = steps, None
-    if steps is not None and not value:
+    if steps is not None and value == 0:
         draft.needless("warmup_steps", steps, "there is none by itself")
         steps = None
     for key, node in (("warmup_steps", steps), ("warmup_ratio", ratio)):
@@ -174,17 +173,20 @@ def _warmup(draft: Draft, kind: str, ratio: Tree | None, steps: Tree | None) -> 
             draft.drop(key, node, "Trainer's `constant` has no warm-up, whatever is given")
         elif node is not None and key == "warmup_ratio" and steps is not None:
             draft.drop(key, node, "warmup_steps comes first")
+        elif node is not None and key == "warmup_steps" and (value is None or value >= 1):
+            draft.put("schedule.warmup_steps", node, key, int(value) if value and float(value).is_integer() else None)
         elif node is not None:
-            draft.put(f"schedule.{key}", node, key)
+            draft.put("schedule.warmup_ratio", node, key)
 
 
 def _least(draft: Draft, extra: Tree) -> None:
     """Where a cosine ends."""
     least, rate = number(extra.find(("min_lr",))), number(draft.left.get("learning_rate"))
+    rate = rate or draft.expected("optimizer.learning_rate") or _DEFAULTS["optimizer.learning_rate"]
     ratio = number(extra.find(("min_lr_rate",)))
-    if ratio is None and least is not None and rate:
+    if ratio is None and least is not None:
         ratio = least / rate
-    others = [str(name) for name in extra.children if name not in ("min_lr", "min_lr_rate")]
+    others = [str(name) for name in extra.children if ratio is None or name not in ("min_lr", "min_lr_rate")]
     if ratio is not None:
         draft.put("schedule.minimum_ratio", extra, "lr_scheduler_kwargs", round(ratio, 9))
     if others:
@@ -199,13 +201,27 @@ def precision(draft: Draft) -> None:
             draft.put(
                 "precision", node, kind, kind, "auto would have asked the hardware" if node.scalar == "auto" else ""
             )
-            if kind == "bf16":
-                draft.assume(*NO_BF16)
     exact = draft.take("tf32")
     if exact is not None and draft.recipe.find(("precision",)) is None:
         draft.put("engine.matmul_precision", exact, "tf32", "high")
     elif exact is not None:
         draft.needless("tf32", exact, "products are in the precision of the passes")
+
+
+def _clipping(draft: Draft) -> None:
+    """By a norm of 0 there is none."""
+    if number(draft.left.get("max_grad_norm")) == 0:
+        node = draft.left.pop("max_grad_norm")
+        draft.put("train.max_grad_norm", node, "max_grad_norm", null(node))
+
+
+def _recomputation(draft: Draft) -> None:
+    """Axolotl's `unsloth` and `offload` are ways of it."""
+    node = draft.left.get("gradient_checkpointing")
+    if node is not None and isinstance(node.scalar, str) and node.scalar:
+        draft.left.pop("gradient_checkpointing")
+        path = "model.gradient_checkpointing"
+        draft.put(path, node, "gradient_checkpointing", True, "layers are computed again, and nothing is offloaded")
 
 
 def name(draft: Draft) -> None:
@@ -235,65 +251,6 @@ def trackers(draft: Draft) -> None:
         draft.drop("report_to", node, "log.trackers has tensorboard, wandb, mlflow")
     else:
         draft.needless("report_to", node, "there are none by themselves")
-
-
-def evaluation(draft: Draft) -> None:
-    """How often, and what follows; only with data of its own, which a share of the training data is not."""
-    has_data = draft.recipe.find(("data", "evaluation")) is not None
-    wanted = draft.take("do_eval")
-    if wanted is not None and has_data:
-        draft.needless("do_eval", wanted, "data.evaluation is evaluated at the end, too")
-    elif wanted is not None:
-        draft.drop("do_eval", wanted, "there is no data.evaluation")
-    strategy = draft.take("eval_strategy") or draft.take("evaluation_strategy")
-    every = draft.take("eval_steps")
-    every = every if every is not None else draft.left.get("logging_steps") if strategy is not None else None
-    kind = "steps" if strategy is None and every is not None else strategy.scalar if strategy is not None else "no"
-    if strategy is not None and kind == "no":
-        draft.needless("eval_strategy", strategy, "data.evaluation is evaluated at the end alone")
-    elif every is not None and has_data and kind == "steps":
-        draft.put("train.evaluate_every_steps", every, "eval_steps")
-        if strategy is not None:
-            draft.needless("eval_strategy", strategy, "train.evaluate_every_steps says it")
-    elif strategy is not None or every is not None:
-        node = strategy if strategy is not None else every
-        why = "steps alone are counted: train.evaluate_every_steps" if has_data else "there is no data.evaluation"
-        draft.drop("eval_strategy" if strategy is not None else "eval_steps", node, why)  # type: ignore[arg-type]
-    _best(draft, has_data)
-
-
-def _best(draft: Draft, has_data: bool) -> None:
-    best, metric, patience = (
-        draft.take(key) for key in ("load_best_model_at_end", "metric_for_best_model", "early_stopping_patience")
-    )
-    greater = draft.left.pop("greater_is_better", None)
-    ours = _METRICS.get(str(metric.scalar)) if metric is not None else "loss"
-    for key, node in (("load_best_model_at_end", best), ("early_stopping_patience", patience)):
-        if node is not None and (not has_data or ours is None):
-            draft.drop(key, node, "there is no data.evaluation" if ours else f"no metric is called {word(metric)}")  # type: ignore[arg-type]
-        elif node is not None and key == "early_stopping_patience":
-            draft.put("train.stop_after", node, key, {"metric": ours, "evaluations": node.scalar})
-        elif node is not None:
-            draft.put("checkpoint.keep_best", node, key, {"metric": ours, "export": True})
-    if metric is not None:
-        draft.needless("metric_for_best_model", metric, "checkpoint.keep_best and train.stop_after name it")
-    if greater is not None:
-        draft.needless("greater_is_better", greater, "the metric says it")
-
-
-def saves(draft: Draft) -> None:
-    """By steps, or at the end alone."""
-    strategy, every = draft.take("save_strategy"), draft.take("save_steps")
-    kind = strategy.scalar if strategy is not None else "steps"
-    share = number(every)
-    if every is not None and (kind != "steps" or share is None or share < 1):
-        draft.drop("save_steps", every, "checkpoint.every_steps takes a number of steps, and save_strategy steps")
-    elif every is not None:
-        draft.put("checkpoint.every_steps", every, "save_steps")
-    if strategy is not None and kind == "steps":
-        draft.needless("save_strategy", strategy, "checkpoint.every_steps says it")
-    elif strategy is not None:
-        draft.drop("save_strategy", strategy, "one is saved every 30 minutes and at the end: checkpoint.every_minutes")
 
 
 def length(draft: Draft, epochs: float) -> None:

@@ -83,7 +83,7 @@ def _adapters(draft: Draft) -> None:
     """lora_* count with use_peft alone; the names of layers are peft's own for each model where none are given."""
     wanted = draft.take("use_peft")
     if wanted is None:
-        return
+        return draft.without_adapters("use_peft is not true")
     draft.needless("use_peft", wanted, "model.lora says it")
     for key, ours, usual in (("lora_r", "r", 16), ("lora_alpha", "alpha", 32), ("lora_dropout", "dropout", 0.05)):
         node = draft.take(key)
@@ -94,3 +94,4 @@ def _adapters(draft: Draft) -> None:
     if names is not None:
         asked = names.plain() if names.kind == "list" else [names.scalar]
         draft.put("model.lora.target_modules", names, "lora_target_modules", asked)
+    return None

@@ -78,7 +78,7 @@ def _batch_lines(plan: Plan) -> list[str]:
     tokens = f", {b.tokens_per_step:,} tokens a step" if b.tokens_per_step else ""
     return [
         f"batch: {b.global_samples} samples = {b.micro_samples} micro x {b.accumulation_steps} accumulation "
-        f"x {b.data_parallel_ranks} ranks{tokens}"
+        f"x {counted(b.data_parallel_ranks, 'rank')}{tokens}"
     ]
 
 

@@ -40,16 +40,19 @@ class Corpus(Section):
     """Commit, tag or branch of the hub data set; null: its newest. A whole commit also finds cached tokens offline."""
     document: Literal["paragraph", "line", "file"] = "paragraph"
     """What one document is in format text: a `paragraph`, up to a blank line (BERT's own form: a sentence a line, a
-    blank line between documents), a `line`, or a `file`. Rows of the other formats are documents. An end mark of causal
-    language models, the pairs of pretraining and `attend_across_documents` go by them."""
+    blank line between documents) and about 16 million characters long at most, a `line`, or a `file`. Rows of the other
+    formats are documents. An end mark of causal language models, the pairs of pretraining and `attend_across_documents`
+    go by them. One document at a time has to fit into memory."""
     split: Text = "train"
     """Split of the hub data set."""
     text_column: Text = "text"
     """Column that holds the text; for token-classification a list of words."""
     label_column: Text = "label"
-    """Column that holds the class, for sequence-classification: an integer from 0, or a word; words are numbered in the
-    order of the alphabet, and stand in the exported model's config (`id2label`). For sequence-regression a number. For
-    token-classification a list of classes, one for each word; of a word's pieces the first is counted."""
+    """Column that holds the class, for sequence-classification: an integer from 0, or a word; words are numbered as
+    the model that is trained on numbers them, else in the order of the alphabet. They, or the names that a hub data set
+    or Parquet file has for its integers (ClassLabel), stand in the exported model's config (`id2label`). For
+    sequence-regression a number. For token-classification a list of classes, one for each word; of a word's pieces the
+    first is counted."""
     messages_column: Optional[Text] = None
     """Column that holds a chat, for instruction tuning with causal-lm: a list of messages, each with `role` and
     `content`. The tokenizer's chat template writes it (`data.chat_template`), a chat a sample, and the loss is that of
@@ -145,7 +148,8 @@ class Data(Section):
     """Up to three lengths below `sequence_length`, for chats and texts with labels, as [64, 128]: a step's samples are
     dealt out to its passes and ranks by their lengths, and each micro batch is padded to the shortest length that holds
     it. For padding that costs more than more shapes do: inductor compiles each, ONNX Runtime and GPUs keep memory for
-    each. The step's samples are the same, and so are its loss and gradients. null: none."""
+    each. The step's samples are the same, and so are its loss and gradients. To count their lengths each rank tokenizes
+    all texts with labels once more before its first step. null: none."""
     padding: Literal["fixed", "longest"] = "fixed"
     """`fixed`: to `sequence_length`, or to `bucket_lengths`. `longest`, for chats and texts with labels: the step's
     samples are dealt out as by `bucket_lengths`, and each micro batch is padded to its longest sample, rounded up to a

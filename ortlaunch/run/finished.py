@@ -11,6 +11,7 @@ from ortlaunch.recipe.best import direction
 from ortlaunch.run.folder import RunDir, read_json
 
 _EARLY = "train.stop_after"
+_PLACES = ("--run-dir", "--resume")
 _LENGTHS = ("train.max_steps=", "train.epochs=")
 
 
@@ -54,10 +55,10 @@ def with_next(said: str, typed: Sequence[str], recipe: Recipe, run: RunDir) -> s
 
 
 def _kept(typed: Sequence[str]) -> Iterator[str]:
-    """The words without the run's folder and length."""
+    """The words without the run's folder and length, and where it began: `--resume never` would begin anew."""
     words = iter(typed)
     for word in words:
-        if word == "--run-dir":
+        if word in _PLACES:
             next(words, None)
-        elif not word.startswith(("--run-dir=", *_LENGTHS)):
+        elif not word.startswith((*(f"{place}=" for place in _PLACES), *_LENGTHS)):
             yield word

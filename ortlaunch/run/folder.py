@@ -3,6 +3,7 @@
 runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
   commands.jsonl modules/                                              each start's command and commit; the user's code
+  vocabulary.json tokenizer/                                           what words and classes the numbers stand for
   store rendezvous                                                     how ranks of one host meet, without a port
   submitted.yaml job.{sh,yaml} logs/slurm-12.out                       of a queued run: recipe, script or manifest
   agents.json meeting                                                  of torchrun on several hosts
@@ -111,6 +112,16 @@ class RunDir:
     def error(self, rank: int) -> Path:
         """What ended one rank, written by that rank."""
         return self.errors / f"rank_{rank:05d}.json"
+
+    @property
+    def vocabulary(self) -> Path:
+        """What the model's numbers stand for."""
+        return self.path / "vocabulary.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer that the weights are trained with."""
+        return self.path / "tokenizer"
 
     @property
     def trackers(self) -> Path:

@@ -21,6 +21,18 @@ def as_json(record: Any) -> Any:
 
 
 @dataclass
+class Vocabulary:
+    """What the model's numbers stand for; tokenizer/ beside it has the words."""
+
+    trained_tokenizer: dict[str, Any] | None
+    """The recipe's `data.tokenizer` where it was trained on the corpus; a run that goes on takes tokenizer/ for it."""
+    labels: list[str]
+    """Classes by number, where the data name them: labels that are words, or a data set's own names of its integers."""
+    classes: int
+    """How many classes the data have; 0: none."""
+
+
+@dataclass
 class MeasuredMemory:
     """Bytes of the live tensors of the rank that has most, each storage once, and the peak of the process."""
 

@@ -65,6 +65,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     from ortlaunch.worker import distributed, tasks
     from ortlaunch.worker.data import Data
     from ortlaunch.worker.data.own import find
+    from ortlaunch.worker.data.vocabulary import goes_on_with
     from ortlaunch.worker.matmul_precision import matmul_precision
     from ortlaunch.worker.meeting import beating
     from ortlaunch.worker.model import config_of
@@ -77,7 +78,8 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     data = None
     if not recipe.data.is_custom:  # whose function may want the group
         progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it
-        data = Data(recipe, progress.tell)
+        data = Data(recipe, progress.tell, goes_on_with(run, recipe))
+        _ = data.train, data.evaluation
         if recipe.model.task != "custom":
             config_of(recipe, data)  # that tokenizer and labels fit into the model
     if rank.world_size > 1:

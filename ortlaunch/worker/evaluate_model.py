@@ -44,18 +44,24 @@ def main() -> int:
 def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
     """model: a model.onnx, or a folder of transformers'; modules: where the user's own may lie."""
     import torch
+    from transformers import AutoConfig
 
     from ortlaunch.rank import Rank
     from ortlaunch.user_modules import make_importable
     from ortlaunch.worker.data import load_data
+    from ortlaunch.worker.data.vocabulary import of_config
     from ortlaunch.worker.distributed import DistributedContext
-    from ortlaunch.worker.model import LossModule, build_model
+    from ortlaunch.worker.model import LossModule, build_model, refuse_too_small
     from ortlaunch.worker.onnx_model import OnnxModel
 
     make_importable(recipe, modules)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    data = load_data(recipe, group)
+    folder = model if model.is_dir() else model.parent
+    config = AutoConfig.from_pretrained(folder) if (folder / "config.json").exists() else None
+    data = load_data(recipe, group, vocabulary=of_config(config, recipe.model.task))
     assert data.evaluation is not None, "the control side has looked for data.evaluation"
+    if config is not None:
+        refuse_too_small(recipe, data, config)
     whole = LossModule(OnnxModel(model, recipe.model.task)) if model.suffix == ".onnx" else build_model(recipe, data)
     return measured(recipe, whole, data.evaluation, group)
 

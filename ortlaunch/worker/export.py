@@ -34,6 +34,8 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -
     model: Any = trained.model
     if recipe.model.lora and recipe.model.lora.merge:
         model = model.merge_and_unload(safe_merge=True)
+    elif recipe.model.lora:  # peft's card is a template, written over one of the user's; push.py writes the run's
+        model.create_or_update_model_card = lambda folder: None
     if hasattr(model, "save_pretrained"):
         from transformers.utils import logging
 

@@ -75,6 +75,7 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
     from ortlaunch.worker.checkpoint.damage import damage
     from ortlaunch.worker.checkpoint.restore import load_weights
     from ortlaunch.worker.data import load_data
+    from ortlaunch.worker.data.vocabulary import of_run
     from ortlaunch.worker.distributed import DistributedContext
     from ortlaunch.worker.identity import of_frozen
     from ortlaunch.worker.model import build_model
@@ -84,7 +85,7 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     if wrong := damage(run.checkpoint(step), alone):
         raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")
-    data = load_data(recipe, alone)
+    data = load_data(recipe, alone, vocabulary=of_run(run))
     model = build_model(recipe, data)
     require_same_frozen(run.checkpoint(step), of_frozen(model))
     load_weights(run.checkpoint(step), model)

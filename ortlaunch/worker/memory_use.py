@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
 
 from ortlaunch.plan import Plan
 from ortlaunch.run.records import MeasuredMemory, MemoryReport, PlannedMemory
@@ -180,11 +181,11 @@ def _count(tensors: Any, seen: dict[int, int]) -> int:
     total = 0
     for tensor in tensors:
         try:
-            if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
                 continue
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
-        except RuntimeError:  # stand-ins, as torch.compile's, have no device or no address
+        except RuntimeError:  # other stand-ins have no device or no address
             continue
         if storage.nbytes() and address not in seen:
             seen[address] = storage.nbytes()

@@ -17,6 +17,7 @@ from ortlaunch.recipe.words import closest
 from ortlaunch.worker import packing
 from ortlaunch.worker.chunked_head import ChunkedHead
 from ortlaunch.worker.data import Data, call
+from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.own_numbers import LOSS, numbers_of
 from ortlaunch.worker.pretrained import Loaded, load_pretrained
 
@@ -202,9 +203,13 @@ def config_of(recipe: Recipe, data: Data) -> Any:
     if kind not in (None, config.model_type):
         raise InputError(f"model.config.model_type: got {kind}, and model.pretrained is of type {config.model_type}")
     _refuse_unknown(fields, config)
-    if data.label_names and fields.setdefault("num_labels", len(data.label_names)) != len(data.label_names):
-        told = f"got {fields['num_labels']}, and the labels are {len(data.label_names)} words"
+    if data.class_names and fields.setdefault("num_labels", len(data.class_names)) != len(data.class_names):
+        told = f"got {fields['num_labels']}, and the labels have {len(data.class_names)} names"
         raise InputError(f"model.config.num_labels: {told}")
+    given = labels_of_recipe(recipe)
+    if data.label_names and given and set(data.label_names) != given.keys():
+        told = f"got {', '.join(given)}, and the labels are {', '.join(data.label_names)}"
+        raise InputError(f"model.config.{'label2id' if 'label2id' in fields else 'id2label'}: {told}")
     if recipe.model.task == "sequence-regression":
         fields = {**fields, "num_labels": 1, "problem_type": "regression"}
     fields = {**_from_data(data, config, source is None), **fields}
@@ -237,16 +242,12 @@ def _from_data(data: Data, config: Any, fresh: bool) -> dict[str, Any]:
             found[name] = word
     if data.tokenizer is not None and fresh:
         found["vocab_size"] = padded_vocabulary(len(data.tokenizer))
-    if data.label_names:
-        found["id2label"] = dict(enumerate(data.label_names))
+    if data.class_names:
+        found["id2label"] = dict(enumerate(data.class_names))
         found["label2id"] = {word: number for number, word in found["id2label"].items()}
-    elif _classes(data):
-        found["num_labels"] = max(config.num_labels, _classes(data))
+    elif data.classes:
+        found["num_labels"] = max(config.num_labels, data.classes)
     return found
-
-
-def _classes(data: Data) -> int:
-    return max(getattr(samples, "classes", 0) for samples in (data.train, data.evaluation))
 
 
 def refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
@@ -259,9 +260,9 @@ def refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
     places, length = getattr(config, "max_position_embeddings", None), recipe.data.sequence_length
     if places is not None and length is not None and length > places:
         raise InputError(f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}")
-    if config.num_labels < _classes(data):
-        label, place = max(getattr(samples, "largest", (-1, "")) for samples in (data.train, data.evaluation))
-        told = f"{place} has label {label}" if place else f"the data has {_classes(data)} classes"
+    if config.num_labels < data.classes:
+        label, place = max((getattr(samples, "largest", (-1, "")) for samples in data.read), default=(-1, ""))
+        told = f"{place} has label {label}" if place else f"the data has {data.classes} classes"
         raise InputError(f"model.config.num_labels: got {config.num_labels}, and {told}")
 
 

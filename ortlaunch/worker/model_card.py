@@ -17,6 +17,7 @@ from ortlaunch.recipe.place import without_secrets
 from ortlaunch.recipe.yaml_text import dump
 from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.run.lines import json_lines
+from ortlaunch.units import counted
 
 _PIPELINES = {
     "masked-lm": "fill-mask", "pretraining": "fill-mask", "causal-lm": "text-generation",
@@ -39,12 +40,13 @@ def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
 def _metadata(
     recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], repo: str, library: str | None
 ) -> ModelCardData:
+    used = [f"engine:{engine['engine']['used']}"] if engine else []
     return ModelCardData(
         base_model=_of_hub(recipe.model.pretrained),
         datasets=sorted({name for _, source in recipe.data.sources() if (name := _named(source))}) or None,
         library_name=library,
         pipeline_tag=_PIPELINES.get(recipe.model.task),
-        tags=["ortlaunch", *([f"engine:{engine['engine']['used']}"] if engine else [])],
+        tags=["ortlaunch", *(["lora"] if library == "peft" else []), *used],
         model_name=repo.rpartition("/")[2],
         eval_results=_results(recipe, lines),
     )
@@ -120,7 +122,8 @@ def _engine(engine: dict[str, Any]) -> Iterator[str]:
     yield f"- engine: {chosen['used']}" + (f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else "")
     if engine.get("onnxruntime"):
         yield f"- passes that fell back to PyTorch: {engine['onnxruntime']['fallbacks']}"
-    yield f"- {engine['precision']} on {engine['device']}, {engine['ranks']} ranks, sharding: {engine['sharding']}"
+    ranks = counted(engine["ranks"], "rank")
+    yield f"- {engine['precision']} on {engine['device']}, {ranks}, sharding: {engine['sharding']}"
     yield f"- optimizer: {optimizer['used']}"
     yield f"- parameters: {engine['trained_parameters']:,} trained of {engine['parameters']:,}"
     yield "- versions: " + ", ".join(f"{name} {version}" for name, version in engine["versions"].items())

@@ -22,6 +22,7 @@ def main() -> int:
         from ortlaunch.cache import cache_root, take_notes
         from ortlaunch.file_errors import of_ours
         from ortlaunch.worker.data import Data
+        from ortlaunch.worker.data.labelled import OF_ROWS
 
         with of_ours(cache_root()):
             data = Data(recipe, line.show)
@@ -34,8 +35,12 @@ def main() -> int:
         print(note)
     for name, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         if samples is not None:
-            print(f"{name}: {len(samples):,} samples")
-    print(f"ready in {cache_root()}")
+            classes = getattr(samples, "classes", 0)
+            print(f"{name}: {len(samples):,} samples" + (f", {classes:,} classes" if classes else ""))
+    if recipe.model.task in OF_ROWS:
+        print("read and checked; rows with labels are not cached: each rank reads and tokenizes them while it trains")
+    else:
+        print(f"ready in {cache_root()}")
     return 0
 
 

@@ -17,6 +17,7 @@ from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory
 from ortlaunch.worker.checkpoint import Found, choose, explain
 from ortlaunch.worker.data import Batches, Data, load_data, reader, stack_of
+from ortlaunch.worker.data.vocabulary import keep
 from ortlaunch.worker.deepspeed.take_in import take_in
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
@@ -80,6 +81,8 @@ def build_session(
         found = take_in(run, recipe, plan, model, len(data.train), group)
     else:
         explain(run, recipe, found, trained_on, group)
+    if group.rank == 0 and plan.task == "train":
+        keep(run, recipe, data.tokenizer, data.class_names, data.classes)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
     batches = Batches(data.train, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     recipe = with_steps(recipe, plan.batch, run, group, len(data.train), found)

@@ -70,10 +70,12 @@ def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
         ),
         (["train", "r", "--run-dir", "old", "train.max_steps=5"], {"max_steps": 5}, "train r {} train.max_steps=20"),
         (["train", "r", "--run-dir=old", "-n"], {"epochs": 1.5}, "train r -n {} train.epochs=3"),
+        (["train", "--resume", "never", "r"], {"max_steps": 10}, "train r {} train.max_steps=20"),
+        (["train", "r", "--resume=400"], {"max_steps": 10}, "train r {} train.max_steps=20"),
     ],
 )
 def test_the_command_that_trains_further(typed: list[str], train: dict[str, Any], expected: str, ended: RunDir) -> None:
-    """What was typed, with this run's folder in place of another, and twice the length."""
+    """What was typed, with this run's folder in place of another, from its newest checkpoint, and twice the length."""
     command = expected.format(f"--run-dir={ended}")
     assert with_next("done", typed, recipe(train=train), ended) == f"done\nto train on: ortlaunch {command}"
 

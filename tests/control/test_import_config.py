@@ -13,6 +13,7 @@ from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.other_tools import TOOLS, Imported, import_config
 from ortlaunch.recipe import Recipe, load
 from ortlaunch.recipe.data import Corpus
+from tests.control.foreign import config, said
 from tests.control.typed import Run
 
 CONFIGS = Path(__file__).parents[1] / "foreign_configs"
@@ -38,19 +39,6 @@ def recipe(found: Imported, folder: Path) -> Recipe:
     """What its file says to `load`."""
     (folder / "made.yaml").write_text(found.file(), encoding="utf-8")
     return load(folder / "made.yaml").recipe
-
-
-def config(folder: Path, **keys: Any) -> Path:
-    """A config of Trainer's, of these keys beside what a recipe must have."""
-    words = {"block_size": 64, "model_name_or_path": "here", "train_file": "a.txt", "learning_rate": 0.1, **keys}
-    path = folder / "config.json"
-    path.write_text(json.dumps({name: value for name, value in words.items() if value != "absent"}, indent=1))
-    return path
-
-
-def said(found: Imported, where: str) -> dict[str, str]:
-    """Key -> text, of one list of the account."""
-    return {remark.key: remark.text for remark in getattr(found.account, where)}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -107,6 +95,9 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
         ({"neftune_noise_alpha": 5}, "dropped", "neftune_noise_alpha", "no counterpart"),
         ({"deepspeed": "ds_z3.json"}, "dropped", "deepspeed", "there is no such file"),
         ({"data_seed": 7, "seed": 8}, "dropped", "seed", "is set by another key"),
+        ({"gradient_checkpointing": "unsloth"}, "changed", "gradient_checkpointing", "gradient_checkpointing: True"),
+        ({"warmup_steps": 0.1, "warmup_ratio": 0.2}, "dropped", "warmup_ratio", "comes first"),
+        ({"lr_scheduler_kwargs": {"min_lr": "low"}}, "dropped", "lr_scheduler_kwargs", "not min_lr"),
     ],
 )
 def test_what_changes_its_meaning_is_named(
@@ -127,8 +118,16 @@ def test_what_changes_its_meaning_is_named(
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
             {"schedule": {"name": "cosine", "minimum_ratio": 0.1}},
         ),
+        (
+            {"lr_scheduler_kwargs": {"min_lr": 1e-6}, "learning_rate": "absent"},
+            {"schedule": {"minimum_ratio": 0.02}, "optimizer": {"learning_rate": 5e-05}},
+        ),
+        ({"warmup_steps": 100.0}, {"schedule": {"warmup_steps": 100}}),
+        ({"max_grad_norm": 0.0}, {"train": {"epochs": 3, "max_grad_norm": None}}),
+        ({"torch_dtype": "bfloat16"}, {"precision": "bf16", "engine": {"name": "eager"}}),
         ({"bf16": True}, {"precision": "bf16", "engine": {"name": "eager"}}),
         ({"learning_rate": "absent"}, {"optimizer": {"learning_rate": 5e-05}}),
+        ({"adam_beta1": 0.0, "adam_beta2": 0.99}, {"optimizer": {"learning_rate": 0.1, "betas": [0.0, 0.99]}}),
         ({"model_name_or_path": "absent", "tokenizer_name": "t", "model_type": "gpt2", "config_overrides": "n_embd=8"},
          {"model": {"config": {"model_type": "gpt2", "n_embd": 8}, "task": "causal-lm"}}),
     ],
@@ -172,6 +171,8 @@ def test_trls_sft(tmp_path: Path) -> None:
         ({"tf32": True}, "taken", "tf32", "engine.matmul_precision: high"),
         ({"tf32": True, "bf16": True}, "needless", "tf32", "the precision of the passes"),
         ({"dataloader_num_workers": 4}, "taken", "dataloader_num_workers", "data.workers"),
+        ({"datasets": [{"path": "a.csv", "ds_type": "csv", "type": "completion"}]}, "dropped", "datasets.ds_type",
+         "no counterpart"),
     ],
 )  # fmt: skip
 def test_axolotls_own_ways(keys: dict[str, Any], where: str, key: str, text: str, tmp_path: Path) -> None:
@@ -197,6 +198,31 @@ def test_axolotls_schedule(keys: dict[str, Any], values: dict[str, Any], tmp_pat
     path.write_text(json.dumps({**AXOLOTL, **keys}))
     made = yaml.safe_load(import_config(path, "axolotl", None, ()).recipe)
     assert {name: made.get(name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("keys", "tool"),
+    [
+        ({"stage": "sft", "finetuning_type": "full", "lora_rank": 8, "lora_alpha": 16, "lora_target": "all"},
+         "llama-factory"),
+        ({**AXOLOTL, "adapter": None, "lora_r": 32, "lora_alpha": 16, "lora_target_linear": True}, "axolotl"),
+        ({"use_peft": False, "packing": True, "lora_r": 32, "lora_target_modules": ["q_proj"]}, "hf-trainer"),
+    ],
+)  # fmt: skip
+def test_without_adapters_their_keys_have_no_effect(keys: dict[str, Any], tool: str, tmp_path: Path) -> None:
+    """All weights are trained, whatever is said of LoRA beside."""
+    path = tmp_path / "c.yml"
+    path.write_text(json.dumps(keys))
+    found = import_config(path, tool, SHIPPED / "llama2-7b/tiny.yaml", ("data.sequence_length=64",))
+    assert yaml.safe_load(found.recipe)["model"].get("lora") is None
+    assert {key for key in keys if key.startswith("lora_")} <= said(found, "needless").keys()
+
+
+def test_full_over_a_base_with_adapters(tmp_path: Path) -> None:
+    """What the config says holds, whatever the base has."""
+    (tmp_path / "c.yml").write_text("model_name_or_path: here\nfinetuning_type: full\n")
+    base = SHIPPED / "llama2-7b/lora-instruct.yaml"
+    assert yaml.safe_load(import_config(tmp_path / "c.yml", None, base, ()).recipe)["model"]["lora"] is None
 
 
 def test_axolotls_text(tmp_path: Path) -> None:
@@ -233,6 +259,24 @@ def test_deepspeeds_own_ways(tmp_path: Path) -> None:
     assert (made["batch"], made["zero"]) == ({"global_size": 8, "micro_size": 2}, {"stage": 0})
     dropped = {"optimizer.params.adam_w_mode", "fp16.fp16_master_weights_and_grads", "zero_allow_it"}
     assert said(found, "dropped").keys() == dropped
+
+
+def test_deepspeeds_older_forms(tmp_path: Path) -> None:
+    """`zero_optimization: true` is stage 1; trackers other than TensorBoard; what stands beside type and params."""
+    optimizer = {"type": "OneBitAdam", "params": {"lr": 0.1}, "legacy_fusion": True}
+    older = {"zero_optimization": True, "wandb": {"enabled": True}, "csv_monitor": {"enabled": False}}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8, "optimizer": optimizer, **older}))
+    found = import_config(tmp_path / "ds.json", None, SHIPPED / "llama2-7b/tiny.yaml", ())
+    made = yaml.safe_load(found.recipe)
+    assert (made["zero"], made["log"]["trackers"]) == ({"stage": 1}, ["wandb"])
+    assert ("optimizer.legacy_fusion" in said(found, "dropped"), "csv_monitor" in found.account.empty) == (True, True)
+
+
+def test_a_token_is_not_shown(tmp_path: Path) -> None:
+    """The account stands in the recipe, which is shared."""
+    found = import_config(config(tmp_path, hub_token="hf_secret", swanlab={"api_key": "1a"}), "hf-trainer", None, ())
+    assert "hub_token: (not shown)" in found.file()
+    assert not any(secret in found.file() for secret in ("hf_secret", "1a"))
 
 
 def test_deepspeeds_config_beside_another(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCS = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
-# Half a minute and more; distributed/test_extensions.py and launch/test_bench.py run them for real.
+# Half a minute and more; worker/test_extensions.py and launch/test_bench.py run them for real.
 NOT_RUN = ("setup", "bench")
 
 
@@ -24,7 +24,14 @@ def _blocks(language: str, text: str = README) -> list[str]:
 
 def _commands() -> list[list[str]]:
     lines = [line for text in (README, DOCS) for block in _blocks("sh", text) for line in block.splitlines()]
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("ortlaunch ")]
+    typed = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("ortlaunch ")]
+    planned = [["plan", words[1], *_overrides(words)] for words in typed if words[0] == "bench"]
+    return [*typed, *planned]
+
+
+def _overrides(words: list[str]) -> list[str]:
+    """A variant of a bench: its overrides, but what it varies."""
+    return [word for before, word in zip(words, words[1:]) if "=" in word and before != "--vary"]
 
 
 def test_the_commands_of_the_readme_work(tmp_path):

@@ -112,7 +112,7 @@ def test_the_size_found_is_within_one_doubling_of_the_limit(limited: Limited) ->
     found = record["found"]
     assert 4 <= found <= 128, done.stdout
     assert f"micro_size: {found}, found by trying" in done.stdout
-    assert f"batch: 512 samples = {found} micro x {512 // found} accumulation x 1 ranks" in done.stdout
+    assert f"batch: 512 samples = {found} micro x {512 // found} accumulation x 1 rank" in done.stdout
     resolved = yaml.safe_load((limited.folder / "found/recipe.yaml").read_text())
     assert resolved["batch"]["micro_size"] == found
 

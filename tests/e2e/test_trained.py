@@ -160,3 +160,20 @@ def test_a_device_goes_on(trained: Run, home: Path) -> None:
     assert after["loss"] < before["loss"]
     left = ortlaunch(home, "evaluate", "left", "--recipe=artifacts/recipe.yaml", "--json")
     assert json.loads(left.stdout)["loss"] == pytest.approx(after["loss"], rel=1e-5), left.stderr
+
+
+def test_a_corpus_that_changed(train: Train, home: Path) -> None:
+    """Export and a run that goes on keep the words that were trained with; without the corpus, too."""
+    (home / "moving.txt").write_text((home / "train.txt").read_text())
+    corpus = {"data": {"train": {"format": "text", "path": ["moving.txt"]}, "evaluation": None}}
+    recipe = merged(BERT, {**EAGER, **corpus, "train": {"max_steps": 2, "evaluate_every_steps": None}})
+    run = ended_well(train("moving", recipe))
+    (home / "moving.txt").write_text("quite other words\n\n" * 40 + (home / "train.txt").read_text())
+    longer = merged(recipe, {"train": {"max_steps": 4}})
+    ended_well(train("moving", longer, "--allow=data"))
+    (home / "moving.txt").unlink()
+    done = ortlaunch(home, "export", "moving", "--step=2", "--to=moved")
+    assert done.returncode == 0, done.stderr
+    words = [(place / "tokenizer.json").read_text() for place in (run.folder / "export", home / "moved")]
+    assert words[0] == words[1] == (run.folder / "tokenizer/tokenizer.json").read_text()
+    assert "quite" not in json.loads(words[0])["model"]["vocab"]

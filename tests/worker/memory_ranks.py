@@ -35,7 +35,8 @@ MODEL = {"model_type": "bert", "hidden_size": 256, "num_hidden_layers": 4, "num_
 class NoData:
     """Stands in for Data: words and labels decide nothing here."""
 
-    tokenizer = train = evaluation = label_names = None
+    tokenizer = train = evaluation = label_names = class_names = None
+    classes, read = 0, ()
 
 
 def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:

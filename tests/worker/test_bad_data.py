@@ -67,6 +67,12 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             {},
             r"a.jsonl:2: the chat template refuses it: hello first",
         ),
+        (
+            "token-classification",
+            b'{"text": ["a", "b"], "label": [0, 0]}\n{"text": ["a", "b"], "label": [2, 0]}\n',
+            {"num_labels": 2},
+            r"num_labels: got 2, and .*a.jsonl:2 has label 2$",
+        ),
         (CLASSES, GOOD, {"num_labels": 1}, r"num_labels: got 1, and .*a.jsonl:1 has label 1$"),
     ],
 )

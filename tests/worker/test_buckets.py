@@ -67,6 +67,16 @@ def test_padding_to_the_longest(texts: LabelledTexts) -> None:
             assert batch["input_ids"].shape[1] == (8 if max(map(texts.size, indices)) <= 8 else 12)
 
 
+def test_an_empty_text_costs_the_others_nothing(texts: LabelledTexts) -> None:
+    """It has no tokens on either side; those beside it, and alone it is padding."""
+    texts.texts[:4] = ["a b a", "", "a b", ""]
+    batches = Batches(texts, BatchPlan(4, 4, 1, 1, None), 7, BUCKETS)
+    for chosen, expected in ((range(4), [3, 0, 2, 0]), ((1, 3), [0, 0])):
+        found = batches.stacked([texts.sample(index, 0) for index in chosen])
+        assert found["attention_mask"].shape[1] == 4
+        assert found["attention_mask"].sum(1).tolist() == (found["input_ids"] > 0).sum(1).tolist() == expected
+
+
 def test_gradients_are_the_same(texts: LabelledTexts) -> None:
     """Of a whole step, to float32's rounding."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ortlaunch.worker.data.chat_rows import chats_read
 from ortlaunch.worker.data.chats import ANSWER, Conversations, tokenized_chats
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
+from ortlaunch.worker.data.tokens import Documents
 
 # As published: Llama 2's and ChatML's; and a plain one, which knows no prompt for an answer and no end mark.
 LLAMA = (
@@ -137,6 +139,21 @@ def test_samples_have_one_length(tmp_path: Path) -> None:
     assert (labels == ids)[labels != IGNORED].all()
     with pytest.raises(DataError, match=r"data.train: no chat has an answer within its first 5 tokens"):
         Conversations(documents, 5, pad=2, name="data.train")
+
+
+def test_answers_are_looked_for_in_little_memory() -> None:
+    """Not a byte for every token: a corpus may be larger than memory. Here every third chat ends with an answer."""
+    ends = np.cumsum(np.full(3000, 1000))
+    tokens = np.zeros(ends[-1], np.uint32)
+    tokens[ends[::3] - 1] |= np.uint32(ANSWER)
+    tracemalloc.start()
+    try:
+        samples = Conversations(Documents(tokens, ends), 1000, pad=2, name="data.train")
+        assert tracemalloc.get_traced_memory()[1] < len(tokens) / 3
+    finally:
+        tracemalloc.stop()
+    assert samples.kept.tolist() == list(range(0, 3000, 3))
+    take_notes()
 
 
 def test_prompt_and_response(tmp_path: Path) -> None:

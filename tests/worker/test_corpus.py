@@ -111,6 +111,8 @@ parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
         ("jsonl", GOOD + b'["a"]\n', ":2: is a list; a line must be an object"),
         ("jsonl", GOOD + b'{"txt": "a"}\n', ":2: no column 'text'; it has txt"),
         ("jsonl", b'{"text": 1}\n', ":1: column 'text' holds 1; it must be text"),
+        ("jsonl", GOOD + b'{"text": "bad \\ud83d"}\n', r":2: 'text' has \\ud83d, half of a surrogate pair"),
+        ("jsonl", b'{"text": [{"a": "\\uDC00\\ud83d"}]}\n', r":1: 'text' has \\udc00, half of a surrogate pair"),
         ("jsonl", b'{"text": ["a"]}\n', r":1: column 'text' holds \['a'\]; it must be text"),
         ("parquet", b"", ": is empty"),
         ("parquet", b"no parquet", ": cannot be read as parquet: "),
@@ -122,6 +124,13 @@ def test_files_that_are_not_what_they_should_be(kind: str, content: bytes, messa
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"^{path}{message}"):
         list(documents(Corpus(format=kind.partition(".")[0], path=(str(path),))))
+
+
+def test_a_whole_surrogate_pair_is_a_letter(tmp_path: Path) -> None:
+    """As `json.dumps` writes what is outside of the basic plane; a backslash that is escaped begins no escape."""
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"text": "a \U0001f600"}) + "\n" + json.dumps({"text": "\\ud83d"}))
+    assert list(documents(Corpus(format="jsonl", path=(str(path),)))) == ["a \U0001f600", "\\ud83d"]
 
 
 def test_a_shard_that_was_cut_off(tmp_path: Path) -> None:
@@ -213,8 +222,10 @@ def test_a_commit_of_the_hub_needs_no_network_to_be_known(monkeypatch: pytest.Mo
 
 def test_the_revision_is_the_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """`revision` reaches the library that reads the data set."""
-    asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or [])
+    import datasets
+
+    asked, empty = [], datasets.Dataset.from_list([])
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: asked.append(options["revision"]) or empty)
     assert list(rows(Corpus(format="hub", name="a/b", revision="v1"))) == []
     assert asked == ["v1"]
 

@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,12 @@ from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, load, parse_resolved
 from ortlaunch.run.device_folder import DeviceFolder
 from ortlaunch.worker.data import Data, collate
-from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.artifacts import as_on_a_device, ondevice
 from ortlaunch.worker.device.average import average
 from ortlaunch.worker.device.device import SAMPLES, STEPS, Device, load_state, number, save_state
 from ortlaunch.worker.device.evaluate import evaluate
 from ortlaunch.worker.device.inference import export
-from ortlaunch.worker.device.labels import number_as_trained
 from ortlaunch.worker.device.train import train
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.evaluate_model import evaluated, measured
@@ -136,7 +133,7 @@ def test_it_learns_goes_on_and_leaves(bert: Made, tmp_path: Path) -> None:
     export(bert.place, tmp_path / "six", tmp_path / "model")
     assert {path.name for path in (tmp_path / "model").iterdir()} >= {"model.onnx", "config.json", "tokenizer.json"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ortlaunch.worker.data.load_data", lambda *_: bert.data)
+        patch.setattr("ortlaunch.worker.data.load_data", lambda *_, **__: bert.data)
         found = evaluated(bert.recipe, tmp_path / "model" / "model.onnx", tmp_path)
     assert found.loss == pytest.approx(after.loss, abs=1e-5)
     assert found.next_sentence_accuracy == after.next_sentence_accuracy
@@ -232,15 +229,6 @@ def other_names(made: Made, folder: Path) -> Path:
     text = made.place.description.read_text()
     (folder / "device.json").write_text(text.replace(made.told.parameters[0].name, "model.another"))
     return folder
-
-
-def test_a_client_knows_some_of_the_words() -> None:
-    """Its labels get the graph's numbers; a word that the graph has not is an error."""
-    data: Any = SimpleNamespace(label_names=["bad", "odd"], train=SimpleNamespace(labels=[1, 0]), evaluation=None)
-    number_as_trained(data, {"bad": 0, "good": 1, "odd": 2})
-    assert data.train.labels == [2, 0]
-    with pytest.raises(DataError, match="label 'odd' is none of the artifacts': bad, good"):
-        number_as_trained(data, {"bad": 0, "good": 1})
 
 
 class Sum(torch.nn.Module):

@@ -9,6 +9,7 @@ import pytest
 
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.worker.data.corpus import documents, fingerprint
+from ortlaunch.worker.data.reading import DataError
 
 TEXT = "One. A line\nof it.\n\nTwo, ünd more.\n"
 EXPECTED = {
@@ -25,6 +26,17 @@ def test_documents_of_a_file(kind: str, tmp_path: Path) -> None:
     source = Corpus(format="text", path=(str(tmp_path / "a.txt"),), document=kind)
     assert list(documents(source)) == EXPECTED[kind]
     assert len({fingerprint(source.model_copy(update={"document": each})) for each in EXPECTED}) == 3
+
+
+def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document a line, read by paragraphs, is told with the line of its begin; it would be one document in memory."""
+    monkeypatch.setattr("ortlaunch.worker.data.reading._LETTERS_AT_ONCE", 8)
+    monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_PARAGRAPH", 32)
+    (tmp_path / "a.txt").write_text("One.\n\n" + "A line.\n" * 9)
+    source = Corpus(format="text", path=(str(tmp_path / "a.txt"),))
+    with pytest.raises(DataError, match=r"a\.txt:3: no blank line ends this paragraph .*`document: line`"):
+        list(documents(source))
+    assert len(list(documents(source.model_copy(update={"document": "line"})))) == 10
 
 
 def test_documents_of_a_compressed_file(tmp_path: Path) -> None:

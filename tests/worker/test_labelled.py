@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords
 from ortlaunch.worker.data import labelled as labelled_module
-from ortlaunch.worker.data.labelled import number_labels
+from ortlaunch.worker.data.labelled import class_names, number_labels
 from ortlaunch.worker.data.reading import DataError
 
 
@@ -86,6 +86,33 @@ def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
     assert [int(mixture.sample(i, 0)["labels"]) for i in range(6)] == theirs["label"][:]
     assert int(held_out.sample(0, 0)["labels"]) == theirs["label"][1]
     assert mixture.classes == 5
+
+
+@pytest.mark.parametrize("source", ["hub", "parquet"])
+@pytest.mark.parametrize("kind", [LabelledTexts, TaggedWords])
+def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
+    """Those of a ClassLabel, in its own order, not the alphabet's; other names of the same numbers are refused."""
+    import datasets
+
+    def of(names: list[str]) -> Any:
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        label: Any = datasets.ClassLabel(names=names)
+        row: dict[str, Any] = {"text": "a", "label": 1}
+        if kind is TaggedWords:
+            label, row = datasets.Sequence(label), {name: [value] for name, value in row.items()}
+        rows = datasets.Dataset.from_list([row]).cast_column("label", label)
+        rows.to_parquet(str(folder / "train.parquet"))
+        place: Any = {"name": str(folder)} if source == "hub" else {"path": (str(folder / "train.parquet"),)}
+        tokenizer = labelled(folder / "x.jsonl", GOOD).tokenizer
+        (folder / "x.jsonl").unlink()
+        return kind(Corpus(format=source, **place), tokenizer, 4)
+
+    one = of(["so-so", "good", "bad"])
+    assert number_labels(one, one) == []
+    assert class_names(one, one) == ["so-so", "good", "bad"]
+    with pytest.raises(DataError, match="so-so, good, bad in one source and good, bad, so-so in another"):
+        class_names(one, of(["good", "bad", "so-so"]))
 
 
 def test_labels_that_do_not_go_together(tmp_path: Path) -> None:

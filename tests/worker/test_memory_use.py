@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from ortlaunch.worker.memory_use import _count
 
@@ -20,3 +22,11 @@ def test_what_has_no_device_has_no_memory() -> None:
     """A stand-in for a tensor is left out, and does not end the run."""
     ones = torch.ones(4)
     assert _count([torch.ones(8).as_subclass(StandIn), ones, ones[1:]], {}) == 16
+
+
+def test_what_torch_compile_traces_with_has_no_memory(recwarn: pytest.WarningsRecorder) -> None:
+    """Its tensors are left out, and torch has nothing to warn of."""
+    with FakeTensorMode():
+        traced = torch.ones(8)
+    assert _count([traced], {}) == 0
+    assert not recwarn.list

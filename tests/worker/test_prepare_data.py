@@ -11,7 +11,7 @@ import pytest
 from ortlaunch.recipe import to_yaml
 from ortlaunch.worker.data import Data, tokenizer, tokens
 from ortlaunch.worker.prepare_data import main
-from tests.makers import bert
+from tests.makers import BERT, bert
 
 Captured = pytest.CaptureFixture[str]
 
@@ -21,11 +21,11 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Prepares a recipe on this text in jsonl; returns it and the exit status."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
 
-    def run(content: str) -> tuple[Any, int]:
+    def run(content: str, **changes: Any) -> tuple[Any, int]:
         path = tmp_path / "a.jsonl"
         path.write_text(content)
         data = {"train": {"format": "jsonl", "path": [str(path)]}, "sequence_length": 8}
-        made = bert(data={**data, "tokenizer": {"train": "wordpiece", "vocab_size": 300}})
+        made = bert(data={**data, "tokenizer": {"train": "wordpiece", "vocab_size": 300}}, **changes)
         monkeypatch.setattr("sys.stdin", io.StringIO(to_yaml(made)))
         return made, main()
 
@@ -39,6 +39,16 @@ def test_a_training_finds_it_all_there(prepare: Any, capsys: Captured, monkeypat
     assert "data.train: 20 samples\nready in " in capsys.readouterr().out  # of 6 words between [CLS] and [SEP]
     monkeypatch.setattr(tokens, "_write_tokens", None)
     assert len(Data(made).train) == 20
+
+
+def test_texts_with_labels_are_only_checked(prepare: Any, capsys: Captured, tmp_path: Path) -> None:
+    """No token of theirs is kept, and nobody is told so."""
+    model = {"task": "sequence-classification", "config": BERT}
+    assert prepare('{"text": "the cat", "label": 0}\n{"text": "the mat", "label": 2}\n', model=model)[1] == 0
+    said = capsys.readouterr().out
+    assert "data.train: 2 samples, 3 classes\nread and checked; rows with labels are not cached" in said
+    assert "ready in" not in said
+    assert not (tmp_path / "cache" / "tokens").exists()
 
 
 def test_a_full_cache_is_told(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

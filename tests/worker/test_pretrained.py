@@ -240,5 +240,18 @@ def test_words_of_labels_are_in_the_models_config(start: str, saved: tuple[str, 
     assert model.classifier.out_features == 3
     four = {**chosen, "config": {**chosen.get("config", {}), "num_labels": 4}}
     wrong = recipe("sequence-classification", four, source)
-    with pytest.raises(InputError, match=r"model.config.num_labels: got 4, and the labels are 3 words"):
+    with pytest.raises(InputError, match=r"model.config.num_labels: got 4, and the labels have 3 names"):
         build_model(wrong, Data(wrong))
+
+
+def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_path: Path) -> None:
+    """Those of the data set's features, in their order."""
+    import datasets
+
+    label = datasets.ClassLabel(names=["yes", "no", "maybe"])
+    rows = datasets.Dataset.from_list([{"text": "a text", "label": 1}]).cast_column("label", label)
+    rows.to_parquet(str(tmp_path / "a.parquet"))
+    source = {"train": {"format": "parquet", "path": [str(tmp_path / "a.parquet")]}, "tokenizer": saved[0]}
+    made = recipe("sequence-classification", {"config": BERT}, source)
+    config: Any = build_model(made, Data(made)).model.config
+    assert (config.id2label, config.num_labels) == ({0: "yes", 1: "no", 2: "maybe"}, 3)

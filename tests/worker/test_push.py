@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -14,6 +15,7 @@ from ortlaunch.errors import InputError, LaunchError, OrtlaunchError
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run.export import export
 from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker.export import huggingface
 from ortlaunch.worker.model_card import model_card
 from ortlaunch.worker.push import check, push
 from tests.makers import bert, engine_report, onnxruntime
@@ -98,6 +100,39 @@ def test_an_export_that_is_there_is_uploaded(run: RunDir, hub: Hub, capfd: pytes
     assert export(run, None, None, "huggingface", push="me/model") == 0
     assert f"pushed: {hub.address}" in capfd.readouterr().out
     assert hub.files["README.md"] == b"mine"
+
+
+def adapters(folder: Path) -> None:
+    """A new export of LoRA alone, of a tiny BERT."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    model = get_peft_model(BertForMaskedLM(BertConfig(vocab_size=16, **sizes)), LoraConfig(target_modules=["query"]))
+    recipe = bert(model={"task": "masked-lm", "config": {"model_type": "bert"}, "lora": {"merge": False}})
+    trained: Any = SimpleNamespace(model=model, generates_with_cache=None)
+    data: Any = SimpleNamespace(tokenizer=None)
+    folder.mkdir(parents=True, exist_ok=True)
+    huggingface(recipe, folder, trained, data)
+
+
+def test_an_upload_of_adapters(run: RunDir, hub: Hub) -> None:
+    """The card is the run's, not peft's template; its metadata say what peft's do."""
+    adapters(run.exported(9, "huggingface"))
+    push("me/model", run, 9, run.exported(9, "huggingface"))
+    card = ModelCard(hub.files["README.md"].decode())
+    data = card.data.to_dict()
+    assert (data["base_model"], data["library_name"], data["pipeline_tag"]) == ("google/bert", "peft", "fill-mask")
+    assert "lora" in data["tags"]
+    assert ("## Recipe" in card.text, "[More Information Needed]" in card.text) == (True, False)
+
+
+def test_a_card_beside_adapters_is_left_alone(run: RunDir) -> None:
+    """peft would change one that lies where it writes."""
+    folder = run.exported(9, "huggingface")
+    write_text(folder / "README.md", "mine")
+    adapters(folder)
+    assert ((folder / "README.md").read_text(), (folder / "adapter_config.json").exists()) == ("mine", True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ortlaunch.cache import take_notes
@@ -11,7 +12,15 @@ from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import Conversations, tokenized_chats
 from ortlaunch.worker.data.corpus import named
-from ortlaunch.worker.data.labelled import OF_ROWS, LabelledTexts, ScoredTexts, TaggedWords, number_labels
+from ortlaunch.worker.data.labelled import (
+    OF_ROWS,
+    LabelledTexts,
+    ScoredTexts,
+    TaggedWords,
+    class_names,
+    number_as_trained,
+    number_labels,
+)
 from ortlaunch.worker.data.masking import MaskedBlocks, Masking
 from ortlaunch.worker.data.mixture import Mixture, source_seed
 from ortlaunch.worker.data.own import OwnCollate, OwnSamples, call
@@ -20,6 +29,7 @@ from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples, Stack, collate, cut_padding
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.data.tokens import Documents, Tell, begin_of_text, silent, tokenized_documents
+from ortlaunch.worker.data.vocabulary import Vocabulary, labels_of_model
 from ortlaunch.worker.data.windows import Blocks, SeparateDocuments
 from ortlaunch.worker.distributed import DistributedContext
 
@@ -31,22 +41,59 @@ __all__ = [
 
 
 class Data:
-    """The training and evaluation samples of a recipe, with their tokenizer."""
+    """The training and evaluation samples of a recipe, with their tokenizer and the names of their classes."""
 
-    def __init__(self, recipe: Recipe, tell: Tell = silent) -> None:
-        """tell: for a person who waits, how far it is."""
-        self.tokenizer = load_tokenizer(recipe.data) if recipe.data.tokenizer else None
-        self.train = _training(recipe, self.tokenizer, tell)
-        evaluation = recipe.data.evaluation
-        self.evaluation = None
-        if evaluation is not None:
-            self.evaluation = make_samples(recipe, evaluation, self.tokenizer, tell=tell, key="data.evaluation")
-        self.label_names = number_labels(self.train, self.evaluation)
+    def __init__(self, recipe: Recipe, tell: Tell = silent, vocabulary: Vocabulary | None = None) -> None:
+        """Read all, or, with weights that are there already, each part when it is asked for.
+
+        Args:
+            tell: for a person who waits, how far it is.
+            vocabulary: of those weights.
+        """
+        self._recipe, self._tell, self._vocabulary = recipe, tell, vocabulary
+        self.tokenizer = load_tokenizer(recipe.data, vocabulary.tokenizer if vocabulary else None)
+        self.label_names = [] if vocabulary else number_labels(self.train, self.evaluation, labels_of_model(recipe))
+        if vocabulary is None:
+            self.class_names = self.label_names or class_names(self.train, self.evaluation)
+        else:
+            self.class_names = sorted(vocabulary.labels, key=vocabulary.labels.__getitem__)
+
+    @functools.cached_property
+    def train(self) -> Samples:
+        """What is trained on."""
+        return self._numbered(_training(self._recipe, self.tokenizer, self._tell))
+
+    @functools.cached_property
+    def evaluation(self) -> Samples | None:
+        """What is held out."""
+        source, tell = self._recipe.data.evaluation, self._tell
+        if source is None:
+            return None
+        return self._numbered(make_samples(self._recipe, source, self.tokenizer, tell=tell, key="data.evaluation"))
+
+    def _numbered(self, samples: Samples) -> Samples:
+        if self._vocabulary is not None:
+            number_as_trained(samples, self._vocabulary.labels)
+        return samples
+
+    @property
+    def read(self) -> list[Samples]:
+        """Those parts that have been read."""
+        found = (vars(self).get(name) for name in ("train", "evaluation"))
+        return [samples for samples in found if samples is not None]
+
+    @property
+    def classes(self) -> int:
+        """How many the model has to tell apart, as far as is known; 0: none."""
+        known = self._vocabulary.classes if self._vocabulary else 0
+        return max(known, *(getattr(samples, "classes", 0) for samples in self.read), 0)
 
 
-def load_data(recipe: Recipe, group: DistributedContext, data: Data | None = None) -> Data:
+def load_data(
+    recipe: Recipe, group: DistributedContext, data: Data | None = None, vocabulary: Vocabulary | None = None
+) -> Data:
     """The data of a recipe, or `data` (collective); rank 0 says what any rank found changed in the cache."""
-    data = data or Data(recipe)
+    data = data or Data(recipe, vocabulary=vocabulary)
     group.print_all(take_notes())
     return data
 

@@ -22,6 +22,7 @@ from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, stored, vocabulary_of
 
 ANSWER = 1 << 31  # set in the tokens of answers
+_CHATS_AT_ONCE = 256
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -178,8 +179,10 @@ def _has_answer(tokens: np.ndarray[Any, Any], begins: Any, sizes: Any) -> np.nda
     """Of each chat, whether so many of its tokens have one of an answer, the first aside, which nothing predicts."""
     found: np.ndarray[Any, Any] = np.zeros(len(begins), bool)
     (long,) = np.nonzero(sizes > 1)
-    if len(long):
-        spans = np.stack([begins[long] + 1, begins[long] + sizes[long]], axis=1).ravel()
-        spans = spans[:-1] if spans[-1] == len(tokens) else spans
-        found[long] = np.add.reduceat(tokens >= ANSWER, spans, dtype=np.int64)[::2] > 0
+    for first in range(0, len(long), _CHATS_AT_ONCE):
+        chats = long[first : first + _CHATS_AT_ONCE]
+        begin, after = begins[chats] + 1, begins[chats] + sizes[chats]
+        read = tokens[begin[0] : after[-1]] >= ANSWER
+        spans = np.stack([begin, after], axis=1).ravel()[:-1] - begin[0]  # the last one goes up to the end
+        found[chats] = np.logical_or.reduceat(read, spans)[::2]
     return found

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.recipe.data import Corpus
-from ortlaunch.worker.data.reading import DataError, Row, read_file
+from ortlaunch.worker.data.reading import DataError, Row, names_of_numbers, read_file
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
@@ -78,7 +78,8 @@ def _of_the_hub(source: Corpus) -> Iterator[Row]:
         found = datasets.load_dataset(
             source.name, source.subset, split=source.split, revision=source.revision, streaming=True
         )
-        yield from (Row(row, f"{named(source)}: row {number}") for number, row in enumerate(found, 1))
+        names = names_of_numbers(found.features.to_dict() if found.features else {})
+        yield from (Row(row, f"{named(source)}: row {number}", 0.0, names) for number, row in enumerate(found, 1))
     except StopIteration:  # `datasets` looks for a first row of JSON
         raise DataError(f"{named(source)}: has no rows") from None
     except (OSError, ValueError) as error:  # pyarrow's and the hub's errors are among these

@@ -6,6 +6,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,12 +30,17 @@ class LabelledTexts:
         self.texts: list[Any] = []
         self.labels: list[Any] = []  # words until `number_labels`
         self.largest = -1, ""  # label that is a number, and where it is
+        self.names: list[tuple[str, ...]] = []  # of labels that are numbers; those of several files may differ
         for row in rows(source):
             text, label = self.read(row, source)
             self.texts.append(text)
             self.labels.append(label)
-            if type(label) is int and label > self.largest[0]:
-                self.largest = label, row.place
+            greatest = max(label) if isinstance(label, list) else label
+            if type(greatest) is int and greatest > self.largest[0]:
+                self.largest = greatest, row.place
+            names = row.names.get(source.label_column)
+            if names and names not in self.names:
+                self.names.append(names)
         if not self.texts:
             raise DataError(f"{named(source)}: has no rows")
         if tokenizer.pad_token is None:
@@ -150,21 +156,25 @@ class TaggedWords(LabelledTexts):
 OF_ROWS = {kind.task: kind for kind in (LabelledTexts, ScoredTexts, TaggedWords)}
 
 
-def number_labels(train: Samples, evaluation: Samples | None) -> list[str]:
-    """Labels that are words become numbers, in the order of the alphabet; the words, [] where they are numbers.
+def number_labels(
+    train: Samples, evaluation: Samples | None, known: Mapping[str, int] = MappingProxyType({})
+) -> list[str]:
+    """Labels that are words become numbers; the words by number, [] where they are numbers.
+
+    known: numbers that the model has for labels already, which are taken if it has all; else the alphabet's order is.
 
     Raises:
         DataError: some sources have words and others numbers, all words are one, or one of the evaluation is in no
             training row.
     """
-    parts = [part for part in getattr(train, "parts", [train]) if isinstance(part, LabelledTexts)]
-    held_out = [evaluation] if isinstance(evaluation, LabelledTexts) else []
-    kinds = {type(next(iter(part.all_labels()))) for part in (*parts, *held_out)}
-    if len(kinds) > 1:
-        raise DataError("data: labels are words in one source and numbers in another; give words alone, or numbers")
-    if kinds != {str}:
+    parts, held_out = _labelled(train), _labelled(evaluation)
+    if not _are_words(*parts, *held_out):
         return []
     words = sorted({word for part in parts for word in part.all_labels()})
+    if known and {word for part in (*parts, *held_out) for word in part.all_labels()} <= known.keys():
+        for part in (*parts, *held_out):
+            part.renumber(known)
+        return sorted(known, key=known.__getitem__)
     if len(words) == 1:
         raise DataError(f"data.train: every label is {words[0]!r}, and there is nothing to tell apart")
     unknown = sorted({word for part in held_out for word in part.all_labels()} - set(words))
@@ -174,6 +184,53 @@ def number_labels(train: Samples, evaluation: Samples | None) -> list[str]:
     for part in (*parts, *held_out):
         part.renumber(numbers)
     return words
+
+
+def number_as_trained(samples: Samples, known: Mapping[str, int]) -> None:
+    """Give labels that are words the numbers that a trained model knows, of which these samples may have some alone.
+
+    Raises:
+        DataError: the model has no such label, or sources do not go together.
+    """
+    parts = _labelled(samples)
+    if not _are_words(*parts):
+        return
+    unknown = sorted({word for part in parts for word in part.all_labels()} - known.keys())
+    if unknown:
+        raise DataError(
+            f"data: label {unknown[0]!r} is none of the model's: {', '.join(known) or 'it has numbers alone'}"
+        )
+    for part in parts:
+        part.renumber(known)
+
+
+def _labelled(samples: Samples | None) -> list[LabelledTexts]:
+    """Those of a mixture, or these alone."""
+    return [part for part in getattr(samples, "parts", [samples]) if isinstance(part, LabelledTexts)]
+
+
+def _are_words(*parts: LabelledTexts) -> bool:
+    """Whether labels are words, in all."""
+    kinds = {type(next(iter(part.all_labels()))) for part in parts}
+    if len(kinds) > 1:
+        raise DataError("data: labels are words in one source and numbers in another; give words alone, or numbers")
+    return kinds == {str}
+
+
+def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
+    """Of labels that are numbers, in their order, where the data set has them.
+
+    Raises:
+        DataError: two sources have other names for the same numbers.
+    """
+    parts = [part for part in (*_labelled(train), *_labelled(evaluation)) if not isinstance(part, ScoredTexts)]
+    found = list(dict.fromkeys(names for part in parts for names in part.names))
+    if len(found) > 1:
+        one, other = (", ".join(names) for names in found[:2])
+        raise DataError(
+            f"data: the numbers of labels stand for {one} in one source and {other} in another; give names as labels"
+        )
+    return list(found[0]) if found else []
 
 
 def _class(row: Row, column: str, label: Any, first: Any) -> int | str:

@@ -12,7 +12,8 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from ortlaunch.errors import InputError
@@ -21,6 +22,7 @@ _OPENED: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.o
 _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
 _LETTERS_AT_ONCE, _ROWS_AT_ONCE = 1 << 20, 1000
+_LONGEST_PARAGRAPH = 16_000_000  # it is joined from portions, and all of it is in memory
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, at the begin of files from Windows
 _MARKS_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -37,6 +39,8 @@ class Row(NamedTuple):
     """`file:line`, or what else says where it is."""
     share: float = 0.0
     """How much of the file is read with it, from 0 to 1; 0 where nobody knows."""
+    names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """By column those of its numbers, from 0, where the data set has them."""
 
 
 def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row]:
@@ -92,6 +96,9 @@ def _paragraphs(path: str) -> Iterator[Row]:
                 if paragraph:
                     yield Row({"text": paragraph}, f"{path}:{line}", file.share)
                 line += paragraph.count("\n") + 2
+            if len(rest) > _LONGEST_PARAGRAPH:
+                mend = "`document: line` makes a document of each line, `document: file` of the whole file"
+                raise DataError(f"{path}:{line}: no blank line ends this paragraph of {len(rest):,} characters; {mend}")
     if rest:
         yield Row({"text": rest}, f"{path}:{line}", 1.0)
 
@@ -123,7 +130,22 @@ def _object(text: str, place: str) -> dict[str, Any]:
         raise DataError(f"{place}:{error.colno}: is no JSON: {error.msg}; a line must be a whole object") from None
     if not isinstance(found, dict):
         raise DataError(f'{place}: is a {type(found).__name__}; a line must be an object, as {{"text": "..."}}')
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_half_pairs(found, place)
     return found
+
+
+def _refuse_half_pairs(values: dict[str, Any], place: str) -> None:
+    """JSON can write half of a surrogate pair, which no other format has and no tokenizer takes."""
+    for column, value in values.items():
+        try:
+            json.dumps({column: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            mend = "give its other half, too, or \\ufffd in its place"
+            raise DataError(
+                f"{place}: {column!r} has {half}, half of a surrogate pair, which is no character; {mend}"
+            ) from None
 
 
 def _parquet(path: str) -> Iterator[Row]:
@@ -131,10 +153,24 @@ def _parquet(path: str) -> Iterator[Row]:
 
     with parquet.ParquetFile(path) as file:
         number, rows = 0, max(1, file.metadata.num_rows)
+        described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", b"{}"))
+        names = names_of_numbers((described.get("info") or {}).get("features") or {})
         for batch in file.iter_batches(_ROWS_AT_ONCE):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(values, f"{path}: row {number}", number / rows)
+                yield Row(values, f"{path}: row {number}", number / rows, names)
+
+
+def names_of_numbers(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Of the columns with classes, or lists of them, in Hugging Face's description of a data set."""
+    found = {}
+    for column, feature in features.items():
+        inner = feature
+        while isinstance(inner, Mapping) and isinstance(inner.get("feature"), Mapping):  # a list's
+            inner = inner["feature"]
+        if isinstance(inner, Mapping) and inner.get("_type") == "ClassLabel":
+            found[column] = tuple(inner.get("names") or ())
+    return found
 
 
 def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:

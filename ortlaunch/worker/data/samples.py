@@ -31,7 +31,8 @@ def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[
         return batch
     whole, needed = mask.shape[1], int(mask.sum(1).max())
     length = next((bucket for bucket in buckets if bucket >= needed), whole)
-    kept = slice(whole - length, whole) if mask[:, 0].eq(0).any() else slice(length)  # some tokenizers pad on the left
+    on_the_left = mask[:, 0].sum() < mask[:, -1].sum()  # some tokenizers pad there; an empty text has no side
+    kept = slice(whole - length, whole) if on_the_left else slice(length)
     return {
         name: value[:, kept].contiguous() if value.shape[1:2] == (whole,) else value for name, value in batch.items()
     }

@@ -28,14 +28,18 @@ _MOST_LETTERS = 1000  # as in the library: beyond them lie rare signs that would
 _LLAMA_WORDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
 
 
-def load_tokenizer(data: Data) -> Any:
-    """A transformers tokenizer.
+def load_tokenizer(data: Data, kept: Path | None = None) -> Any:
+    """A transformers tokenizer; None: the recipe has none.
+
+    kept: the folder of the one that the weights were trained with, where they are there already.
 
     Raises:
         InputError: it is neither a folder nor reachable on the hub.
     """
-    tokenizer = _loaded(data)
-    if data.chat_template is not None:
+    if data.tokenizer is None:
+        return None
+    tokenizer = _loaded(data, kept)
+    if data.chat_template is not None and kept is None:
         tokenizer.chat_template = _template(data.chat_template)
     return tokenizer
 
@@ -51,13 +55,13 @@ def _template(given: str) -> str:
         raise InputError(f"data.chat_template: cannot read {given}: {why}; a template itself has {{{{ }}}}") from None
 
 
-def _loaded(data: Data) -> Any:
+def _loaded(data: Data, kept: Path | None) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if isinstance(data.tokenizer, TokenizerTraining):
-        return PreTrainedTokenizerFast.from_pretrained(_trained(data, data.tokenizer))
+        return PreTrainedTokenizerFast.from_pretrained(kept or _trained(data, data.tokenizer))
     try:
-        return AutoTokenizer.from_pretrained(data.tokenizer)
+        return AutoTokenizer.from_pretrained(kept or data.tokenizer)
     except (OSError, ValueError) as error:
         raise InputError(
             f"data.tokenizer: cannot load {data.tokenizer!r}: {str(error).splitlines()[0]}; "

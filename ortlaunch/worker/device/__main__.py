@@ -48,18 +48,18 @@ def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path
     from transformers import AutoConfig
 
     from ortlaunch.worker.data import Data
+    from ortlaunch.worker.data.vocabulary import of_config
     from ortlaunch.worker.device.evaluate import evaluate
-    from ortlaunch.worker.device.labels import number_as_trained
     from ortlaunch.worker.device.train import train
     from ortlaunch.worker.model import refuse_too_small
 
     make_importable(recipe, place.path.absolute())
-    data = Data(recipe)
+    config = AutoConfig.from_pretrained(str(place)) if (place.path / "config.json").exists() else None
+    data = Data(recipe, vocabulary=of_config(config, recipe.model.task))
+    _ = data.train if verb == "train" else data.evaluation  # and no more: the rest may not be on a device
     for note in take_notes():
         print(note)
-    if (place.path / "config.json").exists():
-        config = AutoConfig.from_pretrained(str(place))
-        number_as_trained(data, config.label2id)
+    if config is not None:
         refuse_too_small(recipe, data, config)
     if verb == "train":
         train(place, recipe, data, *paths, steps)

@@ -62,7 +62,8 @@ class Forward(NamedTuple):
 
 def labelled_batches(recipe: Recipe, whole: LossModule, data: Data) -> list[Batch]:
     """Batches of the run's own data, in the order of the model's forward; the first two differ in both sizes."""
-    few = stack_of(recipe)([data.train.sample(index % len(data.train), epoch=0) for index in range(3)])
+    samples = data.evaluation or data.train
+    few = stack_of(recipe)([samples.sample(index % len(samples), epoch=0) for index in range(3)])
     model: Any = whole.model
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's has no names
     taken = inspect.signature(model.forward).parameters

@@ -1,0 +1,132 @@
+"""How often Trainer logs, evaluates and saves, and what follows its evaluations; steps alone are counted here."""
+
+from __future__ import annotations
+
+import math
+
+from ortlaunch.other_tools.draft import Draft, number, word
+from ortlaunch.recipe.best import METRICS
+from ortlaunch.recipe.tree import Tree
+
+_EVERY = "train.evaluate_every_steps"
+_USUAL = 500  # steps, where Trainer is told none
+_AVERAGED = "the mean over the classes"
+# A name of Trainer's or its scripts', without `eval_` -> ours, of which a task has one at most.
+_NAMES = {
+    "accuracy": ("classification_accuracy", "masked_word_accuracy"),
+    "f1": ("f1_macro",),
+    "macro_f1": ("f1_macro",),
+    "pearsonr": ("pearson",),
+}
+
+
+def convert(draft: Draft) -> None:
+    """All of them."""
+    has_data = draft.recipe.find(("data", "evaluation")) is not None
+    wanted = draft.take("do_eval")
+    if wanted is not None and has_data:
+        draft.needless("do_eval", wanted, "data.evaluation is evaluated at the end, too")
+    elif wanted is not None:
+        draft.drop("do_eval", wanted, "there is no data.evaluation")
+    _evaluations(draft, has_data)
+    _best(draft, "there is no data.evaluation" if not has_data else "")
+    _saves(draft)
+    _every(draft, "logging_steps", "log.every_steps")
+
+
+def _steps(draft: Draft, node: Tree | None) -> int | None:
+    """A number of steps; below 1 it is a share of max_steps. None: it is no number, or the share of an unknown one."""
+    value, whole = number(node), number(draft.left.get("max_steps"))
+    if value is None or value >= 1:
+        return int(value) if value is not None and float(value).is_integer() else None
+    return math.ceil(value * whole) if value > 0 and whole is not None and whole > 0 else None
+
+
+def _every(draft: Draft, key: str, path: str) -> None:
+    node = draft.take(key)
+    value, steps = number(node), _steps(draft, node)
+    if node is not None and value is not None and value < 1 and steps is None:
+        draft.drop(key, node, f"below 1 it is a share of max_steps; give {path}")
+    elif node is not None:
+        draft.put(path, node, key, None if isinstance(value, int) else steps)
+
+
+def _strategy(draft: Draft, key: str) -> tuple[Tree | None, str | None]:
+    """As given, and its word; YAML's `no` is false."""
+    kind = draft.value(key)
+    return draft.take(key), "no" if kind is False else kind
+
+
+def _evaluations(draft: Draft, has_data: bool) -> None:
+    key = "evaluation_strategy" if "evaluation_strategy" in draft.left else "eval_strategy"
+    strategy, kind = _strategy(draft, key)
+    if has_data and kind in (None, "steps"):
+        _every(draft, "eval_steps", _EVERY)
+        if strategy is not None:
+            _by_steps(draft, key, strategy)
+        return
+    why = f"steps alone are counted; give {_EVERY}" if has_data else "there is no data.evaluation"
+    for name, node in ((key, strategy), ("eval_steps", draft.take("eval_steps"))):
+        if node is not None and kind == "no":
+            draft.needless(name, node, "data.evaluation is evaluated at the end alone")
+        elif node is not None:
+            draft.drop(name, node, why)
+
+
+def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:
+    """Without steps of their own they are as often as lines of the log."""
+    logged = draft.left.get("logging_steps")
+    steps = _steps(draft, logged) if logged is not None else _USUAL
+    if draft.recipe.find(("train", "evaluate_every_steps")) is not None:
+        draft.needless(key, strategy, f"{_EVERY} says it")
+    elif steps is not None:
+        draft.put(_EVERY, strategy, key, steps)
+    else:
+        draft.drop(key, strategy, f"it is not known how many steps; give {_EVERY}")
+
+
+def _best(draft: Draft, why: str) -> None:
+    """The best checkpoint, and an early end; `why` there is nothing that they could go by."""
+    best, patience, metric, greater = (
+        draft.take("load_best_model_at_end"),
+        draft.take("early_stopping_patience"),
+        draft.take("metric_for_best_model"),
+        draft.left.pop("greater_is_better", None),
+    )
+    theirs = word(metric).removeprefix("eval_") if metric is not None else "loss"
+    known = METRICS.get(draft.expected("model.task"), tuple(name for names in METRICS.values() for name in names))
+    ours = next((name for name in (theirs, *_NAMES.get(theirs, ())) if name in known), None)
+    if not why and ours is None and metric is not None:
+        why = f"no metric is called {word(metric)}; there are {', '.join(dict.fromkeys(known))}"
+    elif not why and draft.recipe.find(("train", "evaluate_every_steps")) is None:
+        why = f"there is no {_EVERY}; give that, too"
+    for key, node, path, value in (
+        ("load_best_model_at_end", best, "checkpoint.keep_best", {"metric": ours, "export": True}),
+        ("early_stopping_patience", patience, "train.stop_after", {"metric": ours, "evaluations": patience}),
+    ):
+        if node is not None and why:
+            draft.drop(key, node, f"{path}: {why}")
+        elif node is not None:
+            draft.put(path, node, key, value, _AVERAGED if ours == "f1_macro" else "")
+    if metric is not None and why:
+        draft.drop("metric_for_best_model", metric, why)
+    elif metric is not None:
+        used = "checkpoint.keep_best and train.stop_after name it"
+        draft.needless("metric_for_best_model", metric, used if best or patience else "nothing asks for the best")
+    if greater is not None:
+        draft.needless("greater_is_better", greater, "the metric says it")
+
+
+def _saves(draft: Draft) -> None:
+    """By steps, or at the end alone."""
+    strategy, kind = _strategy(draft, "save_strategy")
+    if kind in (None, "steps"):
+        _every(draft, "save_steps", "checkpoint.every_steps")
+    else:
+        steps = draft.take("save_steps")
+        if steps is not None:
+            draft.needless("save_steps", steps, f"of no effect there: save_strategy is {kind}")
+    if strategy is not None and draft.recipe.find(("checkpoint", "every_steps")) is not None:
+        draft.needless("save_strategy", strategy, "checkpoint.every_steps says it")
+    elif strategy is not None:
+        draft.drop("save_strategy", strategy, "one is saved every 30 minutes and at the end: checkpoint.every_minutes")

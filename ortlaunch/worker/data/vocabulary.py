@@ -1,0 +1,109 @@
+"""What a model's numbers stand for, words by its tokenizer and classes by its labels, as a run keeps it in its folder.
+
+The corpus may change after a training, and with it what is made of it: a tokenizer that is trained on it, and the
+numbers of labels that are words. Whoever takes weights takes these with them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.data import Data as Fields
+from ortlaunch.recipe.data import TokenizerTraining
+from ortlaunch.recipe.families import LABELLED_TASKS
+from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.run.records import Vocabulary as Record
+from ortlaunch.run.records import as_json
+
+
+class Vocabulary(NamedTuple):
+    """Of weights that are there already."""
+
+    tokenizer: Path | None
+    """A folder; None: the recipe's is taken."""
+    labels: Mapping[str, int]
+    """Numbers of classes by their names; none where they have none."""
+    classes: int = 0
+    """How many the training data had; 0: not known, or none."""
+
+
+def of_run(run: RunDir) -> Vocabulary | None:
+    """What a run keeps; None: nothing, as one of an earlier version or one that has not begun."""
+    if not run.vocabulary.exists():
+        return None
+    found = Record(**read_json(run.vocabulary))
+    labels = {word: number for number, word in enumerate(found.labels)}
+    return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, found.classes)
+
+
+def goes_on_with(run: RunDir, recipe: Recipe) -> Vocabulary | None:
+    """Of the checkpoint that a run goes on from; None: it begins, or that is of another kind.
+
+    A tokenizer that the recipe names is taken by its name, as the data's identity in the checkpoint was.
+    """
+    source = _source(run)
+    found = of_run(source) if source is not None else None
+    if source is None or found is None:
+        return None
+    same = read_json(source.vocabulary)["trained_tokenizer"] == _asked(recipe.data) is not None
+    return found if same else found._replace(tokenizer=None)
+
+
+def _source(run: RunDir) -> RunDir | None:
+    """The run whose checkpoint is taken."""
+    if run.complete_checkpoints():
+        return run
+    asked = read_json(run.resume).get("checkpoint") if run.resume.exists() else None
+    return RunDir(Path(asked).parents[1]) if asked else None
+
+
+def of_config(config: Any, task: str) -> Vocabulary:
+    """Of a model of transformers, whose config.json names its classes; of any other one, None, nothing is known."""
+    if config is None or task not in LABELLED_TASKS or task == "sequence-regression":
+        return Vocabulary(None, {})
+    return Vocabulary(None, {str(word): int(number) for word, number in config.label2id.items()}, config.num_labels)
+
+
+def keep(run: RunDir, recipe: Recipe, tokenizer: Any, labels: list[str], classes: int) -> None:
+    """Write what is trained with, unless that is there since checkpoints were written (rank 0)."""
+    record = Record(trained_tokenizer=_asked(recipe.data), labels=labels, classes=classes)
+    if run.complete_checkpoints() and run.vocabulary.exists() and read_json(run.vocabulary) == as_json(record):
+        return
+    shutil.rmtree(run.tokenizer, ignore_errors=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(run.tokenizer)
+    write_json(run.vocabulary, as_json(record))
+
+
+def _asked(data: Fields) -> dict[str, Any] | None:
+    """The tokenizer that is trained on the corpus."""
+    if not isinstance(data.tokenizer, TokenizerTraining):
+        return None
+    return {**data.tokenizer.model_dump(mode="json"), "chat_template": data.chat_template}
+
+
+def labels_of_model(recipe: Recipe) -> Mapping[str, int]:
+    """The numbers that labels have in the recipe's `model.config`, or else in the model that it begins with."""
+    model = recipe.model
+    given = labels_of_recipe(recipe)
+    if given or model.pretrained is None:
+        return given
+    from transformers import AutoConfig
+
+    try:
+        return of_config(AutoConfig.from_pretrained(model.pretrained), model.task).labels
+    except (OSError, ValueError):
+        return {}  # building the model tells why
+
+
+def labels_of_recipe(recipe: Recipe) -> Mapping[str, int]:
+    """The numbers that labels have in `model.config`."""
+    given = recipe.model.config or {}
+    pairs = [*given.get("label2id", {}).items()] or [
+        (word, number) for number, word in given.get("id2label", {}).items()
+    ]
+    return {str(word): int(number) for word, number in pairs}

@@ -1,0 +1,94 @@
+"""`ortlaunch import`: how often Trainer logs, evaluates and saves, and what follows its evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ortlaunch.other_tools import import_config
+from tests.control.foreign import config, said
+
+HELD_OUT = {"validation_file": "b.txt"}
+STEPS = {**HELD_OUT, "eval_strategy": "steps", "eval_steps": 9}
+LABELS = {"block_size": "absent", "max_seq_length": 64, "task_name": "sst2", "train_file": "a.jsonl", **STEPS,
+          "validation_file": "b.jsonl"}  # fmt: skip
+
+
+def made(folder: Path, **keys: Any) -> dict[str, dict[str, Any]]:
+    """The recipe of such a config."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(import_config(config(folder, **keys), None, None, ()).recipe)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "text"),
+    [
+        ({"load_best_model_at_end": True}, "load_best_model_at_end", "there is no train.evaluate_every_steps"),
+        ({"early_stopping_patience": 3}, "early_stopping_patience", "there is no train.evaluate_every_steps"),
+        ({"eval_steps": 7}, "eval_steps", "steps alone are counted"),
+        ({}, "eval_strategy", "steps alone are counted"),
+    ],
+)
+def test_an_evaluation_each_epoch(keys: dict[str, Any], key: str, text: str, tmp_path: Path) -> None:
+    """Steps are not counted by epochs here: what would follow such evaluations is dropped by name."""
+    path = config(tmp_path, **HELD_OUT, eval_strategy="epoch", save_strategy="epoch", **keys)
+    assert text in said(import_config(path, "hf-trainer", None, ()), "dropped")[key]
+
+
+@pytest.mark.parametrize(
+    ("keys", "section", "expected"),
+    [
+        ({**HELD_OUT, "eval_steps": 0.1, "max_steps": 95}, "train", 10),
+        ({**HELD_OUT, "eval_steps": 200.0}, "train", 200),
+        ({**HELD_OUT, "eval_steps": 0.1}, "train", None),
+        ({**HELD_OUT, "eval_strategy": "steps"}, "train", 500),
+        ({**HELD_OUT, "eval_strategy": "steps", "logging_steps": 20}, "train", 20),
+        ({**HELD_OUT, "eval_strategy": "no", "eval_steps": 20}, "train", None),
+        ({"save_steps": 0.25, "max_steps": 100}, "checkpoint", 25),
+        ({"save_steps": 0.25}, "checkpoint", None),
+        ({"save_strategy": "steps", "save_steps": 40}, "checkpoint", 40),
+        ({"logging_steps": 0.05, "max_steps": 100}, "log", 5),
+        ({"logging_steps": 0.05}, "log", None),
+    ],
+)
+def test_intervals(keys: dict[str, Any], section: str, expected: int | None, tmp_path: Path) -> None:
+    """Below 1 they are a share of max_steps, as in Trainer; without that they are dropped, and so said."""
+    found = import_config(config(tmp_path, **keys), "hf-trainer", None, ())
+    name = "evaluate_every_steps" if section == "train" else "every_steps"
+    assert yaml.safe_load(found.recipe).get(section, {}).get(name) == expected
+    told = {key for where in ("taken", "changed", "dropped", "needless") for key in said(found, where)}
+    assert keys.keys() <= told
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (STEPS, "loss"),
+        ({**STEPS, "metric_for_best_model": "eval_loss"}, "loss"),
+        ({**STEPS, "metric_for_best_model": "perplexity"}, "perplexity"),
+        ({**LABELS, "metric_for_best_model": "accuracy"}, "classification_accuracy"),
+        ({**LABELS, "metric_for_best_model": "eval_accuracy"}, "classification_accuracy"),
+        ({**LABELS, "metric_for_best_model": "eval_f1"}, "f1_macro"),
+        ({**LABELS, "task_name": "ner", "metric_for_best_model": "f1"}, "f1_macro"),
+        ({**LABELS, "task_name": "stsb", "metric_for_best_model": "pearson"}, "pearson"),
+        ({**STEPS, "mlm_probability": 0.15, "block_size": "absent", "max_seq_length": 64,
+          "metric_for_best_model": "accuracy"}, "masked_word_accuracy"),
+    ],
+)  # fmt: skip
+def test_the_best_by_a_metric(keys: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    """With eval_ before it or not, by the task's own name of it."""
+    found = made(tmp_path, load_best_model_at_end=True, early_stopping_patience=3, **keys)
+    assert found["checkpoint"]["keep_best"] == {"metric": expected, "export": True}
+    assert found["train"]["stop_after"] == {"metric": expected, "evaluations": 3}
+
+
+@pytest.mark.parametrize("metric", ["eval_bleu", "eval_accuracy"])
+def test_a_metric_that_the_task_has_not(metric: str, tmp_path: Path) -> None:
+    """It is dropped, with what there is in its place."""
+    path = config(tmp_path, **STEPS, load_best_model_at_end=True, metric_for_best_model=metric)
+    dropped = said(import_config(path, "hf-trainer", None, ()), "dropped")
+    assert dropped["load_best_model_at_end"].endswith(f"no metric is called {metric}; there are loss, perplexity")
+    assert "metric_for_best_model" in dropped

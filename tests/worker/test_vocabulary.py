@@ -1,0 +1,130 @@
+"""Weights are met by the words and classes that they were trained with, whatever the corpus is now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.errors import InputError
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.data import TokenizerTraining
+from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.vocabulary import Vocabulary, goes_on_with, keep, of_run
+from ortlaunch.worker.evaluate_model import evaluated
+from ortlaunch.worker.model import build_model
+from tests.worker.models import BERT, recipe
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+NEWS = {"World": 0, "Sports": 1, "Business": 2}  # in no alphabet's order
+TASK = "sequence-classification"
+
+
+def rows(path: Path, words: Sequence[str]) -> dict[str, Any]:
+    """A corpus of a text for each of these labels."""
+    path.write_text("".join(json.dumps({"text": f"about {word}", "label": word}) + "\n" for word in words))
+    return {"format": "jsonl", "path": [str(path)]}
+
+
+def classifier(tmp_path: Path, train: Sequence[str], evaluation: Sequence[str] = (), **model: Any) -> Recipe:
+    """Trained and evaluated on texts with these labels."""
+    held_out = rows(tmp_path / "evaluation.jsonl", evaluation) if evaluation else None
+    data = {"train": rows(tmp_path / "train.jsonl", train), "evaluation": held_out}
+    return recipe(TASK, model or {"config": BERT}, data, batch={"micro_size": 2, "accumulation_steps": 1})
+
+
+def numbers(samples: Any) -> list[int]:
+    return [int(samples.sample(index, 0)["labels"]) for index in range(len(samples))]
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> str:
+    """A classifier as others save them, with numbers of its own for its labels."""
+    chosen = classifier(tmp_path, [*NEWS], config={**BERT, "label2id": NEWS})
+    data = Data(chosen)
+    model: Any = build_model(chosen, data).model
+    assert model.config.id2label == {number: word for word, number in NEWS.items()}
+    model.save_pretrained(tmp_path / "foreign")
+    data.tokenizer.save_pretrained(tmp_path / "foreign")
+    return str(tmp_path / "foreign")
+
+
+def test_labels_of_a_pretrained_classifier(foreign: str, tmp_path: Path) -> None:
+    """Its own numbers are taken if it has all the labels; else the labels are another task's, by the alphabet."""
+    chosen = classifier(tmp_path, ["Sports", "World"], ["Business"], pretrained=foreign)
+    data = Data(chosen)
+    assert (numbers(data.train), numbers(data.evaluation), data.class_names) == ([1, 0], [2], [*NEWS])
+    assert build_model(chosen, data).model.config.label2id == NEWS
+    assert Data(classifier(tmp_path, ["World", "Art"], pretrained=foreign)).label_names == ["Art", "World"]
+
+
+def test_labels_that_the_recipe_numbers(tmp_path: Path) -> None:
+    """Others than those of the data are refused."""
+    chosen = classifier(tmp_path, ["World", "Art"], config={**BERT, "label2id": {"Art": 1, "Word": 0}})
+    with pytest.raises(InputError, match=r"model\.config\.label2id: got Art, Word, and the labels are Art, World"):
+        build_model(chosen, Data(chosen))
+
+
+@pytest.mark.parametrize("words", [["Sports"], ["Business", "World", "World"]])
+def test_a_model_is_evaluated_by_its_own_labels(foreign: str, words: list[str], tmp_path: Path) -> None:
+    """Some of them alone are enough, in training's corpus is none of them."""
+    from transformers import pipeline
+
+    classify: Any = pipeline("text-classification", foreign)
+    found = evaluated(classifier(tmp_path, ["x", "y"], words, pretrained=foreign), Path(foreign), tmp_path)
+    right = [classify(f"about {word}")[0]["label"] == word for word in words]
+    assert found.classification_accuracy == pytest.approx(sum(right) / len(right))
+
+
+def test_a_client_has_some_of_the_labels(tmp_path: Path) -> None:
+    """One is enough; another word is an error. Of its corpora those are read that are asked for."""
+    known = Vocabulary(None, NEWS, 3)
+    chosen = classifier(tmp_path, ["Sports", "Sports"], ["x"])
+    data = Data(chosen, vocabulary=known)
+    (tmp_path / "evaluation.jsonl").unlink()
+    assert (numbers(data.train), data.classes, data.class_names) == ([1, 1], 3, [*NEWS])
+    with pytest.raises(DataError, match="label 'x' is none of the model's: World, Sports, Business"):
+        _ = Data(classifier(tmp_path, ["x"]), vocabulary=known).train
+
+
+def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
+    """A run that goes on has its own, though its corpus is another; one that asks for another gets that."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n\n".join(f"the {i % 7} cats saw {i % 5} dogs" for i in range(90)))
+    chosen = recipe("masked-lm", {"config": BERT}, {"train": {"format": "text", "path": [str(corpus)]}})
+    run, first = RunDir(tmp_path / "run"), Data(chosen)
+    run.path.mkdir()
+    keep(run, chosen, first.tokenizer, first.class_names, first.classes)
+    corpus.write_text(corpus.read_text() + "\n\nquite other words")
+    assert goes_on_with(run, chosen) is None  # it has trained nothing yet
+    other = Data(chosen).tokenizer.get_vocab()
+    assert other != first.tokenizer.get_vocab()
+    run.checkpoint(2).mkdir(parents=True)
+    (run.checkpoint(2) / "COMPLETE").touch()
+    then = Data(chosen, vocabulary=goes_on_with(run, chosen)).tokenizer
+    assert then.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
+    assert then.special_tokens_map == first.tokenizer.special_tokens_map
+    larger = chosen.data.model_copy(update={"tokenizer": TokenizerTraining(train="wordpiece", vocab_size=410)})
+    found = goes_on_with(run, chosen.model_copy(update={"data": larger}))
+    assert found is not None
+    assert found.tokenizer is None
+    corpus.unlink()
+    assert len(Data(chosen, vocabulary=of_run(run)).tokenizer) == len(first.tokenizer)
+
+
+def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
+    """Takes what stands beside the checkpoint."""
+    other, run = RunDir(tmp_path / "other"), RunDir(tmp_path / "run")
+    other.path.mkdir()
+    run.path.mkdir()
+    chosen = classifier(tmp_path, [*NEWS])
+    keep(other, chosen, None, [*NEWS], 3)
+    write_json(run.resume, {"checkpoint": str(other.checkpoint(4)), "source": str(other)})
+    found = goes_on_with(run, chosen)
+    assert found is not None
+    assert dict(found.labels) == NEWS
