@@ -172,7 +172,7 @@ def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
     assert evaluate(made.place, made.recipe, made.data, made.place.checkpoint).loss == pytest.approx(expected.loss)
     export(made.place, made.place.checkpoint, tmp_path / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ortlaunch.worker.data.load_data", lambda *_: made.data)
+        patch.setattr("ortlaunch.worker.data.load_data", lambda *_, **__: made.data)
         found = evaluated(made.recipe, tmp_path / "model" / "model.onnx", tmp_path)
     assert found.perplexity == pytest.approx(expected.perplexity)
 
