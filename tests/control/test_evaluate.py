@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import parse_resolved, to_yaml
@@ -64,6 +64,47 @@ def test_what_is_said_of_it(run: RunDir) -> None:
     assert [line for line in lines if "batch" in line or "world" in line] == []
     assert describe(found.plan, found.file.recipe).splitlines()[0] == "made: 3 ranks on 1 host, cpu, launcher torchrun"
     assert [line for line in describe(found.plan, found.file.recipe).splitlines() if line[0] != " "][1:] == []
+
+
+def _words(run: RunDir) -> RunDir:
+    """A run on text, whose checkpoint says what made it."""
+    recipe = makers.bert(data={**makers.WORDS, "evaluation": "python-docs"})
+    run.recipe.write_text(to_yaml(recipe))
+    write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
+    write_json(run.checkpoint(10) / ORIGIN, origin(recipe, makers.plan(recipe), {}, None))
+    write_json(run.vocabulary, {})
+    return run
+
+
+def _other_text(run: RunDir) -> str:
+    return f"data.train={{format: text, path: {run.path.parent / 'mine.py'}}}"
+
+
+def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
+    found = evaluations._resolved(Asked(run, 10, overrides), LaunchOptions("local"))
+    return resume.beginning(run.evaluation_of(10), found, None, ResumeOptions(str(run.checkpoint(10)))).lines
+
+
+def test_changes_that_concern_training_alone(run: RunDir) -> None:
+    """They are of no effect and not told; what changes the numbers is told, and nothing of `--allow`."""
+    _words(run)
+    lines = _lines(run, "data.sequence_length=64", "seed=7", _other_text(run), "optimizer.learning_rate=0.5")
+    assert [line for line in lines[1:] if "code." not in line] == [
+        "  changed: seed: 42 -> 7: takes effect",
+        "  changed: data.sequence_length: 128 -> 64: takes effect",
+    ]
+    with pytest.raises(PlanError) as caught:
+        _lines(run, "model.config={model_type: bert, num_hidden_layers: 3}")
+    assert "model.config" in str(caught.value)
+    assert "refused (the weights are of another model)" in str(caught.value)
+    assert "allow" not in str(caught.value)
+
+
+def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
+    """Its words and labels may have been made of the training data: those must be the same."""
+    _words(run).vocabulary.unlink()
+    with pytest.raises(PlanError, match=r"data.train: .* refused \(its words and labels may be made of these data"):
+        _lines(run, _other_text(run), "data.sequence_length=64")
 
 
 @pytest.mark.parametrize(
