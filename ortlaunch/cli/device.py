@@ -22,7 +22,8 @@ Checkpoint = Annotated[
     typer.Option("--checkpoint", help="Weights to begin with; the artifacts' own checkpoint if not."),
 ]
 To = Annotated[
-    Optional[Path], typer.Option("--to", help="File of the result; the artifacts' own checkpoint, in place, if not.")
+    Optional[Path],
+    typer.Option("--to", help="File of the result, new or a checkpoint; the artifacts' own, in place, if not."),
 ]
 
 

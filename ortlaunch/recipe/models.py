@@ -70,7 +70,8 @@ class Model(Section):
     resized to another `vocab_size`, new words near the mean of the others)."""
     allow_partial: bool = False
     """Train on from `pretrained` though some of its weights have no place in the model, or some of the model's are not
-    in it and start at random. False: only a head that is new for the task may start so, or be left out."""
+    in it and start at random. False: only a head that is new for the task, or of another number of labels, may start
+    so, or be left out."""
     factory: Optional[Text] = None
     """`package.module:function` that returns the model when task is custom; its forward takes a batch's
     keys and returns the loss (or an object, mapping or tuple that holds it). The module may lie beside

@@ -15,7 +15,7 @@ class Rule(NamedTuple):
     verdict: str
     """`takes effect`; `refused`: only with `allow`."""
     allow: str = ""
-    """The word that lets it take effect."""
+    """The word that lets it take effect; "": nothing does."""
     why: str = ""
     """What a person should know beside."""
 
@@ -108,6 +108,11 @@ OTHER_RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "ortlaunch commit dirty python", "code"),
     "packages": _EFFECT,
 }
+# Of no effect on an evaluation, which takes no step; of the data, but for what the run made of them.
+_STEPS = ("batch", "world", "optimizer", "schedule", "train.max_steps", "train.epochs", "data.order")
+_TRAINED_ON = ("data.train", "data.samples", "data.fingerprint")
+_OTHER_MODEL = Rule(REFUSED, why="the weights are of another model")
+_OTHER_WORDS = Rule(REFUSED, why="its words and labels may be made of these data, and the run keeps none")
 NAMES = ("data", "loss", "model", "optimizer", "precision")  # of --allow
 
 
@@ -128,6 +133,8 @@ class Change(NamedTuple):
         if self.rule.verdict != REFUSED:
             return self.rule.verdict
         name = self.rule.allow
+        if not name:
+            return REFUSED
         return f"{EFFECT}, by --allow {name}" if name in allowed else f"{REFUSED} without --allow {name}"
 
     def is_refused(self, allowed: tuple[str, ...]) -> bool:
@@ -138,6 +145,27 @@ class Change(NamedTuple):
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], rules: Mapping[str, RuleOf]) -> list[Change]:
     """Every leaf that differs, in the order of `before`, each with its rule."""
     return [Change(field, old, new, rule_of(field, rules, old, new)) for field, old, new in leaves(before, after)]
+
+
+def of_evaluation(found: list[Change], keeps_vocabulary: bool) -> list[Change]:
+    """Those that concern it: refused are another model's, all others take effect.
+
+    Args:
+        keeps_vocabulary: whether the run keeps its tokenizer and labels, as all do but those of an earlier version.
+    """
+    hidden = (*_STEPS, *_TRAINED_ON) if keeps_vocabulary else _STEPS
+    return [change._replace(rule=_rule_here(change)) for change in found if not _is_below(change.field, hidden)]
+
+
+def _rule_here(change: Change) -> Rule:
+    if _is_below(change.field, _TRAINED_ON):
+        return _OTHER_WORDS
+    refused = change.rule.verdict == REFUSED
+    return _OTHER_MODEL if change.rule.allow == "model" else Rule(EFFECT) if refused else change.rule
+
+
+def _is_below(field: str, names: tuple[str, ...]) -> bool:
+    return any(field == name or field.startswith(f"{name}.") for name in names)
 
 
 def rule_of(field: str, rules: Mapping[str, RuleOf], before: Any, after: Any) -> Rule:

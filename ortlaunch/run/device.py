@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from ortlaunch.run.device_folder import DeviceFolder
 # What a device can change of the recipe; the rest is in the graphs.
 _OPEN = ("data", "batch.micro_size", "train.max_steps", "train.epochs", "optimizer.learning_rate", "schedule", "seed",
          "log.every_steps")  # fmt: skip
+_MARK = b"ODTC"  # of onnxruntime's checkpoints, from byte 4 on
 
 
 class Asked(NamedTuple):
@@ -39,7 +42,8 @@ def train(asked: Asked, overrides: tuple[str, ...]) -> int:
     """Train a checkpoint; returns the exit status of the process that does it.
 
     Raises:
-        InputError: there are no artifacts or no checkpoint, or an override is none that a device takes.
+        InputError: there are no artifacts, no checkpoint or no place for the result, or an override is none that a
+            device takes.
     """
     return _start(asked, overrides)
 
@@ -78,10 +82,35 @@ def _start(asked: Asked, overrides: tuple[str, ...] | None) -> int:
     for path in asked.checkpoints or (asked.checkpoint,):
         if not Path(path or "").is_file():
             raise InputError(f"there is no checkpoint {path}")
+    if asked.verb in ("train", "average"):
+        _make_place(Path(asked.to or ""), own)
     if overrides is not None:
         asked = asked._replace(recipe=_recipe(place, overrides))
     words = start.command("ortlaunch.worker.device")
     return subprocess.run([*words, json.dumps(asked._asdict())], check=False).returncode
+
+
+def _make_place(to: Path, own: str) -> None:
+    """The folder of the result, before any work: one without a place would be lost.
+
+    Raises:
+        InputError: it cannot be written there, or would replace what is no checkpoint.
+    """
+    if to.is_dir():
+        raise InputError(f"--to: {to} is a folder; give the file of a checkpoint, as {to / 'checkpoint'}")
+    if str(to) != own and to.exists() and not _is_checkpoint(to):
+        raise InputError(f"--to: {to} is there already, and is no checkpoint of onnxruntime's; give another file")
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(to.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise InputError(f"--to: nothing can be written in {to.parent}: {error.strerror}; give another file") from None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(8)[4:] == _MARK
 
 
 def _recipe(place: DeviceFolder, overrides: tuple[str, ...]) -> str:

@@ -300,7 +300,8 @@ class EngineReport:
     """transformers' implementation of attention; null: not a model of transformers."""
     pretrained: dict[str, list[str]] | None
     """Weights of the model that the pretrained ones lack (`missing`), pretrained ones that the model has not
-    (`unexpected`), and how the vocabulary changed (`resized`); null: nothing was loaded."""
+    (`unexpected`), how the vocabulary changed (`resized`), and a head of another number of labels, which starts at
+    random (`relabelled`); null: nothing was loaded."""
     gradient_checkpointing: str | None
     """Who computes layers again in the backward pass; null: nobody."""
     onnxruntime: OnnxRuntime | None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ortlaunch.errors import InputError
 from ortlaunch.plan import Plan
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe.held_out import no_evaluation
 from ortlaunch.run import control, preview
 from ortlaunch.run.export import chosen_step
 from ortlaunch.run.folder import RunDir
@@ -46,6 +47,7 @@ def _resolved(asked: Asked, options: LaunchOptions) -> ResolvedRun:
     batch = ("batch.global_size=null", f"batch.micro_size={trained.batch.micro_samples}", "batch.accumulation_steps=1")
     environ = {**os.environ, MODULES_VARIABLE: trained.modules}
     found = resolve(asked.run.recipe, (*batch, *asked.overrides), options._replace(task="evaluate"), environ)
-    if found.file.recipe.data.evaluation is None:
-        raise InputError(f"{asked.run.recipe} has no data.evaluation; give one, as data.evaluation.path=[held-out.txt]")
+    data = found.file.recipe.data
+    if data.evaluation is None:
+        raise InputError(no_evaluation(asked.run.recipe, data))
     return found

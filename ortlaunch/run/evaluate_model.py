@@ -11,6 +11,7 @@ from ortlaunch import start
 from ortlaunch.errors import InputError
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe, load, to_yaml
+from ortlaunch.recipe.held_out import no_evaluation
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.shipped import locate
 
@@ -83,7 +84,7 @@ def _recipe(source: Path, model: Path, overrides: tuple[str, ...]) -> Recipe:
         words += [f"model.pretrained={json.dumps(str(model.absolute()))}", "model.config=null"]
     recipe = load(source, (*words, *overrides)).recipe
     if recipe.data.evaluation is None:
-        raise InputError(f"{source} has no data.evaluation; give one, as data.evaluation.path=[held-out.txt]")
+        raise InputError(no_evaluation(source, recipe.data))
     if recipe.model.task == "custom":
         raise InputError(f"{source}: model.factory's model is your own; evaluate RUN measures its checkpoints")
     return recipe

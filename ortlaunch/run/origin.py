@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.plan import Plan
-from ortlaunch.recipe import Recipe
+from ortlaunch.recipe import Recipe, resume_rules
 from ortlaunch.recipe.resume_rules import OTHER_RULES, RULES, Change, changes
 from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.run.lines import json_lines
@@ -69,6 +69,11 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Cha
     parts = [part for part in ("world", "data", "weights", "code") if part in before and part in after]
     found += changes({part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES)
     return found + _packages(before.get("packages", {}), after.get("packages", {}))
+
+
+def of_evaluation(checkpoint: Path, found: list[Change]) -> list[Change]:
+    """Those changes that concern measuring a checkpoint."""
+    return resume_rules.of_evaluation(found, RunDir(checkpoint.parents[1]).vocabulary.exists())
 
 
 def _filled(recipe: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -205,8 +205,8 @@ def beginning(run: RunDir, resolved: ResolvedRun, before: Recipe | None, options
     if made is None:
         return Beginning(chosen, (*lines, "  it does not say what made it: nothing could be compared"))
     found = origin.differences(made, today(resolved))
-    if not trains:  # no step is taken, in whatever batches
-        found = [change for change in found if not change.field.startswith(("batch.", "world."))]
+    if not trains:
+        found = origin.of_evaluation(chosen.folder, found)
     require(found, options.allow, f"{chosen.folder} was written by another training")
     return Beginning(chosen, (*lines, *told(found, options.allow)), tuple(found))
 
@@ -238,11 +238,10 @@ def require(found: list[Change], allow: tuple[str, ...], what: str) -> None:
     """
     refused = [change for change in found if change.is_refused(allow)]
     if refused:
-        words = " ".join(f"--allow {name}" for name in sorted({change.rule.allow for change in refused}))
+        words = " ".join(f"--allow {name}" for name in sorted({change.rule.allow for change in refused}) if name)
+        mend = f", {words} if this is meant, or a new --run-dir" if words else ""
         lines = "".join(f"\n  {change.line(allow)}" for change in refused)
-        raise PlanError(
-            f"{what}:{lines}\nGive the recipe that it was trained with, {words} if this is meant, or a new --run-dir"
-        )
+        raise PlanError(f"{what}:{lines}\nGive the recipe that it was trained with{mend}")
 
 
 def apply(run: RunDir, begun: Beginning, options: ResumeOptions) -> None:

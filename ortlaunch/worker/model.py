@@ -52,7 +52,7 @@ class LossModule(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         if packing.DOCUMENTS in batch:
-            batch = packing.with_mask(batch, next(self.model.parameters()).dtype)
+            batch = packing.separated(batch, self.model)
         if self.chunked is not None:
             loss, output = self.chunked.loss(self.model, batch, self.training)
         else:

@@ -1,4 +1,7 @@
-"""`data.attend_across_documents: false`: the mask by which documents packed into one sample do not see each other."""
+"""`data.attend_across_documents: false`: documents packed into one sample do not see each other.
+
+PyTorch's models take a mask for that; an exported graph, which has none, takes each document in a row of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,35 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ortlaunch.errors import InputError
+from ortlaunch.worker.data import IGNORED
 
 DOCUMENTS = "document_ids"
 _TRIED = 8  # tokens
+
+
+def separated(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A packed batch as a model takes it; a graph has no parameters of PyTorch's."""
+    parameter = next(model.parameters(), None)
+    return one_a_row(batch) if parameter is None else with_mask(batch, parameter.dtype)
+
+
+def one_a_row(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A packed batch with each document in a row of its own, (documents, longest); any other as it is.
+
+    The loss is the same: no first token of a document is predicted, nor is padding.
+    """
+    if DOCUMENTS not in batch:
+        return dict(batch)
+    sizes = torch.cat([row.bincount() for row in batch[DOCUMENTS]]).tolist()
+    given = {**batch, "attention_mask": torch.ones_like(batch[DOCUMENTS])}
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED}
+    return {
+        name: pad_sequence(given[name].flatten().split(sizes), batch_first=True, padding_value=value)
+        for name, value in fill.items()
+    }
 
 
 def with_mask(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Weights from a folder or the hub, and what of them was not taken, in our words instead of transformers' report.
 
-A head that is new for the task starts at random, another task's head is left out; any other weight that is missing or
-has no place is refused. A vocabulary that model.config.vocab_size changes is resized.
+A head that is new for the task, or of another number of labels, starts at random; another task's head is left out. Any
+other weight that is missing, has no place or another shape is refused. A vocabulary that model.config.vocab_size
+changes is resized.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 
-Loaded = Mapping[str, list[str]]  # names of weights: `missing` in the source, `unexpected` there; what was `resized`
+# Names of weights: `missing` in the source, `unexpected` there; what was `resized`; a head `relabelled`.
+Loaded = Mapping[str, list[str]]
 _REPORTS = ("LOAD REPORT", "Some weights of", "The new ")  # transformers 5, before, and of resized embeddings
 _OLD_BUFFERS = ("position_ids", "inv_freq", "masked_bias")  # in files of earlier releases; they are computed now
 _NAMED = 6
@@ -28,7 +30,7 @@ def load_pretrained(
 
     Args:
         config: of the model; a vocabulary of another size than that of `source` is resized to.
-        new_head: whether the task's head may be missing.
+        new_head: whether the task's head may be missing, or of another number of labels.
         partial: whether any weights may be missing, or left over.
 
     Raises:
@@ -38,13 +40,16 @@ def load_pretrained(
     if own != wanted:
         config.get_text_config().vocab_size = own
     model, info = _load(auto, source, config=config, **options)
-    wrong = sorted(map(_mismatch, info["mismatched_keys"]))
+    relabelled = [found for found in info["mismatched_keys"] if new_head and _is_relabelled(found, model)]
+    wrong = sorted(_mismatch(found) for found in info["mismatched_keys"] if found not in relabelled)
     if wrong:
         raise InputError(f"model.pretrained: weights of another shape than model.config's: {_some(wrong, '; ')}")
     loaded = {name: sorted(info[f"{name}_keys"]) for name in ("missing", "unexpected")}
     if not partial:
         _refuse_partial(model, loaded, new_head)
-    return model, {**loaded, "resized": _resize(model, own, wanted)}
+    return model, {
+        **loaded, "resized": _resize(model, own, wanted), "relabelled": sorted(map(_mismatch, relabelled))
+    }  # fmt: skip
 
 
 def _load(auto: Any, source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -105,6 +110,14 @@ def _is_body(name: str, model: Any) -> bool:
     return inner != "pooler" and (name.startswith(prefix) or inner in parts)
 
 
+def _is_relabelled(found: str | tuple[str, Any, Any], model: Any) -> bool:
+    """Whether a weight of another shape is a head's for another number of labels; transformers made it anew."""
+    if isinstance(found, str):
+        return not _is_body(found, model)
+    name, theirs, ours = found
+    return not _is_body(name, model) and ours[0] == model.config.num_labels and theirs[1:] == ours[1:]
+
+
 def _mismatch(found: str | tuple[str, Any, Any]) -> str:
     if isinstance(found, str):  # transformers 4.52 gives the name alone
         return found
@@ -121,6 +134,9 @@ def loading_notes(loaded: Loaded | None) -> tuple[str, ...]:
     if loaded and loaded["unexpected"]:
         many, names = len(loaded["unexpected"]), _some(loaded["unexpected"])
         notes.append(f"model.pretrained: {many} of its weights are not used: {names}")
+    if loaded and loaded.get("relabelled"):
+        told = _some(loaded["relabelled"], "; ")
+        notes.append(f"model.pretrained: its head is of another number of labels; the model's starts at random: {told}")
     for change in loaded["resized"] if loaded else ():
         notes.append(f"model.pretrained: its vocabulary is resized, {change}; new words start near the others' mean")
     return tuple(notes)

@@ -51,6 +51,9 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
     [
         (("train", "model.config.num_hidden_layers=3"), "is settled in the artifacts; on a device can be set data, "),
         (("train", "--checkpoint=nothing"), "there is no checkpoint nothing"),
+        (("train", "--to=."), "--to: . is a folder; give the file of a checkpoint, as checkpoint"),
+        (("train", "--to=good.yaml"), "--to: good.yaml is there already, and is no checkpoint of onnxruntime's"),
+        (("train", "--to=good.yaml/new"), "--to: nothing can be written in good.yaml: "),
         (("export", "--to=."), ". is there already"),
         (("average", "checkpoint"), "an average is of two checkpoints at least; got 1"),
         (("average", "one", "two", "--weights=1,x"), "--weights: got '1,x'; give numbers, as 100,250,80"),
@@ -62,6 +65,29 @@ def test_refusals(words: tuple[str, ...], told: str, artifacts: DeviceFolder, or
     """Each with what there is."""
     ended = ortlaunch("device", words[0], str(artifacts), *words[1:])
     assert (ended.status, told in ended.err) == (2, True), ended.err
+
+
+def test_the_folder_of_a_result_is_made_before_any_step(
+    artifacts: DeviceFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training or an average does not end without a place for what it made; an earlier result is replaced."""
+    there: list[bool] = []
+
+    class Ended:
+        returncode = 0
+
+    def run(words: list[str], check: bool) -> type[Ended]:
+        there.append(Path(json.loads(words[3])["to"]).parent.is_dir())
+        return Ended
+
+    monkeypatch.setattr(device.subprocess, "run", run)
+    clients = (str(artifacts.checkpoint),) * 2
+    earlier = tmp_path / "rounds/2/mean"
+    device.train(device.Asked("train", str(artifacts), to=str(tmp_path / "out/client")), ())
+    device.average(device.Asked("average", str(artifacts), to=str(earlier), checkpoints=clients))
+    earlier.write_bytes(b"\x14\0\0\0ODTC")
+    device.average(device.Asked("average", str(artifacts), to=str(earlier), checkpoints=clients))
+    assert there == [True, True, True]
 
 
 def test_no_artifacts_and_a_mistyped_key(artifacts: DeviceFolder) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import parse_resolved, to_yaml
@@ -65,6 +66,47 @@ def test_what_is_said_of_it(run: RunDir) -> None:
     assert [line for line in describe(found.plan, found.file.recipe).splitlines() if line[0] != " "][1:] == []
 
 
+def _words(run: RunDir) -> RunDir:
+    """A run on text, whose checkpoint says what made it."""
+    recipe = makers.bert(data={**makers.WORDS, "evaluation": "python-docs"})
+    run.recipe.write_text(to_yaml(recipe))
+    write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
+    write_json(run.checkpoint(10) / ORIGIN, origin(recipe, makers.plan(recipe), {}, None))
+    write_json(run.vocabulary, {})
+    return run
+
+
+def _other_text(run: RunDir) -> str:
+    return f"data.train={{format: text, path: {run.path.parent / 'mine.py'}}}"
+
+
+def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
+    found = evaluations._resolved(Asked(run, 10, overrides), LaunchOptions("local"))
+    return resume.beginning(run.evaluation_of(10), found, None, ResumeOptions(str(run.checkpoint(10)))).lines
+
+
+def test_changes_that_concern_training_alone(run: RunDir) -> None:
+    """They are of no effect and not told; what changes the numbers is told, and nothing of `--allow`."""
+    _words(run)
+    lines = _lines(run, "data.sequence_length=64", "seed=7", _other_text(run), "optimizer.learning_rate=0.5")
+    assert [line for line in lines[1:] if "code." not in line] == [
+        "  changed: seed: 42 -> 7: takes effect",
+        "  changed: data.sequence_length: 128 -> 64: takes effect",
+    ]
+    with pytest.raises(PlanError) as caught:
+        _lines(run, "model.config={model_type: bert, num_hidden_layers: 3}")
+    assert "model.config" in str(caught.value)
+    assert "refused (the weights are of another model)" in str(caught.value)
+    assert "allow" not in str(caught.value)
+
+
+def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
+    """Its words and labels may have been made of the training data: those must be the same."""
+    _words(run).vocabulary.unlink()
+    with pytest.raises(PlanError, match=r"data.train: .* refused \(its words and labels may be made of these data"):
+        _lines(run, _other_text(run), "data.sequence_length=64")
+
+
 @pytest.mark.parametrize(
     ("step", "overrides", "message"),
     [(20, EVALUATION, "--step: .* has no complete checkpoint of step 20; of 10"),
@@ -118,6 +160,41 @@ def test_a_model_is_measured_by_its_runs_recipe(model: Path, monkeypatch: pytest
             model.rename(elsewhere)
         with pytest.raises(InputError, match=message):
             evaluate_model.evaluate(wrong)
+
+
+CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
+
+
+@pytest.mark.parametrize(
+    ("task", "data"),
+    [
+        ("masked-lm", {}),
+        ("causal-lm", CHATS),
+        ("causal-lm", {"train": [{"source": {"format": "text", "path": "mine.txt", "document": "line"}}]}),
+        ("sequence-classification", {"train": {"format": "jsonl", "path": "mine.jsonl", "label_column": "a b"}}),
+        ("sequence-classification", {"train": {"format": "hub", "name": "stanfordnlp/imdb", "split": "train[:9]"}}),
+    ],
+)
+def test_the_advice_can_be_typed(task: str, data: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held-out corpus as the message says it, of the training corpus's kind, is taken."""
+    monkeypatch.setattr(evaluate_model.subprocess, "run", lambda words, check: Ended)
+    family = "llama" if task == "causal-lm" else "bert"
+    made = makers.recipe(model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data})
+    RunDir(model.parents[1]).recipe.write_text(to_yaml(made))
+    asked = evaluate_model.Asked(model, None, (), False)
+    with pytest.raises(InputError) as caught:
+        evaluate_model.evaluate(asked)
+    advice = str(caught.value).partition("give one, as ")[2]
+    assert evaluate_model.evaluate(asked._replace(overrides=tuple(shlex.split(advice)))) == 3
+
+
+def test_the_advice_for_samples_of_ones_own_can_be_typed(run: RunDir) -> None:
+    """A function beside the one that makes the training samples."""
+    with pytest.raises(InputError) as caught:
+        evaluations.evaluate(Asked(run, None, ()), LaunchOptions("local"))
+    advice = tuple(shlex.split(str(caught.value).partition("give one, as ")[2]))
+    (Path(run.path).parent / "mine.py").write_text(f"{makers.OWN_MODULE}\n\ndef held_out(): ...\n")
+    assert evaluations._resolved(Asked(run, None, advice), LaunchOptions("local")).file.recipe.data.evaluation
 
 
 class Ended:

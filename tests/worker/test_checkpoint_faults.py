@@ -144,6 +144,27 @@ def test_changed_data_are_found_by_those_who_read_them(
     assert capsys.readouterr().out == f"  changed: data.samples: 64 -> 65: {said} (as many were read then)\n"
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
+    keeps: bool, whole: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the run keeps tokenizer and labels; else they may be made of the changed data."""
+    run = copy(whole, tmp_path)
+    write_json(run.resume, {"step": 6, "checkpoint": str(run.checkpoint(6))})
+    write_text(run.plan, run.plan.read_text().replace('"task": "train"', '"task": "evaluate"'))
+    if keeps:
+        write_json(run.vocabulary, {})
+    found = checkpoint.choose(run, GROUP)
+    assert found is not None
+    made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
+    why = (
+        contextlib.nullcontext() if keeps else pytest.raises(CheckpointError, match="64 -> 65: refused .its words and")
+    )
+    with why:
+        checkpoint.explain(run, made, found, {"data": {"samples": 65, "fingerprint": None}}, GROUP)
+    assert "allow" not in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------------------------------------------- disks
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ortlaunch.errors import CheckpointError, InputError
+from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, load, parse_resolved
 from ortlaunch.run.device_folder import DeviceFolder
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.artifacts import as_on_a_device, ondevice
 from ortlaunch.worker.device.average import average
@@ -23,7 +24,8 @@ from ortlaunch.worker.device.device import SAMPLES, STEPS, Device, load_state, n
 from ortlaunch.worker.device.evaluate import evaluate
 from ortlaunch.worker.device.inference import export
 from ortlaunch.worker.device.train import train
-from ortlaunch.worker.evaluate_model import evaluated
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.evaluate_model import evaluated, measured
 from ortlaunch.worker.model import LossModule, build_model
 from tests import makers
 from tests.ort import needs_ort
@@ -146,6 +148,33 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
     assert changed == {each.name for each in made.told.parameters if each.trained}
     assert all("lora_" in name for name in changed)
     assert len(changed) == 2
+
+
+def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
+    """Packed into samples, as the run trained them: PyTorch's loss with its mask, in steps and in evaluations."""
+    (tmp_path / "lines.txt").write_text("\n".join("of several words"[: number % 14 + 1] for number in range(200)))
+    lines = {"format": "text", "path": str(tmp_path / "lines.txt"), "document": "line"}
+    data = {**LORA.data.model_dump(), "train": lines, "evaluation": lines, "attend_across_documents": False}
+    model = {"task": "causal-lm", "config": {**(LORA.model.config or {}), "initializer_range": 0.5}}
+    made = Made(makers.recipe(model=model, data=data), tmp_path / "artifacts")
+    batch = collate([made.data.train.sample(index, epoch=0) for index in range(8)])
+    assert batch["document_ids"].any()
+    with torch.no_grad():
+        inner: Any = made.whole.model
+        loss, across = float(made.whole(**batch)), float(inner(batch["input_ids"], labels=batch["labels"]).loss)
+    assert abs(loss - across) > 0.01
+    assert any("each document in a row of its own" in note for note in made.told.notes)
+    device = Device(made.place, made.place.checkpoint, trains=True)
+    assert device.step(batch, 1e-3) == pytest.approx(loss, abs=1e-5)
+
+    group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    expected = measured(made.recipe, made.whole, made.data.evaluation, group)
+    assert evaluate(made.place, made.recipe, made.data, made.place.checkpoint).loss == pytest.approx(expected.loss)
+    export(made.place, made.place.checkpoint, tmp_path / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ortlaunch.worker.data.load_data", lambda *_, **__: made.data)
+        found = evaluated(made.recipe, tmp_path / "model" / "model.onnx", tmp_path)
+    assert found.perplexity == pytest.approx(expected.perplexity)
 
 
 def test_clients_are_averaged(bert: Made, tmp_path: Path) -> None:

@@ -151,6 +151,35 @@ def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> No
     assert said == []
 
 
+def test_a_head_of_another_number_of_labels_is_new(saved: tuple[str, Any], tmp_path: Path, said: list[str]) -> None:
+    """A classifier of two classes goes on with three: its body is kept, its head starts at random and is told."""
+    two = recipe(
+        "sequence-classification", {"pretrained": saved[0]}, {"train": labels(tmp_path, 2), "tokenizer": saved[0]}
+    )
+    first: Any = build_model(two, Data(two)).model
+    first.save_pretrained(tmp_path / "two")
+    pretrained = {"pretrained": str(tmp_path / "two")}
+    three = recipe("sequence-classification", pretrained, {"train": labels(tmp_path, 3), "tokenizer": saved[0]})
+    found = [build_model(three, Data(three)) for _ in range(2)]
+    model: Any = found[0].model
+    assert model.classifier.weight.shape == (3, 16)
+    assert 0.005 < float(model.classifier.weight.std()) < 0.05
+    assert all(torch.equal(a, b) for a, b in zip(model.bert.parameters(), first.bert.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), found[1].parameters()))  # as on each rank
+    (note,) = loading_notes(found[0].loaded)
+    assert re.fullmatch(
+        r"model.pretrained: its head is of another number of labels; the model's starts at random: "
+        r"classifier.bias( is \[2\], the model's \[3\])?; classifier.weight.*", note,
+    )  # fmt: skip
+    wider = {**pretrained, "config": {"intermediate_size": 48}}
+    wrong = recipe("sequence-classification", wider, {"train": labels(tmp_path, 3), "tokenizer": saved[0]})
+    with pytest.raises(
+        InputError, match=r"another shape than model.config's: bert.encoder.layer.0.intermediate[^;]*; bert"
+    ):
+        build_model(wrong, Data(wrong))
+    assert said == []
+
+
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [

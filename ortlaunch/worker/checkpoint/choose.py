@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.plan import BatchPlan
+from ortlaunch.plan import BatchPlan, Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir, read_json
@@ -82,6 +82,8 @@ def explain(run: RunDir, recipe: Recipe, found: Found, identity: Mapping[str, An
         return
     now = {**origin.of_run(run, recipe), **identity}
     changes = origin.differences(made, now)
+    if Plan.read(run.plan).task == "evaluate":
+        changes = origin.of_evaluation(found.folder, changes)
     if asked.get("checkpoint") == os.path.abspath(found.folder):
         unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}
         changes = [change for change in changes if change.field in unknown]

@@ -122,6 +122,11 @@ def _notes(recipe: Recipe, forward: Forward) -> list[str]:
         found.append("optimizer: ONNX Runtime's SGD for devices has no momentum and no weight_decay")
     if chosen.name != "sgd" and chosen.weight_decay and chosen.no_decay:
         found.append("optimizer: weight_decay holds for all weights; no_decay is not known on devices")
+    if not recipe.data.attend_across_documents:
+        found.append(
+            "data: the graphs have no mask of documents; give them each document in a row of its own, with "
+            "attention_mask, as `ortlaunch device` does"
+        )
     if forward.unused:
         found.append(f"not trained, for the loss does not use them: {', '.join(forward.unused)}")
     return found

@@ -11,6 +11,7 @@ from ortlaunch.errors import CheckpointError, InputError, MissingDependency
 from ortlaunch.ortmodule.compat import forget_failed_import
 from ortlaunch.run.device_folder import DeviceFolder
 from ortlaunch.worker.onnx_model import Batch, arrays
+from ortlaunch.worker.packing import one_a_row
 
 Arrays = dict[str, Any]
 STEPS = "ortlaunch.steps"
@@ -39,10 +40,10 @@ class Device:
         return self._pass(self.module.eval(), batch)
 
     def step(self, batch: Batch, rate: float) -> float:
-        """One pass forward and backward and a step of the optimizer; returns the loss."""
+        """One pass forward and backward and a step of the optimizer; returns the loss. Packed documents go apart."""
         assert self.optimizer is not None, "made for training"
         self.optimizer.set_learning_rate(rate)
-        loss = float(self._pass(self.module.train(), batch)["loss"])
+        loss = float(self._pass(self.module.train(), one_a_row(batch))["loss"])
         self.optimizer.step()
         self.module.lazy_reset_grad()
         return loss

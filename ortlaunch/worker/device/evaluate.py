@@ -10,6 +10,7 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.held_out import no_evaluation
 from ortlaunch.run.device_folder import DeviceFolder
 from ortlaunch.run.folder import write_json
 from ortlaunch.run.records import Evaluation, as_json
@@ -35,7 +36,7 @@ class _OnDevice(nn.Module):
 def evaluate(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path) -> Evaluation:
     """Measure, write evaluation.json, print it."""
     if data.evaluation is None:
-        raise InputError(f"{place.recipe} has no data.evaluation; give one, as data.evaluation.path=[held-out.txt]")
+        raise InputError(no_evaluation(place.recipe, recipe.data))
     device, group = Device(place, checkpoint), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     whole = LossModule(_OnDevice(device))
     found = measured(recipe, whole, data.evaluation, group, number(device.state, STEPS))
