@@ -54,8 +54,8 @@ def test_the_run_folder(full: Run) -> None:
     assert len(board) == 1
     assert full.files() - board == {
         "recipe.yaml", "plan.json", "environment.json", "request.sh", "metrics.jsonl", "engine.json", "memory.json",
-        "summary.json", "saves.jsonl", "resume.json", "vocabulary.json", "lock", "job.json", "commands.jsonl", "modules/toys.py",
-        "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
+        "summary.json", "saves.jsonl", "resume.json", "vocabulary.json", "lock", "job.json", "commands.jsonl",
+        "modules/toys.py", "logs/rank_00000.out", "logs/rank_00000.err", "export/model.safetensors",
         *(f"checkpoints/step_00000010/{name}"
           for name in ("index.json", SHARD, "training.json", "manifest.json", "COMPLETE")),
     }  # fmt: skip
