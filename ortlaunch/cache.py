@@ -86,16 +86,30 @@ def _private(group: int) -> bool:
     return False
 
 
+def own_seal(file: Path) -> Path:
+    """The seal of a file alone, which one of several files takes over."""
+    return file.with_name(f"{file.name}.seal")
+
+
 def seal(record: Path, files: Sequence[Path]) -> None:
-    """Record what the files are, which lie in the record's folder or below; nobody else may write to them any more."""
-    whole = {}
+    """Record what the files are, which lie in the record's folder or below; nobody else may write to them any more.
+
+    One that lies in it and has a seal of its own is not read again.
+    """
+    whole: dict[str, Any] = {}
     for file in files:
+        alone = own_seal(file)
+        if alone != record and alone.exists() and not changed(alone):
+            whole |= read_json(alone)
+            continue
         with file.open("rb") as opened:
             os.fsync(opened.fileno())  # else a power cut could leave what was sealed without its content
         file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
         whole[str(file.relative_to(record.parent))] = {"sha256": _sha256(file), **_stamp(file)}
     write_json(record, whole)
     record.chmod(stat.S_IMODE(record.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
+    for alone in {*map(own_seal, files)} - {record}:
+        alone.unlink(missing_ok=True)
 
 
 def changed(record: Path) -> str:

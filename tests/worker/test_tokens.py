@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ortlaunch import cache
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe.data import Corpus
-from ortlaunch.worker.data import tokens
+from ortlaunch.worker.data import shards, tokens
 from tests.worker.test_corpus import Letters
 
 TEXTS = [f"text {number} of many\n" for number in range(40)]
@@ -76,17 +77,80 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
 def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None:
     """Bytes after the noted ones are cut off; a file that is shorter than noted is begun anew."""
     whole = tokens.tokenized(source, Letters(), True).tolist()
-    (path,) = (Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32")
+    (record,) = (Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.seal")
+    path = record.with_suffix(".00000.u32")
     content = path.read_bytes()
     for left in (content[:400] + b"rubbish", content[:100]):
-        path.unlink()
-        path.with_suffix(".u32.partial").write_bytes(left)
-        path.with_suffix(".ends.partial").write_bytes(np.cumsum([len(text) for text in TEXTS[:5]]).tobytes())
+        record.unlink()
+        path.write_bytes(left)
+        path.with_name(f"{record.stem}.ends").write_bytes(np.cumsum([len(text) for text in TEXTS[:5]]).tobytes())
         counted = sum(len(text) for text in TEXTS[:5])
-        path.with_suffix(".written").write_text(f'{{"documents": 5, "tokens": {counted}}}')
+        record.with_suffix(".written").write_text(f'{{"documents": 5, "tokens": {counted}}}')
         assert counted * 4 <= 400 or len(left) < counted * 4
         assert tokens.tokenized(source, Letters(), True).tolist() == whole
-    assert len(take_notes()) == 2
+
+
+def test_a_process_that_is_killed_while_it_sums_loses_nothing(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is tokenized then: of a corpus of terabytes the sums take hours."""
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "_sha256", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        killed = multiprocessing.get_context("fork").Process(target=tokens.tokenized, args=(source, Counting(), True))
+        killed.start()
+        killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    second = Counting()
+    assert len(tokens.tokenized(source, second, True)) > 0
+    assert second.seen == []
+
+
+@pytest.mark.parametrize("size", [7, 64, 100_000])
+def test_shards_are_one_row(source: Corpus, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Whatever their size; a slice that ends in another shard is whole."""
+    whole = "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
+    monkeypatch.setattr(shards, "SHARD", size)
+    monkeypatch.setattr(tokens, "SHARD", size)
+    found = tokens.tokenized(source, Letters(), True)
+    assert len(found) == len(whole)
+    for start, stop in ((0, 5), (5, 9), (6, 7), (7, 14), (60, 201), (len(whole) - 3, len(whole) + 9), (9, 9), (9, 3)):
+        assert bytes(found[start:stop].tolist()).decode() == whole[start:stop]
+    assert len(list((Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32"))) == len(whole) // size + 1
+
+
+def test_a_killed_process_is_gone_on_from_shard_by_shard(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole shards are kept as they are; one that is another than it was is not: all is begun anew."""
+    monkeypatch.setattr(shards, "SHARD", 50)
+    monkeypatch.setattr(tokens, "SHARD", 50)
+    folder = Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens"
+    whole = "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
+    for damaged in (False, True):
+        killed = multiprocessing.get_context("fork").Process(
+            target=tokens.tokenized, args=(source, Counting("text 25"), True)
+        )
+        killed.start()
+        killed.join(60)
+        assert killed.exitcode == -signal.SIGKILL
+        (first, *_) = sorted(folder.glob("*.u32"))
+        if damaged:
+            first.write_bytes(b"?" * first.stat().st_size)
+        second = Counting()
+        found = tokens.tokenized(source, second, True)
+        assert bytes(found[0 : len(found)].tolist()).decode() == whole
+        assert len(second.seen) == 40 if damaged else len(second.seen) <= 24
+        assert {path.suffix for path in folder.iterdir()} == {".ends", ".lock", ".seal", ".u32"}
+        assert len(list(folder.glob("*.seal"))) == 1  # those of shards are in it
+        for path in folder.iterdir():
+            path.unlink()
+
+
+def test_a_shard_that_changed_is_named_and_made_anew(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several, the one."""
+    monkeypatch.setattr(shards, "SHARD", 50)
+    monkeypatch.setattr(tokens, "SHARD", 50)
+    whole = tokens.tokenized(source, Letters(), True)[0:1000].tolist()
+    path = sorted((Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.u32"))[2]
+    path.write_bytes(b"?" * path.stat().st_size)
+    assert tokens.tokenized(source, Letters(), True)[0:1000].tolist() == whole
+    assert take_notes() == [f"{path}: is not what was written; made anew"]
 
 
 def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
@@ -133,6 +197,9 @@ def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
     """By its number, by which `train` names it: NumPy's own writing says only how much it wrote."""
     ids = np.zeros(1 << 20, dtype=np.uint32)
     encoded = tokens.Encoded(ids, [len(ids)], tokens.Chunk([], 1.0))
-    with open("/dev/full", "wb") as full, pytest.raises(OSError, match="No space left") as caught:
-        tokens._write((full, full), tmp_path / "note", tokens.Written(), [encoded], lambda *_: None)
+    writer = shards.ShardWriter(tmp_path / "corpus", 0)
+    with open("/dev/full", "wb") as full:
+        writer.file = full
+        with pytest.raises(OSError, match="No space left") as caught:
+            tokens._write(writer, full, tmp_path / "note", tokens.Written(), [encoded], lambda *_: None)
     assert caught.value.errno == errno.ENOSPC

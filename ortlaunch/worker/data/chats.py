@@ -19,6 +19,7 @@ from ortlaunch.worker.data.chat_rows import Chat, chats_read
 from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
+from ortlaunch.worker.data.shards import Tokens
 from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, stored, vocabulary_of
 
 ANSWER = 1 << 31  # set in the tokens of answers
@@ -175,7 +176,7 @@ class Conversations:
         return {name: torch.from_numpy(value) for name, value in tensors.items()}
 
 
-def _has_answer(tokens: np.ndarray[Any, Any], begins: Any, sizes: Any) -> np.ndarray[Any, Any]:
+def _has_answer(tokens: Tokens, begins: Any, sizes: Any) -> np.ndarray[Any, Any]:
     """Of each chat, whether so many of its tokens have one of an answer, the first aside, which nothing predicts."""
     found: np.ndarray[Any, Any] = np.zeros(len(begins), bool)
     (long,) = np.nonzero(sizes > 1)

@@ -13,6 +13,7 @@ from numpy.random.bit_generator import ISeedSequence
 from ortlaunch.recipe.data import MaskedLm
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
+from ortlaunch.worker.data.shards import Tokens
 
 _Ints = np.ndarray[Any, Any]
 _Floats = np.ndarray[Any, Any]
@@ -145,7 +146,7 @@ class MaskedSamples(ABC):
 class MaskedBlocks(MaskedSamples):
     """Windows of the corpus with masked words; documents follow each other. Each has as many predictions."""
 
-    def __init__(self, tokens: np.ndarray[Any, Any], length: int, masking: Masking, seed: int) -> None:
+    def __init__(self, tokens: Tokens, length: int, masking: Masking, seed: int) -> None:
         self.tokens, self.masking, self.seed = tokens, masking, seed
         self.body = length - 2
         self.varies = masking.settings.whole_words

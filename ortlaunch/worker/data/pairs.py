@@ -28,8 +28,7 @@ class SentencePairs(MaskedSamples):
     """
 
     def __init__(self, documents: Documents, length: int, masking: Masking, pad: int, seed: int) -> None:
-        self.tokens: _Ints = documents.tokens.view(np.ndarray)  # a memmap's slices take five times as long
-        self.ends: _Ints = documents.ends.view(np.ndarray)
+        self.tokens, self.ends = documents
         self.length, self.masking, self.pad, self.seed = length, masking, pad, seed
         self.body = length - 3
         sizes = np.diff(self.ends, prepend=0)

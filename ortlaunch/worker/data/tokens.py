@@ -1,4 +1,4 @@
-"""A corpus as one long row of token ids, and where each document ends, in files mapped into memory, cached by content.
+"""A corpus as one long row of token ids in shards, and where each document ends, in mapped files, cached by content.
 
 One process of all that share the cache folder writes, under a lock file: tokenizing may outlast any collective's
 timeout. What it has written is noted every few seconds, and whoever is next after it was killed goes on from there.
@@ -7,6 +7,7 @@ timeout. What it has written is noted every few seconds, and whoever is next aft
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -24,6 +25,7 @@ from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.run.folder import read_json, write_json
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
+from ortlaunch.worker.data.shards import SHARD, ShardWriter, Tokens, joined, mapped, shard_paths, wrong
 
 Tell = Callable[[str], None]
 _DOCUMENTS_AT_ONCE, _LETTERS_AT_ONCE = 1000, 4_000_000
@@ -38,7 +40,7 @@ def silent(text: str) -> None:
 class Documents(NamedTuple):
     """A corpus in tokens."""
 
-    tokens: np.ndarray[Any, Any]
+    tokens: Tokens
     """(tokens,) uint32, document after document."""
     ends: np.ndarray[Any, Any]
     """(documents,) int64: where each ends in the tokens. One without tokens ends where it begins."""
@@ -86,7 +88,7 @@ def begin_of_text(tokenizer: Any) -> list[int]:
 
 def tokenized(
     source: str | Corpus, tokenizer: Any, end_of_text: bool, begin: Sequence[int] = (), tell: Tell = silent
-) -> np.ndarray[Any, Any]:
+) -> Tokens:
     """Token ids of a corpus, (tokens,) uint32 on disk."""
     return tokenized_documents(source, tokenizer, end_of_text, begin, tell).tokens
 
@@ -112,20 +114,16 @@ def vocabulary_of(tokenizer: Any) -> str:
 
 def stored(work: Work, tell: Tell = silent) -> Documents:
     """The tokens, from the cache; written by whoever comes first, the others wait."""
-    path = cache_folder("tokens") / f"{hashlib.sha256(work.key.encode()).hexdigest()[:16]}.u32"
-    ends = path.with_suffix(".ends")
-    with _alone(path, tell):
-        renew(path.with_suffix(".seal"), lambda: _write_tokens(path, ends, work, tell))
-    return Documents(_mapped(path, np.uint32), _mapped(ends, np.int64))
+    base = cache_folder("tokens") / hashlib.sha256(f"{SHARD} {work.key}".encode()).hexdigest()[:16]
+    with _alone(base, tell):
+        renew(base.with_suffix(".seal"), lambda: _write_tokens(base, work, tell))
+        base.with_suffix(".written").unlink(missing_ok=True)  # not before: sealing, too, may be cut off
+    return Documents(joined(base), mapped(base.with_suffix(".ends"), np.int64))
 
 
-def _mapped(path: Path, dtype: Any) -> np.ndarray[Any, Any]:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
-
-
-def _alone(path: Path, tell: Tell) -> Any:
-    """The lock of a file; who waits for it says so."""
-    lock, seconds = FileLock(f"{path}.lock"), 0
+def _alone(base: Path, tell: Tell) -> Any:
+    """The lock of a corpus; who waits for it says so."""
+    lock, seconds = FileLock(base.with_suffix(".lock")), 0
     while True:
         try:
             return lock.acquire(timeout=1)
@@ -134,53 +132,55 @@ def _alone(path: Path, tell: Tell) -> Any:
             tell(f"waiting for another process that tokenizes, {seconds} s")
 
 
-def _write_tokens(path: Path, ends: Path, work: Work, tell: Tell) -> list[Path]:
+def _write_tokens(base: Path, work: Work, tell: Tell) -> list[Path]:
     """Every document; the files."""
-    partial, note = [each.with_suffix(f"{each.suffix}.partial") for each in (path, ends)], path.with_suffix(".written")
-    before = _written(partial, note)
+    ends, note = base.with_suffix(".ends"), base.with_suffix(".written")
+    before = _written(base, ends, note)
     chunks = _chunks(itertools.islice(work.items(), before.documents, None))
-    mode = "r+b" if before.documents else "wb"
-    with partial[0].open(mode) as tokens, partial[1].open(mode) as after:
-        for opened, size in ((tokens, before.tokens * 4), (after, before.documents * 8)):
-            opened.truncate(size)
-            opened.seek(0, os.SEEK_END)
-        _write((tokens, after), note, before, _encoded(chunks, work.encode), tell)
-    for file, whole in zip(partial, (path, ends)):
-        file.replace(whole)
-    note.unlink(missing_ok=True)
-    return [path, ends]
+    if not before.documents:
+        ends.unlink(missing_ok=True)  # another process may have it mapped
+    with contextlib.closing(ShardWriter(base, before.tokens)) as tokens, ends.open("ab") as after:
+        after.truncate(before.documents * 8)
+        _write(tokens, after, note, before, _encoded(chunks, work.encode), tell)
+    return [*shard_paths(base), ends]
 
 
-def _written(partial: list[Path], note: Path) -> Written:
+def _written(base: Path, ends: Path, note: Path) -> Written:
     """What an earlier process has left of these files, if it can be gone on with."""
-    if not all(path.exists() for path in (*partial, note)):
+    if not all(path.exists() for path in (ends, note)):
         return Written()
     try:
         found = Written(**read_json(note))
     except (DamagedFile, TypeError):  # it is begun again
         return Written()
-    sizes = (found.tokens * 4, found.documents * 8)
-    return found if all(path.stat().st_size >= size for path, size in zip(partial, sizes)) else Written()
+    whole = ends.stat().st_size >= found.documents * 8 and not wrong(base, found.tokens)
+    return found if whole else Written()
 
 
 def _write(
-    files: tuple[IO[bytes], IO[bytes]], note: Path, done: Written, encoded: Iterable[Encoded], tell: Tell
+    tokens: ShardWriter, after: IO[bytes], note: Path, done: Written, encoded: Iterable[Encoded], tell: Tell
 ) -> None:
     began, before, saved, told = time.monotonic(), done.tokens, time.monotonic(), 0.0
     for ids, sizes, chunk in encoded:
-        files[0].write(ids.data)  # tofile says nothing of a full disk but how much it wrote
-        files[1].write((done.tokens + np.cumsum(sizes, dtype=np.int64)).data)
+        tokens.write(ids)
+        after.write((done.tokens + np.cumsum(sizes, dtype=np.int64)).data)
         done, now = Written(done.documents + len(chunk.items), done.tokens + len(ids)), time.monotonic()
         if now - saved >= _SAVE_SECONDS:
-            for file in files:
-                file.flush()
-                os.fsync(file.fileno())
-            write_json(note, done._asdict())
+            _save(tokens, after, note, done)
             saved = now
         if now - told >= _TELL_SECONDS:
             rate = (done.tokens - before) / max(now - began, 1e-9)
             tell(f"tokenizing {chunk.share:4.0%}: {done.documents:,} documents, {done.tokens:,} tokens, {rate:,.0f}/s")
             told = now
+    _save(tokens, after, note, done)
+
+
+def _save(tokens: ShardWriter, after: IO[bytes], note: Path, done: Written) -> None:
+    """Whoever is next goes on from here."""
+    tokens.sync()
+    after.flush()
+    os.fsync(after.fileno())
+    write_json(note, done._asdict())
 
 
 def _encoded(chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Sequence[int]]]) -> Iterator[Encoded]:

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 
 from ortlaunch.worker.data.samples import IGNORED
+from ortlaunch.worker.data.shards import Tokens
 from ortlaunch.worker.data.tokens import Documents
 
 
 class Blocks:
     """Packed windows for causal language models; documents follow each other, an end mark between them."""
 
-    def __init__(self, tokens: np.ndarray[Any, Any], length: int, with_mask: bool) -> None:
+    def __init__(self, tokens: Tokens, length: int, with_mask: bool) -> None:
         self.tokens, self.length = tokens, length
         # Without a mask transformers looks for packed sequences with an operator that ONNX has not.
         self.mask = {"attention_mask": torch.ones(length, dtype=torch.int64)} if with_mask else {}
@@ -62,6 +63,6 @@ class SeparateDocuments:
         }
 
 
-def window(tokens: np.ndarray[Any, Any], start: int, length: int) -> torch.Tensor:
+def window(tokens: Tokens, start: int, length: int) -> torch.Tensor:
     """(length,) int64."""
     return torch.from_numpy(tokens[start : start + length].astype(np.int64))

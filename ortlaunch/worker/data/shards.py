@@ -1,0 +1,118 @@
+"""A long row of token ids in shards: files of one size mapped into memory, each sealed as soon as it is full.
+
+A sum of the whole would take hours at trillions of tokens, and be lost with the process that makes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from ortlaunch.cache import changed, own_seal, seal
+
+SHARD = 1 << 28
+"""Tokens of a shard, 1 GiB."""
+
+_Ints = np.ndarray[Any, Any]
+_BYTES = 4
+
+
+class Tokens(Protocol):
+    """Token ids, uint32: an array, or shards of one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: slice, /) -> _Ints: ...
+
+
+class _Joined:
+    """Shards as one row; a slice of two of them is a copy."""
+
+    def __init__(self, shards: Sequence[_Ints]) -> None:
+        self.shards, self.size = shards, len(shards[0])
+
+    def __len__(self) -> int:
+        return (len(self.shards) - 1) * self.size + len(self.shards[-1])
+
+    def __getitem__(self, place: slice) -> _Ints:
+        start, stop, _ = place.indices(len(self))
+        stop = max(start, stop)
+        numbers = range(start // self.size, max(start, stop - 1) // self.size + 1)
+        parts = [self.shards[n][max(0, start - n * self.size) : stop - n * self.size] for n in numbers]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def joined(base: Path) -> Tokens:
+    """The tokens of all shards of a name."""
+    shards = [mapped(path, np.uint32) for path in shard_paths(base)]
+    return shards[0] if len(shards) == 1 else _Joined(shards)
+
+
+def mapped(path: Path, dtype: Any) -> _Ints:
+    """A file as an array; a plain one, for slices of a memmap take five times as long."""
+    return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.zeros(0, dtype)
+
+
+def shard_paths(base: Path) -> list[Path]:
+    """In their order; there is always one."""
+    return sorted(base.parent.glob(f"{base.name}.*.u32"))
+
+
+def wrong(base: Path, tokens: int) -> str:
+    """Why so many tokens are not there, of shards whose writing was cut off; nothing where they are."""
+    full, rest = divmod(tokens, SHARD)
+    reasons = (changed(own_seal(_path(base, number))) for number in range(full))
+    last = _path(base, full)
+    short = rest and (last.stat().st_size if last.exists() else 0) < rest * _BYTES
+    return next((why for why in reasons if why), f"{last}: is shorter than noted" if short else "")
+
+
+class ShardWriter:
+    """Appends tokens behind the first so many, which `wrong` finds nothing with; what lies beyond is removed.
+
+    A shard that is written anew is another file: a process may have mapped the one before.
+    """
+
+    def __init__(self, base: Path, tokens: int) -> None:
+        self.base = base
+        self.number, rest = divmod(tokens, SHARD)
+        self.room = SHARD - rest
+        for path in shard_paths(base)[self.number + bool(rest) :]:
+            path.unlink()
+            own_seal(path).unlink(missing_ok=True)
+        self.file: IO[bytes] = self._path.open("r+b" if rest else "wb")
+        self.file.truncate(rest * _BYTES)
+        self.file.seek(0, os.SEEK_END)
+        own_seal(self._path).unlink(missing_ok=True)
+
+    @property
+    def _path(self) -> Path:
+        return _path(self.base, self.number)
+
+    def write(self, ids: _Ints) -> None:
+        """Some tokens, (tokens,) uint32."""
+        while len(ids) >= self.room:
+            self.file.write(ids[: self.room].data)  # tofile says nothing of a full disk but how much it wrote
+            self.file.close()
+            seal(own_seal(self._path), [self._path])
+            ids, self.room, self.number = ids[self.room :], SHARD, self.number + 1
+            self.file = self._path.open("wb")
+        self.file.write(ids.data)
+        self.room -= len(ids)
+
+    def sync(self) -> None:
+        """All to the disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        """The last shard is as long as it is, and may be empty."""
+        self.file.close()
+
+
+def _path(base: Path, number: int) -> Path:
+    return base.with_name(f"{base.name}.{number:05}.u32")
