@@ -5,7 +5,7 @@ The text under a field is its manual, as in records.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -15,17 +15,19 @@ class OnnxCheck:
     opset: int
     """Version of ONNX's operators."""
     inputs: list[str]
-    """Names of the inputs, as transformers': batch and length are open."""
+    """Names of the inputs, as the model's forward has them."""
     outputs: list[str]
-    """Names of the outputs: the head's logits."""
+    """Names of the outputs: the head's logits; of a model of your own what it returns beside its loss."""
     largest_difference: float
-    """Of any logit from PyTorch's."""
+    """Of any output from PyTorch's."""
     limit: float
     """Above which the export is an error."""
     batches: list[list[int]]
-    """Samples and length of each batch that was compared; the first two are padded."""
+    """Samples and, where it is open, length of each batch that was compared; of texts the first two are padded."""
     external_data: bool
     """Whether the weights, above 2 GB, are in model.onnx_data beside it."""
+    open_axes: dict[str, list[int]] = field(default_factory=dict)
+    """Of inputs and outputs, those whose size may be any: 0 is the batch."""
 
 
 @dataclass

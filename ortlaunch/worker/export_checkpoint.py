@@ -49,11 +49,8 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
     """
     from ortlaunch.worker.device.artifacts import as_on_a_device
     from ortlaunch.worker.export import FORMATS
-    from ortlaunch.worker.onnx_export import refuse_own
 
     recipe = _with_adapters(_recipe(run), form, lora)
-    if form == "onnx":
-        refuse_own(recipe)
     if form == "ondevice":
         recipe = as_on_a_device(recipe, Plan.read(run.plan).batch.micro_samples)
     recipe, model, data = trained(run, step, recipe)
@@ -137,9 +134,10 @@ def _tell(run: RunDir, line: ExportLine) -> None:
     append_line(run.exports, as_json(line))
     if line.onnx is not None:
         shapes = ", ".join(" x ".join(map(str, shape)) for shape in line.onnx.batches)
+        print(f"model.onnx: {', '.join(line.onnx.inputs)} -> {', '.join(line.onnx.outputs)}")
         print(
-            f"onnxruntime's logits differ from PyTorch's by at most {line.onnx.largest_difference:.2g} (limit "
-            f"{line.onnx.limit:g}) on batches of {shapes}, padded ones among them"
+            f"onnxruntime's outputs differ from PyTorch's by at most {line.onnx.largest_difference:.2g} (limit "
+            f"{line.onnx.limit:g}) on batches of {shapes}"
         )
 
 

@@ -1,4 +1,4 @@
-"""A transformers model as ONNX: its logits, for batches and texts of any size, held against PyTorch before it counts.
+"""A model as ONNX: its outputs, for batches and texts of any size, held against PyTorch before it counts.
 
 Written by torch's TorchScript exporter, the one that ONNX Runtime 1.19 goes with; run back by onnxruntime on the CPU.
 """
@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency
+from ortlaunch.ortmodule.symbolics import counting, unflattening
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.export_records import OnnxCheck
 from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.model import LossModule, give_back_cache
+from ortlaunch.worker.onnx_own import Outputs, own_outputs
 
 OPSET = 17
 LIMIT = 1e-4  # of the largest difference of a logit
@@ -49,48 +51,49 @@ class Logits(nn.Module):
     def named(self, *tensors: torch.Tensor) -> Batch:
         """The same, each under transformers' name."""
         output = self.model(**dict(zip(self.inputs, tensors)), return_dict=True)
-        return {name: value for name, value in output.items() if name.endswith("logits")}
+        found = {name: value for name, value in output.items() if name.endswith("logits")}
+        if not found:
+            raise InputError(f"--format onnx: {type(self.model).__name__} returns no logits")
+        return found
 
 
 def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxCheck:
     """model.onnx, its weights beside it where they pass 2 GB, config and tokenizer, into an existing folder.
 
     Raises:
-        EngineError: ONNX Runtime's logits differ from PyTorch's.
-        InputError: the model is the user's own, or its logits cannot be told from its other outputs.
+        EngineError: the exporter cannot write it, or ONNX Runtime's outputs differ from PyTorch's.
+        InputError: the model returns nothing that could be an output.
         MissingDependency: onnx or onnxruntime is not installed.
     """
     _require()
-    refuse_own(recipe)
     model: Any = trained.model.float()
     if recipe.model.lora:
         model = model.merge_and_unload(safe_merge=True)
-    batches = real_batches(model, data)
-    logits = Logits(model, tuple(batches[0])).eval()
-    sizes = _sizes(logits, batches)
-    _write(logits, batches[0], sizes, folder)
-    worst = max(difference(logits, batch, folder / "model.onnx") for batch in batches)
+    whole: Logits | Outputs
+    if recipe.model.task == "custom":
+        whole, batches = own_outputs(recipe, model, data)
+    else:
+        batches = real_batches(model, data)
+        whole = Logits(model, tuple(batches[0])).eval()
+    sizes = _sizes(whole, batches)
+    _write(whole, batches[0], sizes, folder)
+    worst = max(difference(whole, batch, folder / "model.onnx") for batch in batches)
     if not worst <= LIMIT:  # nan, too
-        raise EngineError(f"ONNX Runtime's logits differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
+        raise EngineError(f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
     _save_surroundings(trained, model, folder, data.tokenizer)
-    shapes = [list(next(iter(batch.values())).shape[:2]) for batch in batches]
-    return OnnxCheck(OPSET, list(sizes.inputs), list(sizes.outputs), worst, LIMIT, shapes, (folder / _BESIDE).exists())
+    shapes = [_shape(batch, sizes) for batch in batches]
+    axes = {name: [*axes] for name, axes in {**sizes.inputs, **sizes.outputs}.items()}
+    beside = (folder / _BESIDE).exists()
+    return OnnxCheck(OPSET, list(sizes.inputs), list(sizes.outputs), worst, LIMIT, shapes, beside, axes)
+
+
+def _shape(batch: Batch, sizes: Sizes) -> list[int]:
+    """Samples and, where the first input's is open, length."""
+    name, value = next(iter(batch.items()))
+    return [value.size(axis) for axis in sizes.inputs[name]]
 
 
 _BESIDE = "model.onnx_data"
-
-
-def refuse_own(recipe: Recipe) -> None:
-    """A model of the user's own is trained by the loss that it returns: which output others want, it does not say.
-
-    Raises:
-        InputError: it is one.
-    """
-    if recipe.model.task == "custom":
-        raise InputError(
-            "--format onnx takes transformers' models, and model.factory's is your own: export huggingface, load its "
-            "model.safetensors, and give torch.onnx.export the outputs that you want"
-        )
 
 
 def _require() -> None:
@@ -131,35 +134,44 @@ def _inputs(model: Any, batch: Batch) -> list[str]:
 
 
 @torch.no_grad()
-def _sizes(logits: Logits, batches: list[Batch]) -> Sizes:
-    """Axis 1 is the text's length where it follows that of the inputs."""
-    long, short = (logits.named(*batch.values()) for batch in batches[:2])
-    if not long:
-        raise InputError(f"--format onnx: {type(logits.model).__name__} returns no logits")
-    follows = {name: long[name].dim() > 1 and long[name].size(1) != short[name].size(1) for name in long}
-    outputs = {name: {0: "batch", **({1: "length"} if follows[name] else {})} for name in long}
-    return Sizes({name: {0: "batch", 1: "length"} for name in logits.inputs}, outputs)
+def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
+    """Axis 0 is the batch; others are open where two batches differ in them, under one name where they do alike."""
+    words: dict[tuple[int, int], str] = {}
+
+    def axes(long: Batch, short: Batch) -> dict[str, dict[int, str]]:
+        found: dict[str, dict[int, str]] = {}
+        for name, value in long.items():
+            found[name] = {0: "batch"}
+            for axis, pair in [*enumerate(zip(value.shape, short[name].shape))][1:]:
+                if pair[0] != pair[1]:
+                    found[name][axis] = words.setdefault(pair, f"length_{len(words) + 1}" if words else "length")
+        return found
+
+    return Sizes(axes(*batches[:2]), axes(*(whole.named(*batch.values()) for batch in batches[:2])))
 
 
-def _write(logits: Logits, batch: Batch, sizes: Sizes, folder: Path) -> None:
+def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) -> None:
     """One file, or one with the weights in another beside it; checked by onnx."""
     import onnx
 
-    _require_evaluation(logits)
+    _require_evaluation(whole)
     parts = folder / "parts"
     parts.mkdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what tracing cannot see; the comparison shows whether it mattered
-        torch.onnx.export(
-            logits, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
-            output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
-            dynamo=False,
-        )  # fmt: skip
-    _require_evaluation(logits)  # the exporter gives every module the mode that the outermost had
+        try:
+            counting(unflattening(torch.onnx.export))(  # Whisper's mask, and nn.MultiheadAttention
+                whole, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
+                output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
+                dynamo=False,
+            )  # fmt: skip
+        except Exception as error:  # whatever the exporter raises is a reason
+            raise EngineError(f"--format onnx: the model does not export: {str(error).splitlines()[0]}") from error
+    _require_evaluation(whole)  # the exporter gives every module the mode that the outermost had
     written = [path.stat().st_size for path in parts.iterdir()]
     if sum(written) > _MOST_IN_ONE_FILE:  # the exporter made a file of each tensor
-        whole = onnx.load(str(parts / "model.onnx"))
-        onnx.save_model(whole, str(folder / "model.onnx"), save_as_external_data=True, location=_BESIDE)
+        graph = onnx.load(str(parts / "model.onnx"))
+        onnx.save_model(graph, str(folder / "model.onnx"), save_as_external_data=True, location=_BESIDE)
     else:
         (parts / "model.onnx").replace(folder / "model.onnx")
     shutil.rmtree(parts)
@@ -172,19 +184,33 @@ def _require_evaluation(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def difference(logits: Logits, batch: Batch, path: Path) -> float:
-    """The largest of any logit, on the CPU."""
+def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
+    """The largest of any output, on the CPU.
+
+    Raises:
+        EngineError: ONNX Runtime cannot compute it, or gives another shape.
+    """
     import onnxruntime
 
-    expected = logits(*batch.values())
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    found = session.run(None, {name: value.numpy() for name, value in batch.items()})
-    return max(float((torch.from_numpy(one) - other).abs().max()) for one, other in zip(found, expected))
+    try:
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        found = session.run([*whole.named(*batch.values())], {name: value.numpy() for name, value in batch.items()})
+    except Exception as error:  # onnxruntime has a class for each, all of them its own
+        raise EngineError(f"--format onnx: ONNX Runtime cannot run it: {str(error).splitlines()[0]}") from error
+    return max(_apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values())))
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape:
+        shapes = f"shape {tuple(one.shape)} by ONNX Runtime, and {tuple(other.shape)} by PyTorch"
+        raise EngineError(f"--format onnx: an output has {shapes}; sizes that forward asks in Python are fixed")
+    return float((one.double() - other.double()).abs().max())
 
 
 def _save_surroundings(trained: LossModule, model: Any, folder: Path, tokenizer: Any) -> None:
     """What says how to use it, as beside transformers' weights."""
     give_back_cache(model, trained.generates_with_cache)
-    model.config.save_pretrained(folder)
+    if hasattr(getattr(model, "config", None), "save_pretrained"):
+        model.config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

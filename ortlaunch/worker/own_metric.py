@@ -17,7 +17,7 @@ import torch
 from ortlaunch.errors import HookError
 from ortlaunch.worker.data.own import find
 from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.own_numbers import LOSS, by_name
+from ortlaunch.worker.own_numbers import LOSS, named
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -39,7 +39,7 @@ class OwnMetric:
     def add(self, counted: range, output: Any, batch: Mapping[str, torch.Tensor]) -> None:
         """What the model returned for these samples; an empty range only fills a rank's turn."""
         if self.name is not None and counted:
-            self.pieces.append(Piece(counted[0], _arrays(_named(output), len(counted)), _arrays(batch, len(counted))))
+            self.pieces.append(Piece(counted[0], _arrays(named(output), len(counted)), _arrays(batch, len(counted))))
 
     def read(self, group: DistributedContext, taken: Mapping[str, float]) -> dict[str, float]:
         """What the function says of all samples; the same on all ranks (collective).
@@ -82,13 +82,6 @@ class OwnMetric:
                 f"train.metric: {self.name} returned {name!r}, which the evaluation has: give it another name"
             )
         return found
-
-
-def _named(output: Any) -> Mapping[str, Any]:
-    """By name, as the model names it, or by the place in a bare tuple."""
-    if isinstance(output, (list, tuple)) and not hasattr(output, "_asdict"):
-        return {f"output_{number}": value for number, value in enumerate(output)}
-    return by_name(output)
 
 
 def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:

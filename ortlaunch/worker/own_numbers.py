@@ -30,6 +30,13 @@ def by_name(output: Any) -> Mapping[str, Any]:
     return {**getattr(output, "__dict__", {})}
 
 
+def named(output: Any) -> Mapping[str, Any]:
+    """The same; of a bare tuple by place."""
+    if isinstance(output, (list, tuple)) and not hasattr(output, "_asdict"):
+        return {f"output_{number}": value for number, value in enumerate(output)}
+    return by_name(output)
+
+
 def numbers_of(output: Any) -> dict[str, torch.Tensor]:
     """The numbers beside the loss: tensors without a dimension, and Python's numbers."""
     found = {name: value for name, value in by_name(output).items() if name != LOSS and _is_number(value)}

@@ -1,0 +1,159 @@
+"""model.onnx of a model of the user's own: what it returns beside its loss, of what that takes of a batch."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.errors import EngineError, InputError
+from ortlaunch.run.export_records import OnnxCheck
+from ortlaunch.worker.data import Data
+from ortlaunch.worker.model import build_model
+from ortlaunch.worker.onnx_export import onnx
+from tests import makers
+from tests.ort import needs_ort
+
+pytestmark = needs_ort
+
+
+class Own(nn.Module):
+    """Two numbers a sample, from a row of any length; `form` says what forward returns of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+
+    def scores(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.drop(self.first(x[..., None]).relu())).mean(1)
+        return found if scale is None else found * scale
+
+    def loss(self, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores, y)
+
+
+class Mapped(Own):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None, y: torch.Tensor | None = None) -> Any:
+        scores = self.scores(x, scale)
+        found = {"scores": scores, "best": scores.argmax(-1), "mean": scores.mean()}
+        return found if y is None else {"loss": self.loss(scores, y), **found}
+
+
+class Tuple(Own):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        scores = self.scores(x)
+        return scores if y is None else (self.loss(scores, y), scores)
+
+
+class Needy(Own):
+    def forward(self, y: torch.Tensor, x: torch.Tensor) -> Any:
+        scores = self.scores(x)
+        return {"loss": self.loss(scores, y), "scores": scores + y[:, None]}
+
+
+class Silent(Own):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.loss(self.scores(x), y)
+
+
+class Fixed(Own):
+    """Asks its batch's size in Python."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        rows = torch.zeros(len(x), 2)
+        return {"loss": self.scores(x).sum() * 0, "scores": torch.cat([self.scores(x), rows])[: len(rows)] + rows}
+
+
+class Attending(Own):
+    """With what torch's exporter has no form for, or one that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        steps = x.diff(dim=1)[..., None].expand(-1, -1, 4)
+        scores = self.attention(steps, steps, steps)[0].mean(1)
+        return {"scores": scores} if y is None else {"loss": self.loss(scores, y), "scores": scores}
+
+
+def data() -> list[dict[str, torch.Tensor]]:
+    """Rows of one length."""
+    return [{"x": torch.rand(5), "scale": torch.tensor([2.0, 0.5]), "y": torch.tensor(n % 2)} for n in range(6)]
+
+
+def ragged() -> list[dict[str, torch.Tensor]]:
+    """Rows of other lengths, which `longest` pads."""
+    return [{"x": torch.rand(3 + n), "y": torch.tensor(n % 2)} for n in range(6)]
+
+
+def longest(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    rows = nn.utils.rnn.pad_sequence([each["x"] for each in samples], batch_first=True)
+    return {"x": rows, "y": torch.stack([each["y"] for each in samples])}
+
+
+def exported(
+    model: type[nn.Module], folder: Path, patch: pytest.MonkeyPatch, **own: str
+) -> tuple[OnnxCheck, nn.Module]:
+    """As `ortlaunch export` makes it."""
+    module: Any = types.ModuleType("own_onnx")
+    module.model, module.data, module.ragged, module.longest = model, data, ragged, longest
+    patch.setitem(sys.modules, "own_onnx", module)
+    train = {"format": "custom", "factory": own.get("data", "own_onnx:data")}
+    collate = {"collate": own["collate"]} if "collate" in own else {}
+    recipe = makers.recipe(model={"task": "custom", "factory": "own_onnx:model"}, data={"train": train, **collate})
+    read = Data(recipe)
+    built = build_model(recipe, read)
+    return onnx(recipe, folder, built, read), built.model
+
+
+def test_what_the_loss_alone_takes_is_no_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name in a mapping; numbers of the whole batch are none of them. A batch of another size is PyTorch's, too."""
+    import onnxruntime
+
+    found, model = exported(Mapped, tmp_path, monkeypatch)
+    assert (found.inputs, found.outputs, found.batches) == (["x", "scale"], ["scores", "best"], [[3], [2], [1]])
+    assert found.open_axes == {"x": [0], "scale": [0], "scores": [0], "best": [0]}
+    x, scale = torch.rand(9, 5), torch.rand(9, 2)
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
+    scores, best = session.run(None, {"x": x.numpy(), "scale": scale.numpy()})
+    with torch.no_grad():
+        expected = model.eval()(x, scale)
+    torch.testing.assert_close(torch.from_numpy(scores), expected["scores"])
+    assert best.tolist() == expected["best"].tolist()
+
+
+def test_lengths_that_differ_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the run's own collate pads them; a bare tensor has a name, too."""
+    found, _ = exported(Tuple, tmp_path, monkeypatch, data="own_onnx:ragged", collate="own_onnx:longest")
+    assert (found.outputs, found.open_axes) == (["output"], {"x": [0, 1], "output": [0]})
+    assert found.batches == [[3, 5], [2, 7], [1, 8]]
+
+
+def test_forms_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training by ONNX Runtime: Whisper's mask takes `diff`."""
+    found, _ = exported(Attending, tmp_path, monkeypatch)
+    assert (found.inputs, found.outputs) == (["x"], ["scores"])
+
+
+def test_labels_that_forward_needs_are_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not run without them."""
+    found, _ = exported(Needy, tmp_path, monkeypatch)
+    assert (found.inputs, found.outputs) == (["y", "x"], ["scores"])
+
+
+def test_a_loss_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what would be right."""
+    with pytest.raises(InputError, match=r'Silent\.forward returns nothing beside its loss .* let it return {"loss": '):
+        exported(Silent, tmp_path, monkeypatch)
+
+
+def test_a_size_asked_in_python_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph has the first batch's."""
+    with pytest.raises(EngineError, match="--format onnx: "):
+        exported(Fixed, tmp_path, monkeypatch)
