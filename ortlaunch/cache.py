@@ -39,9 +39,13 @@ def cache_folder(*names: str) -> Path:
     """A folder of the cache, made where it is absent.
 
     Raises:
-        FileError: somebody else could put something into it.
+        FileError: somebody else could put something into it, or what it should lie in cannot be made.
     """
-    cache_root().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        cache_root().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.strerror}: {error.filename}; ORTLAUNCH_CACHE names another place"
+        raise FileError(f"{cache_root()}: cannot be made: {why}", 2) from error
     for folder in _down_to(names):
         folder.mkdir(mode=0o755, exist_ok=True)
         require_own(folder)

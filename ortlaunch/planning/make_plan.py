@@ -123,13 +123,14 @@ def _batch(recipe: Recipe, ranks: int) -> BatchPlan:
         total = micro * steps * ranks
     elif micro is None:
         steps = steps or 1
-        micro = _divided(total, steps * ranks, f"accumulation_steps ({steps}) x {ranks} ranks")
+        micro = _divided(total, steps * ranks, f"accumulation_steps ({steps}) x {counted(ranks, 'rank')}")
     elif steps is None:
-        steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {ranks} ranks")
+        steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {counted(ranks, 'rank')}")
     if total != micro * steps * ranks:
         raise PlanError(
-            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps ({steps}) x {ranks} ranks "
-            f"= {micro * steps * ranks}; leave one of the three out, or run on {total / (micro * steps):g} ranks"
+            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps ({steps}) x "
+            f"{counted(ranks, 'rank')} = {micro * steps * ranks}; leave one of the three out, "
+            f"or run on {total / (micro * steps):g} ranks"
         )
     length = None if recipe.data.lengths else recipe.data.sequence_length  # with those, nobody knows before
     return BatchPlan(total, micro, steps, ranks, total * length if length else None)

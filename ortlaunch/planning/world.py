@@ -16,6 +16,7 @@ from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_step
 from ortlaunch.rank import Rank, detect
 from ortlaunch.recipe import Recipe
+from ortlaunch.units import counted
 
 # PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whatever interface they are told to use.
 _MPIRUN_LISTENS = (
@@ -164,8 +165,8 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
     per_node = inside.local_world_size
     if inside.world_size % per_node:
         raise PlanError(
-            f"the launcher started {inside.world_size} ranks, {per_node} of them on this host: the hosts have "
-            "different numbers of ranks, so give --hostfile to say which has how many"
+            f"the launcher started {counted(inside.world_size, 'rank')}, {per_node} of them on this host: the hosts "
+            "have different numbers of ranks, so give --hostfile to say which has how many"
         )
     count = inside.world_size // per_node
     names = ("localhost",) if count == 1 else tuple(f"node{i}" for i in range(count))
@@ -195,10 +196,8 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
     if chosen == "auto":
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
     if chosen == "local" and (ranks > 1 or not here):
-        raise PlanError(
-            f"launcher local is one process on this host, and {ranks} ranks on {len(hosts)} hosts are asked for; "
-            "use torchrun or mpi"
-        )
+        asked = f"{counted(ranks, 'rank')} on {hosts[0].name if len(hosts) == 1 else f'{len(hosts)} hosts'}"
+        raise PlanError(f"launcher local is one process on this host, not {asked}; use torchrun or mpi")
     return chosen
 
 

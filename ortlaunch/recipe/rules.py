@@ -19,6 +19,7 @@ from ortlaunch.recipe.place import Problem
 from ortlaunch.recipe.schedule import schedule_rules
 from ortlaunch.recipe.section import DOES_NOTHING, chosen
 from ortlaunch.recipe.submit_rules import submit_rules
+from ortlaunch.units import counted
 
 _OPTIMIZER_FIELDS = {
     "fused_adam": ("betas", "epsilon"),
@@ -136,11 +137,12 @@ def _batch_on(total: int, per_rank: int, shown: str, ranks: int, exact: bool) ->
         "launch.nodes",
         "launch.processes_per_node",
     )
+    of_ranks = counted(ranks, "rank")
     if exact and total != per_rank * ranks:
-        yield paths, f"got {total}, but {shown} x {ranks} ranks = {per_rank * ranks}; leave one of the three out"
+        yield paths, f"got {total}, but {shown} x {of_ranks} = {per_rank * ranks}; leave one of the three out"
     elif total % (per_rank * ranks):
-        near, unit = _near_multiples(total, per_rank * ranks), f"{shown} x {ranks} ranks = {per_rank * ranks}"
-        yield paths, f"got {total}, which is not a multiple of {unit if shown else f'{ranks} ranks'}; {near}"
+        near, unit = _near_multiples(total, per_rank * ranks), f"{shown} x {of_ranks} = {per_rank * ranks}"
+        yield paths, f"got {total}, which is not a multiple of {unit if shown else of_ranks}; {near}"
 
 
 def _near_multiples(total: int, unit: int) -> str:

@@ -17,6 +17,7 @@ from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
 from ortlaunch.plan import Plan
 from ortlaunch.run.folder import RunDir
+from ortlaunch.units import counted
 
 
 class Place(NamedTuple):
@@ -53,7 +54,8 @@ class QueuedRun:
     def headline(self) -> str:
         """What a script or a manifest begins with, for a person who finds it."""
         return (
-            f"# {self.plan.world_size} ranks of run {self.plan.name}; `ortlaunch status {self.run}` says how it goes."
+            f"# {counted(self.plan.world_size, 'rank')} of run {self.plan.name}; "
+            f"`ortlaunch status {self.run}` says how it goes."
         )
 
 

@@ -24,6 +24,7 @@ from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.units import counted
 from ortlaunch.worker import interface
 from ortlaunch.worker.flight_recorder import record_collectives
 from ortlaunch.worker.meeting_port import cannot_meet
@@ -130,7 +131,7 @@ def agree(plan: Plan, rank: Rank) -> None:
     """The rank that the launcher made must be the planned one."""
     if rank.world_size != plan.world_size:
         raise LaunchError(
-            f"the plan has {plan.world_size} ranks, the launcher started {rank.world_size}; "
+            f"the plan has {counted(plan.world_size, 'rank')}, the launcher started {rank.world_size}; "
             "nothing was trained, for a smaller world is another training"
         )
     planned = plan.ranks[rank.rank]
@@ -226,8 +227,9 @@ def _through_mpi(rank: Rank) -> Any:
     world = MPI.COMM_WORLD
     if world.size != rank.world_size:
         raise LaunchError(
-            f"mpirun says {rank.world_size} ranks, mpi4py's MPI says {world.size}: they belong to different MPI "
-            f"installations ({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your mpirun"
+            f"mpirun says {counted(rank.world_size, 'rank')}, mpi4py's MPI says {world.size}: they belong to different "
+            f"MPI installations ({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your "
+            "mpirun"
         )
     hosts = world.allgather(socket.gethostname())
     listener = _listener(interface.own_address(hosts, os.environ)) if world.rank == 0 else None

@@ -16,7 +16,7 @@
 #SBATCH --signal=USR1@120
 #SBATCH --switches=1
 
-# 8192 ranks of run made; `ortlaunch status /runs/x` says how it goes.
+# 8,192 ranks of run made; `ortlaunch status /runs/x` says how it goes.
 cd /here || exit
 export ORTLAUNCH_MODULES=/here
 export ORTLAUNCH_JOB=slurm:$SLURM_JOB_ID

@@ -134,3 +134,11 @@ def test_sealed_files_are_the_users_alone(cache: Path) -> None:
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (file, record)] == [0o644] * 2
+
+
+def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a user whose HOME is none."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", "/dev/null/home/cache")
+    mend = "/dev/null/home/cache: cannot be made: Not a directory: /dev/null/home; ORTLAUNCH_CACHE names another place"
+    with pytest.raises(FileError, match=f"^{mend}$"):
+        cache_folder("tokens")

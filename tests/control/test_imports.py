@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "process": ({"rank"}, set()),
     "units": (set(), set()),
     "launchers": (set(), set()),
-    "recipe": ({"errors", "recipe"}, {"pydantic", "pydantic_core", "yaml"}),
+    "recipe": ({"errors", "recipe", "units"}, {"pydantic", "pydantic_core", "yaml"}),
     "user_modules": ({"errors", "recipe"}, set()),
     "plan": ({"errors", "rank"}, set()),
     "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning", "units", "launchers"}, set()),
@@ -87,7 +87,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {"errors", "launchers", "plan", "rank", "process", "run.folder", "run.lost", "machine", "launch", "start"},
         set(),
     ),
-    "schedulers": ({"errors", "plan", "rank", "run.folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
+    "schedulers": (
+        {"errors", "plan", "rank", "run.folder", "launch", "schedulers", "units"},
+        {"yaml"},
+    ),  # which manifests are
     "bench": (BENCH, {"matplotlib"}),
     "cli": ({"__init__", *SHARED, *CONTROL}, {"typer"}),
     "ortmodule": ({"errors", "cache", "machine", "ortmodule"}, ANY),

@@ -196,9 +196,9 @@ def test_no_note_where_the_device_is_clear(launch: dict[str, Any], environ: dict
          "this is already rank 1 of 2 under torchrun; leave --launcher at auto to be that rank, or start "
          "`ortlaunch train` once, outside torchrun"),
         (None, {}, LaunchOptions("local", 2), {},
-         "launcher local is one process on this host, and 2 ranks on 1 hosts are asked for; use torchrun or mpi"),
+         "launcher local is one process on this host, not 2 ranks on localhost; use torchrun or mpi"),
         ("a slots=1\n", {}, LaunchOptions("local"), {},
-         "launcher local is one process on this host, and 1 ranks on 1 hosts are asked for; use torchrun or mpi"),
+         "launcher local is one process on this host, not 1 rank on a; use torchrun or mpi"),
         ("localhost slots=5\n", {}, LaunchOptions(), {},
          "localhost has 4 cores and no GPU, and the host file gives it 5 slots; lower them, or use --nproc-per-node "
          "without a host file to put more ranks than cores on this machine"),

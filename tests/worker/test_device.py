@@ -114,11 +114,12 @@ def test_steps_are_pytorchs(bert: Made) -> None:
         torch.testing.assert_close(torch.tensor(found[name]), value.detach(), atol=2e-5, rtol=0)
 
 
-def test_it_learns_goes_on_and_leaves(bert: Made, tmp_path: Path) -> None:
+def test_it_learns_goes_on_and_leaves(bert: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Six steps at once, or two and four; a lower loss, one number by the artifacts and by the exported model."""
     at_once = bert.train(tmp_path / "six")
     bert.train(tmp_path / "two", steps=2)
-    chained = bert.train(tmp_path / "all", checkpoint=tmp_path / "two")
+    chained = bert.train(tmp_path / "all", checkpoint=tmp_path / "two", steps=9)
+    assert "--steps 9: 4 steps of 6 left; for more: train.max_steps=11\n" in capsys.readouterr().out
     assert (number(chained, STEPS), number(chained, SAMPLES)) == (6, 12)
     expected = weights(at_once)
     for name, value in weights(chained).items():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import InputError
+from ortlaunch.units import counted
 from ortlaunch.worker.deepspeed.pickled import read_pickled
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
@@ -138,7 +139,9 @@ def _require_known(path: Path, state: Mapping[str, Any], files: int) -> None:
     counts = state["partition_count"]
     ranks = max(counts) if isinstance(counts, (list, tuple)) else counts
     if ranks != files:
-        raise InputError(f"{path} is of {ranks} ranks, and {path.parent} has the files of {files}; copy them all")
+        raise InputError(
+            f"{path} is of {counted(ranks, 'rank')}, and {path.parent} has the files of {files}; copy them all"
+        )
 
 
 def _pieces_of_rank(path: Path, state: Mapping[str, Any], ends: Mapping[str, int]) -> Iterator[Piece]:

@@ -12,6 +12,7 @@ from ortlaunch.errors import InputError, NonFiniteError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.units import counted
 from ortlaunch.worker.data import Batches, Data, stack_of
 from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
 from ortlaunch.worker.schedule import factor
@@ -38,6 +39,9 @@ def train(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path, to:
     span = _span(recipe, len(data.train), micro, checkpoint, steps)
     import_module("onnxruntime").set_seed(recipe.seed + span.first)  # of dropout
     device = Device(place, checkpoint, trains=True)
+    if steps is not None and span.first + steps > span.last:
+        left = counted(span.last - span.first, "step")
+        print(f"--steps {steps}: {left} of {span.total} left; for more: train.max_steps={span.first + steps}")
     print(f"steps {span.first + 1} to {span.last} of {span.total}, each one pass over {micro} samples", flush=True)
     plan = BatchPlan(micro, micro, 1, 1, None)
     losses = _take(device, recipe, Batches(data.train, plan, recipe.seed, stack=stack_of(recipe)), span)
