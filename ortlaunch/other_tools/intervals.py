@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ortlaunch.other_tools.draft import Draft, number, word
-from ortlaunch.recipe.best import METRICS
+from ortlaunch.recipe.best import METRICS, metrics_of
 from ortlaunch.recipe.tree import Tree
 
 _EVERY = "train.evaluate_every_steps"
@@ -14,7 +14,7 @@ _AVERAGED = "the mean over the classes"
 # A name of Trainer's or its scripts', without `eval_` -> ours, of which a task has one at most.
 _NAMES = {
     "accuracy": ("classification_accuracy", "masked_word_accuracy"),
-    "f1": ("f1_macro",),
+    "f1": ("entity_f1", "f1_macro"),  # run_ner.py's is seqeval's
     "macro_f1": ("f1_macro",),
     "pearsonr": ("pearson",),
 }
@@ -94,7 +94,8 @@ def _best(draft: Draft, why: str) -> None:
         draft.left.pop("greater_is_better", None),
     )
     theirs = word(metric).removeprefix("eval_") if metric is not None else "loss"
-    known = METRICS.get(draft.expected("model.task"), tuple(name for names in METRICS.values() for name in names))
+    task, any_task = draft.expected("model.task"), tuple(name for names in METRICS.values() for name in names)
+    known = metrics_of(task) if task in METRICS else any_task
     ours = next((name for name in (theirs, *_NAMES.get(theirs, ())) if name in known), None)
     if not why and ours is None and metric is not None:
         why = f"no metric is called {word(metric)}; there are {', '.join(dict.fromkeys(known))}"

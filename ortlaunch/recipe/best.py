@@ -9,7 +9,7 @@ from ortlaunch.recipe.section import Positive, Section, Text
 if TYPE_CHECKING:
     from ortlaunch.recipe.models import Recipe
 
-# What an evaluation measures, by task.
+# What every evaluation of a task measures.
 METRICS = {
     "causal-lm": ("loss", "perplexity"),
     "masked-lm": ("loss", "perplexity", "masked_word_accuracy"),
@@ -19,6 +19,8 @@ METRICS = {
     "token-classification": ("loss", "classification_accuracy", "f1_macro"),
     "custom": ("loss",),
 }
+# Of token-classification, where classes are B-X, I-X and O.
+ENTITIES = ("entity_f1", "entity_precision", "entity_recall")
 Mode = Optional[Literal["min", "max"]]
 _VOCABULARY = ("causal-lm", "masked-lm", "pretraining")
 _LESS_IS_BETTER = ("loss", "perplexity", "mse")
@@ -29,8 +31,9 @@ class KeepBest(Section):
 
     metric: Text = "loss"
     """Of an evaluation: `loss`; `perplexity` of language models; `masked_word_accuracy`; `next_sentence_accuracy` of
-    pretraining; `classification_accuracy` or `f1_macro` of classes; `mse` or `pearson` of sequence-regression; a number
-    of `train.metric`, or one that a custom model returns beside its loss."""
+    pretraining; `classification_accuracy` or `f1_macro` of classes; `entity_f1`, `entity_precision` or `entity_recall`
+    of token-classification with tags; `mse` or `pearson` of sequence-regression; a number of `train.metric`, or one
+    that a custom model returns beside its loss."""
     mode: Mode = None
     """`min`: less is better, `max`: more is. null: min for loss, perplexity and mse, max for the others; give it for
     numbers of your own."""
@@ -47,6 +50,11 @@ class StopAfter(Section):
     """As in `checkpoint.keep_best`."""
     evaluations: Positive
     """So many evaluations one after another that are not better than the best before them."""
+
+
+def metrics_of(task: str) -> tuple[str, ...]:
+    """What an evaluation may measure."""
+    return METRICS[task] + (ENTITIES if task == "token-classification" else ())
 
 
 def direction(asked: Union[KeepBest, StopAfter]) -> str:
@@ -69,7 +77,7 @@ def best_rules(recipe: "Recipe") -> Iterator[Problem]:
     ):
         if asked is None:
             continue
-        known = METRICS[recipe.model.task]
+        known = metrics_of(recipe.model.task)
         own = recipe.train.metric is not None or recipe.model.task == "custom"
         if asked.metric not in known and not own:
             message = f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"

@@ -272,6 +272,12 @@ class EvaluationLine:
     """Share of the samples; of token-classification, of the words."""
     evaluation_f1_macro: float | None = None
     """Mean of the classes' F1, over those that were given or meant."""
+    evaluation_entity_precision: float | None = None
+    """Of token-classification by tags (B-X, I-X, O): share of the given entities, right with all words and type."""
+    evaluation_entity_recall: float | None = None
+    """Share of the meant ones."""
+    evaluation_entity_f1: float | None = None
+    """Harmonic mean of both, as conlleval and seqeval have it."""
     evaluation_mse: float | None = None
     """Mean squared error of sequence-regression."""
     evaluation_pearson: float | None = None
@@ -322,6 +328,12 @@ class Evaluation:
     """Share of the samples; of token-classification, of the words."""
     f1_macro: float | None = None
     """Mean of the classes' F1, over those that were given or meant."""
+    entity_precision: float | None = None
+    """Of token-classification by tags (B-X, I-X, O): share of the given entities, right with all words and type."""
+    entity_recall: float | None = None
+    """Share of the meant ones."""
+    entity_f1: float | None = None
+    """Harmonic mean of both, as conlleval and seqeval have it."""
     mse: float | None = None
     """Mean squared error of sequence-regression."""
     pearson: float | None = None

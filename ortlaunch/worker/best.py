@@ -44,7 +44,7 @@ def without(recipe: Recipe, evaluated: dict[str, float]) -> list[str]:
 
 
 def require_metrics(session: Session) -> None:
-    """Before step 1, evaluate as few samples as ranks take at once, where a number of the user's own is wished for.
+    """Before step 1, evaluate as few samples as ranks take at once, for a metric that not all evaluations have.
 
     Raises:
         InputError: evaluations have no such number (collective).

@@ -62,7 +62,10 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
     assert data.evaluation is not None, "the control side has looked for data.evaluation"
     if config is not None:
         refuse_too_small(recipe, data, config)
-    whole = LossModule(OnnxModel(model, recipe.model.task)) if model.suffix == ".onnx" else build_model(recipe, data)
+    if model.suffix == ".onnx":
+        whole = LossModule(OnnxModel(model, recipe.model.task, config))
+    else:
+        whole = build_model(recipe, data)
     return measured(recipe, whole, data.evaluation, group)
 
 

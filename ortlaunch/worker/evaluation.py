@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ortlaunch.recipe.families import SCORED_TASKS
+from ortlaunch.recipe.families import LABELLED_TASKS, SCORED_TASKS
 from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.chunked_head import LABELS, ChunkedHead
 from ortlaunch.worker.data import IGNORED, Samples
@@ -22,6 +22,7 @@ from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.own_metric import OwnMetric
 from ortlaunch.worker.own_numbers import Numbers, loss_in
+from ortlaunch.worker.scores import Scores
 from ortlaunch.worker.session import Session
 
 Batch = dict[str, torch.Tensor]
@@ -53,7 +54,8 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
     None where the ranks agreed to stop meanwhile.
     """
     engine, group, own_metric = session.engine, session.group, OwnMetric(session.recipe.train.metric)
-    total, seen, counts, numbers = 0.0, 0.0, Counts(), Numbers()
+    total, seen, counts, numbers, task = 0.0, 0.0, Counts(), Numbers(), session.recipe.model.task
+    scores = Scores(_class_names(engine.plain.model))
     with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
         for batch, counted in turns(session, samples):
             if agreed is not None and agreed.now().stops:
@@ -66,16 +68,17 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
             total, seen = total + float(loss) * weight, seen + weight
             labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}  # without an added one
             output = output_of(given, taken)
-            if session.recipe.model.task in SCORED_TASKS:
-                found = counts_of(output, labels, engine.plain, session.recipe.model.task)
-                _add(counts, found, counts_them=bool(counted))
+            if task in LABELLED_TASKS:
+                scores.add(_logits(output), labels.get("labels"), counts=bool(counted))
+            elif task in SCORED_TASKS:
+                _add(counts, counts_of(output, labels, engine.plain), counts_them=bool(counted))
             own_metric.add(counted, output, batch)
     losses, weights = zip(*group.gather_numbers([total, seen]))  # not reduced, so that all ranks have the same bits
     if not sum(weights):
         raise DataError(f"data.evaluation: nothing counts in its {len(samples)} samples: train.loss_weight is 0 in all")
     loss = sum(losses) / sum(weights)
     numbers.keep()
-    found = {"loss": loss, **_metrics(session, loss, _of_all_ranks(group, counts))}
+    found = {"loss": loss, **_metrics(session, loss, _of_all_ranks(group, counts)), **scores.read(group)}
     found |= numbers.read(group) if engine.plain.has_numbers else {}
     return found | own_metric.read(group, found)
 
@@ -106,6 +109,12 @@ def _filled(name: str, value: torch.Tensor, rows: int) -> torch.Tensor:
 def _are_numbers(labels: torch.Tensor | None) -> bool:
     """Whose error no label leaves out."""
     return labels is None or labels.is_floating_point()
+
+
+def _class_names(model: Any) -> list[str]:
+    """Of a model of transformers, in the order of their numbers."""
+    names = getattr(getattr(model, "config", None), "id2label", None) or {}
+    return [names[number] for number in sorted(names)]
 
 
 @contextlib.contextmanager
@@ -142,29 +151,27 @@ def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
         yield lambda given, taken: model(**{name: each for name, each in taken.items() if own or name not in LABELS})
 
 
-def counts_of(output: Any, labels: Batch, plain: Any = None, task: str = "") -> Counts:
-    """Of one batch: words and sentence pairs with how many are right, what has a class by class, or sums.
+def counts_of(output: Any, labels: Batch, plain: Any = None) -> Counts:
+    """Of one batch: words and sentence pairs with how many are right.
 
     Args:
         output: of the model; where `plain`, its LossModule, makes head and loss in chunks, with what goes into the head
             in place of logits.
         labels: those of the batch.
     """
-    found, words = Counts(), labels.get("labels")
-    logits = output and output.get("prediction_logits", output.get("logits"))
+    found, words, logits = Counts(), labels.get("labels"), _logits(output)
     if words is None or logits is None:
         return found
-    if words.is_floating_point():
-        return _sums(logits, words) if logits.numel() == words.numel() else found
-    if task == "token-classification":
-        found |= _classes(logits[words != IGNORED], words[words != IGNORED])
-    elif words.dim() == 2 and logits.dim() == 3:
+    if words.dim() == 2 and logits.dim() == 3:
         found |= _words(logits, words, plain)
-    elif words.dim() == 1 and logits.dim() == 2 and logits.size(1) > 1:
-        found |= _classes(logits, words)
     if "next_sentence_label" in labels and "seq_relationship_logits" in output:
         right = output["seq_relationship_logits"].argmax(-1) == labels["next_sentence_label"]
         found["pairs"] = torch.stack([right.sum(), torch.tensor(right.numel(), device=right.device)])
+    return found
+
+
+def _logits(output: Any) -> torch.Tensor | None:
+    found: torch.Tensor | None = output and output.get("prediction_logits", output.get("logits"))
     return found
 
 
@@ -179,35 +186,6 @@ def _words(states: torch.Tensor, labels: torch.Tensor, plain: Any) -> Counts:
         lost = functional.cross_entropy(found, wanted, reduction="sum")
         total += torch.stack([(found.argmax(-1) == wanted).sum(), torch.tensor(len(wanted)).to(lost), lost])
     return {"words": total}
-
-
-def _classes(logits: torch.Tensor, labels: torch.Tensor) -> Counts:
-    """How often each class was given rightly, given, and meant."""
-    classes, given, meant = logits.size(1), logits.argmax(-1), labels
-    right = given[given == meant]
-    return {
-        name: torch.bincount(each, minlength=classes)
-        for name, each in (("right", right), ("given", given), ("meant", meant))
-    }
-
-
-def _sums(given: torch.Tensor, meant: torch.Tensor) -> Counts:
-    """What the mean squared error and Pearson's correlation are made of."""
-    x, y = given.reshape(-1).double(), meant.reshape(-1).double()
-    ones = torch.ones_like(x)
-    return {"sums": torch.stack([each.sum() for each in (ones, x, y, x * x, y * y, x * y)])}
-
-
-def pearson(count: float, x: float, y: float, xx: float, yy: float, xy: float) -> float:
-    """Correlation from sums; nan where one of both does not vary."""
-    spread = (count * xx - x * x) * (count * yy - y * y)
-    return (count * xy - x * y) / math.sqrt(spread) if spread > 0 else math.nan
-
-
-def f1_macro(right: list[float], given: list[float], meant: list[float]) -> float:
-    """Mean over the classes that were given or meant of 2 x right / (given + meant), as scikit-learn's."""
-    each = [2 * r / (g + m) for r, g, m in zip(right, given, meant) if g + m]
-    return sum(each) / len(each)
 
 
 def _add(total: Counts, found: Counts, counts_them: bool) -> None:
@@ -232,12 +210,6 @@ def _metrics(session: Session, loss: float, counts: dict[str, list[float]]) -> d
         found |= {"perplexity": _exp(lost / words), "masked_word_accuracy": right / words} if words else {}
     if "pairs" in counts:
         found["next_sentence_accuracy"] = counts["pairs"][0] / counts["pairs"][1]
-    if "meant" in counts:
-        found["classification_accuracy"] = sum(counts["right"]) / sum(counts["meant"])
-        found["f1_macro"] = f1_macro(counts["right"], counts["given"], counts["meant"])
-    if "sums" in counts:
-        count, _, _, xx, yy, xy = counts["sums"]
-        found |= {"mse": max(0.0, xx + yy - 2 * xy) / count, "pearson": pearson(*counts["sums"])}
     return found
 
 

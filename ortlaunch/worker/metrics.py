@@ -20,7 +20,8 @@ from ortlaunch.worker.trackers import Beside
 EVALUATED = {
     "perplexity": "perplexity {:,.4g}", "masked_word_accuracy": "masked words {:.2%}",
     "next_sentence_accuracy": "sentence pairs {:.2%}", "classification_accuracy": "accuracy {:.2%}",
-    "f1_macro": "F1 {:.4f}", "mse": "MSE {:.4g}", "pearson": "Pearson {:.4f}",
+    "f1_macro": "F1 {:.4f}", "entity_precision": "precision {:.4f}", "entity_recall": "recall {:.4f}",
+    "entity_f1": "entity F1 {:.4f}", "mse": "MSE {:.4g}", "pearson": "Pearson {:.4f}",
 }  # fmt: skip
 
 

@@ -24,7 +24,10 @@ _PIPELINES = {
     "sequence-classification": "text-classification", "sequence-regression": "text-classification",
     "token-classification": "token-classification",
 }  # fmt: skip
-_METRICS = {"classification_accuracy": "accuracy", "f1_macro": "f1"}
+_METRICS = {
+    "classification_accuracy": "accuracy", "f1_macro": "f1",
+    "entity_f1": "f1", "entity_precision": "precision", "entity_recall": "recall",
+}  # fmt: skip
 
 
 def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:

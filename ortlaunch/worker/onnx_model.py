@@ -20,14 +20,14 @@ _ABSENT = {"attention_mask": 1, "token_type_ids": 0}  # what a model takes where
 class OnnxModel(nn.Module):
     """`forward(**batch)` -> logits by transformers' names and, where the batch has labels, the loss."""
 
-    def __init__(self, path: Path, task: str) -> None:
-        """path: of a model.onnx.
+    def __init__(self, path: Path, task: str, config: Any = None) -> None:
+        """path: of a model.onnx; config: the one of transformers' that lies beside it.
 
         Raises:
             InputError: it is none that onnxruntime takes, or has no logits.
         """
         super().__init__()
-        self.session, self.task = _session(path), task
+        self.session, self.task, self.config = _session(path), task, config
         self.inputs = [each.name for each in self.session.get_inputs()]
         self.outputs = [each.name for each in self.session.get_outputs()]
         if not {"logits", "prediction_logits"} & {*self.outputs}:

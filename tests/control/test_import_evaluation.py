@@ -72,7 +72,7 @@ def test_intervals(keys: dict[str, Any], section: str, expected: int | None, tmp
         ({**LABELS, "metric_for_best_model": "accuracy"}, "classification_accuracy"),
         ({**LABELS, "metric_for_best_model": "eval_accuracy"}, "classification_accuracy"),
         ({**LABELS, "metric_for_best_model": "eval_f1"}, "f1_macro"),
-        ({**LABELS, "task_name": "ner", "metric_for_best_model": "f1"}, "f1_macro"),
+        ({**LABELS, "task_name": "ner", "metric_for_best_model": "f1"}, "entity_f1"),
         ({**LABELS, "task_name": "stsb", "metric_for_best_model": "pearson"}, "pearson"),
         ({**STEPS, "mlm_probability": 0.15, "block_size": "absent", "max_seq_length": 64,
           "metric_for_best_model": "accuracy"}, "masked_word_accuracy"),

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
+from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
+from ortlaunch.recipe.best import KeepBest
+from ortlaunch.worker.best import require_metrics
 from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
-from ortlaunch.worker.evaluation import _metrics, counts_of, evaluate, f1_macro, pearson
+from ortlaunch.worker.entities import spans
+from ortlaunch.worker.evaluation import counts_of, evaluate
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.progress import Progress
+from ortlaunch.worker.scores import Scores
 from tests.makers import plan, recipe
 
 
@@ -45,60 +55,86 @@ def test_words_and_pairs() -> None:
     assert found["pairs"].tolist() == [3, 4]
 
 
+class Alone:
+    """Group of one rank."""
+
+    def gather_numbers(self, mine: list[float]) -> list[list[float]]:
+        return [mine]
+
+
+def scored(*batches: tuple[torch.Tensor, torch.Tensor], names: tuple[str, ...] = ()) -> dict[str, float]:
+    """Of a whole evaluation on one rank."""
+    scores = Scores(names)
+    for logits, labels in batches:
+        scores.add(logits, labels)
+    return scores.read(Alone())
+
+
 def test_classes() -> None:
-    """Accuracy and macro F1 are torchmetrics'; a class that was neither given nor meant is none."""
-    metrics = pytest.importorskip("torchmetrics.functional.classification")
+    """Accuracy and macro F1; a class that was neither given nor meant is none."""
     logits, labels = torch.randn(40, 5, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
     logits[:, 4] = -9
-    found = {name: value.tolist() for name, value in counts_of({"logits": logits}, {"labels": labels}).items()}
-    expected = metrics.multiclass_f1_score(logits, labels, num_classes=5, average="macro")
-    assert f1_macro(found["right"], found["given"], found["meant"]) == pytest.approx(float(expected))
-    assert sum(found["right"]) == int((logits.argmax(-1) == labels).sum())
-    assert sum(found["meant"]) == 40
+    found = scored(*zip(logits.split(15), labels.split(15)))
+    given = logits.argmax(-1)
+    assert found["f1_macro"] == pytest.approx(f1_by_hand(given.tolist(), labels.tolist()), rel=1e-12)
+    assert found["classification_accuracy"] == pytest.approx(int((given == labels).sum()) / 40, rel=1e-12)
+
+
+def test_many_classes_make_no_table() -> None:
+    """Of 200,000 classes counts are kept by class: by pairs of classes they would be 320 GB."""
+    labels = torch.tensor([0, 199_999])
+    assert scored((functional.one_hot(labels, 200_000).float(), labels))["f1_macro"] == 1
 
 
 @pytest.mark.parametrize(
-    ("output", "labels"),
-    [({"loss": 1}, torch.zeros(3)), ({"logits": torch.zeros(3, 2)}, torch.zeros(3)),
-     ({"logits": torch.zeros(3, 1)}, torch.zeros(3, dtype=torch.int64))],
+    ("logits", "labels"),
+    [(None, torch.zeros(3)), (torch.zeros(3, 2), torch.zeros(3)), (torch.zeros(3, 1), torch.zeros(3, dtype=int))],
     ids=["no logits", "other numbers", "one output"],
 )  # fmt: skip
-def test_regressions_have_no_classes(output: dict[str, torch.Tensor], labels: torch.Tensor) -> None:
+def test_regressions_have_no_classes(logits: torch.Tensor | None, labels: torch.Tensor) -> None:
     """Nothing is counted where there is nothing to be right about."""
-    assert counts_of(output, {"labels": labels}) == {}
+    assert scored((logits, labels)) == {}
 
 
-def test_numbers() -> None:
-    """Mean squared error and Pearson's correlation are torchmetrics'; of what does not vary there is no correlation."""
-    metrics = pytest.importorskip("torchmetrics.functional")
+@pytest.mark.parametrize(("size", "noise"), [(5, 1), (1e4, 1e-2), (1e6, 1), (1e-9, 1e-9)])
+def test_numbers(size: float, noise: float) -> None:
+    """Mean squared error and Pearson's correlation are NumPy's, of tiny ones, and of large ones that hardly differ."""
     draw = torch.Generator().manual_seed(0)
-    meant = 5 + torch.randn(50, generator=draw)
-    given = meant + torch.randn(50, generator=draw)
-    halves = [
-        counts_of({"logits": x[:, None]}, {"labels": y})["sums"] for x, y in zip(given.split(20), meant.split(20))
-    ]
-    sums = sum(halves).tolist()
-    found = _metrics(SimpleNamespace(recipe=recipe(), engine=None), 0.0, {"sums": sums})
-    assert found["mse"] == pytest.approx(float(metrics.mean_squared_error(given, meant)), rel=1e-5)
-    assert found["pearson"] == pytest.approx(float(metrics.pearson_corrcoef(given, meant)), rel=1e-5)
-    constant = counts_of({"logits": given[:, None]}, {"labels": torch.ones(50)})["sums"].tolist()
-    assert math.isnan(pearson(*constant))
+    meant = size + torch.randn(50, generator=draw) * min(1, size)
+    given = meant + torch.randn(50, generator=draw) * noise
+    found = scored(*zip(given[:, None].split(20), meant.split(20)))
+    x, y = given.double().numpy(), meant.double().numpy()
+    assert found["mse"] == pytest.approx(((x - y) ** 2).mean(), rel=1e-9, abs=0)
+    assert found["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1], rel=1e-9)
+
+
+def test_others_than_labelled_tasks_import_no_torchmetrics() -> None:
+    """Whose import takes time: the module of evaluations is without it."""
+    code = "import sys, ortlaunch.worker.evaluation; sys.exit('torchmetrics' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_does_not_vary_has_no_correlation() -> None:
+    """It is nan, and nobody warns."""
+    given = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    for constant in (1.0, 0.1):
+        found = scored(*zip(given[:, None].split(20), torch.full((50,), constant).split(20)))
+        assert math.isnan(found["pearson"])
 
 
 def test_tagged_words_are_counted_where_they_have_a_tag() -> None:
-    """Accuracy and macro F1 over first pieces, as torchmetrics' with ignore_index."""
-    metrics = pytest.importorskip("torchmetrics.functional.classification")
+    """Accuracy and macro F1 over first pieces; a batch may have none."""
     draw = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(6, 9, 4, generator=draw), torch.randint(4, (6, 9), generator=draw)
     labels[torch.rand(6, 9, generator=draw) < 0.5] = IGNORED
-    counts = counts_of({"logits": logits}, {"labels": labels}, task="token-classification")
-    found = _metrics(
-        SimpleNamespace(recipe=recipe(), engine=None), 0.0, {name: each.tolist() for name, each in counts.items()}
-    )
-    both, options = (logits.transpose(1, 2), labels), {"num_classes": 4, "ignore_index": IGNORED}
-    accuracy = metrics.multiclass_accuracy(*both, average="micro", **options)
-    assert found["classification_accuracy"] == pytest.approx(float(accuracy))
-    assert found["f1_macro"] == pytest.approx(float(metrics.multiclass_f1_score(*both, average="macro", **options)))
+    labels[4:] = IGNORED
+    found = scored(*zip(logits.split(2), labels.split(2)))
+    given, meant = logits.argmax(-1)[labels != IGNORED], labels[labels != IGNORED]
+    assert found == {
+        "classification_accuracy": pytest.approx(float((given == meant).double().mean())),
+        "f1_macro": pytest.approx(f1_by_hand(given.tolist(), meant.tolist())),
+    }
 
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -125,10 +161,10 @@ class Ranks:
         return found
 
 
-def session_of(task: str, model: Any, rows: list[dict[str, torch.Tensor]], **engine: Any) -> Any:
+def session_of(task: str, model: Any, rows: list[dict[str, torch.Tensor]], micro: int = 3, **engine: Any) -> Any:
     made = recipe(
-        model={"task": task, "config": {"model_type": "bert", **SIZES}}, batch={"global_size": 3, "micro_size": 3},
-        engine={"name": "eager", **engine},
+        model={"task": task, "config": {"model_type": "bert", **SIZES}},
+        batch={"global_size": micro, "micro_size": micro}, engine={"name": "eager", **engine},
     )  # fmt: skip
     planned, alone = plan(made), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     batches, wrapped = Batches(OwnSamples(rows), planned.batch, 0), LossModule(model.train())
@@ -173,7 +209,7 @@ def test_one_number_on_any_ranks(chunks: str | int) -> None:
 
 
 def test_classes_on_any_ranks() -> None:
-    """Accuracy and macro F1 of seven samples are scikit-learn's, or a plain loop's, on 1, 2 and 4 ranks."""
+    """Accuracy and macro F1 of seven samples are a plain loop's, on 1, 2 and 4 ranks."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
@@ -189,6 +225,63 @@ def test_classes_on_any_ranks() -> None:
             right = sum(one == other for one, other in zip(given, meant)) / 7
             assert found["classification_accuracy"] == pytest.approx(right)
             assert found["f1_macro"] == pytest.approx(f1_by_hand(given, meant))
+
+
+def test_numbers_on_any_ranks() -> None:
+    """Squared error and correlation of three samples are NumPy's, on 1, 2 and 4 ranks, of which one has none."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=1))
+    rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(float(i))} for i in range(3)]
+    session = session_of("sequence-regression", model, rows, micro=1)
+    with torch.no_grad():
+        x, y = model.eval()(collate(rows)["input_ids"]).logits[:, 0].double().numpy(), np.arange(3.0)
+    expected = {"mse": ((x - y) ** 2).mean(), "pearson": np.corrcoef(x, y)[0, 1]}
+    for size in (1, 2, 4):
+        session.group = Ranks(size)
+        for found in session.group.evaluated(session, OwnSamples(rows)):
+            assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-5), size
+
+
+def test_entities_on_any_ranks() -> None:
+    """Of five rows of tags, right, given and meant are summed over 1, 2 and 4 ranks."""
+    from transformers import BertConfig, BertForTokenClassification
+
+    torch.manual_seed(0)
+    names = ["O", "B-X", "I-X"]
+    model = BertForTokenClassification(BertConfig(**SIZES, id2label=dict(enumerate(names))))
+    rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.arange(8) % 3} for _ in range(5)]
+    with torch.no_grad():
+        given = model.eval()(collate(rows)["input_ids"]).logits.argmax(-1).tolist()
+    found = [spans(names[number] for number in row) for row in given]
+    meant = spans(names[number] for number in rows[0]["labels"].tolist())
+    right, count = sum(len(row & meant) for row in found), sum(map(len, found))
+    expected = {
+        "entity_precision": right / count, "entity_recall": right / 15, "entity_f1": 2 * right / (count + 15)
+    }  # fmt: skip
+    assert 0 < right < count
+    session = session_of("token-classification", model, rows)
+    for size in (1, 2, 4):
+        session.group = Ranks(size)
+        for each in session.group.evaluated(session, OwnSamples(rows)):
+            assert {name: each[name] for name in expected} == pytest.approx(expected), size
+
+
+@pytest.mark.parametrize("inside", ["I-X", "S-X"])
+def test_the_best_by_entities_that_there_are_none_of(inside: str) -> None:
+    """Labels that are no tags are told before step 1."""
+    from transformers import BertConfig, BertForTokenClassification
+
+    model = BertForTokenClassification(BertConfig(**SIZES, id2label={0: "O", 1: "B-X", 2: inside}))
+    rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.arange(8) % 3} for _ in range(5)]
+    session = session_of("token-classification", model, rows)
+    checkpoint = session.recipe.checkpoint.model_copy(update={"keep_best": KeepBest(metric="entity_f1")})
+    session.recipe = session.recipe.model_copy(update={"checkpoint": checkpoint})
+    session.data = SimpleNamespace(evaluation=OwnSamples(rows))
+    told = r"keep_best\.metric: got entity_f1; an evaluation .* has loss, classification_accuracy, f1_macro$"
+    with contextlib.nullcontext() if inside == "I-X" else pytest.raises(InputError, match=told):
+        require_metrics(session)
 
 
 def test_metrics_are_of_the_engines_own_pass() -> None:
@@ -219,12 +312,9 @@ def test_metrics_are_of_the_engines_own_pass() -> None:
 
 
 def f1_by_hand(given: list[int], meant: list[int]) -> float:
-    try:
-        from sklearn.metrics import f1_score
-    except ImportError:
-        each = []
-        for kind in {*given, *meant}:
-            hits = sum(one == other == kind for one, other in zip(given, meant))
-            each.append(2 * hits / (given.count(kind) + meant.count(kind)))
-        return sum(each) / len(each)
-    return float(f1_score(meant, given, average="macro", zero_division=0))
+    """As scikit-learn's, macro."""
+    each = []
+    for kind in {*given, *meant}:
+        hits = sum(one == other == kind for one, other in zip(given, meant))
+        each.append(2 * hits / (given.count(kind) + meant.count(kind)))
+    return sum(each) / len(each)
