@@ -25,9 +25,10 @@ from ortlaunch.user_modules import factories, folders
 _HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", "locals(")
 
 
-def missing_files(recipe: Recipe) -> Iterator[Problem]:
+def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
     """Data files, and local folders of models and tokenizers, that are not here; they may come, or lie elsewhere."""
-    for key, corpus in recipe.data.sources():
+    sources = [each for each in recipe.data.sources() if task != "evaluate" or not each[0].startswith("data.train")]
+    for key, corpus in sources:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             if not any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
                 yield (

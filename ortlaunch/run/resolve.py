@@ -112,7 +112,7 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
         RecipeError: all hosts are this one, and functions are missing, or files for a run that would start now.
     """
     here = all(is_this_host(host.name) for host in world.hosts)
-    files = [file.explain(problem) for problem in inputs.missing_files(file.recipe)]
+    files = [file.explain(problem) for problem in inputs.missing_files(file.recipe, command.options.task)]
     functions = [file.explain(problem) for problem in inputs.broken_factories(file.recipe, command.modules)]
     if here and (functions or (files and not command.options.planned_only)):
         raise RecipeError([*files, *functions])

@@ -17,8 +17,12 @@ _ELEMENTS = 64  # of each tensor that are looked at: another seed or another bas
 
 
 def identity(samples: Any, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """As a checkpoint holds it, by the names of recipe/resume_rules.OTHER_RULES; the model is whole, and on the CPU."""
-    return {"data": of_data(samples), "weights": {"frozen": of_frozen(model)}}
+    """As a checkpoint holds it, by the names of recipe/resume_rules.OTHER_RULES; the model is whole, and on the CPU.
+
+    samples: None where nothing is trained on.
+    """
+    data = {} if samples is None else {"data": of_data(samples)}
+    return {**data, "weights": {"frozen": of_frozen(model)}}
 
 
 @torch.no_grad()

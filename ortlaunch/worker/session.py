@@ -39,7 +39,7 @@ class Session:
     group: DistributedContext
     data: Data
     batches: Batches
-    """Of the training data."""
+    """Of the training data; of `evaluate` of what it measures."""
     model: LossModule
     """Holds the weights that the engine trains."""
     engine: Engine
@@ -76,16 +76,20 @@ def build_session(
     data = load_data(recipe, group, data)
     progress.doing("building the model")
     model = build_model(recipe, data)
-    trained_on = identity(data.train, model)
+    measures = plan.task == "evaluate"  # and needs nothing that was trained on
+    samples = data.evaluation if measures else data.train
+    assert samples is not None, "the control side has looked for data.evaluation"
+    trained_on = identity(None if measures else samples, model)
     if found is None:
-        found = take_in(run, recipe, plan, model, len(data.train), group)
+        found = take_in(run, recipe, plan, model, len(samples), group)
     else:
         explain(run, recipe, found, trained_on, group)
     if group.rank == 0 and plan.task == "train":
         keep(run, recipe, data.tokenizer, data.class_names, data.classes)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
-    batches = Batches(data.train, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
-    recipe = with_steps(recipe, plan.batch, run, group, len(data.train), found)
+    batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
+    if not measures:
+        recipe = with_steps(recipe, plan.batch, run, group, len(samples), found)
     progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
     engine.memory = memory

@@ -163,7 +163,7 @@ def test_a_device_goes_on(trained: Run, home: Path) -> None:
 
 
 def test_a_corpus_that_changed(train: Train, home: Path) -> None:
-    """Export and a run that goes on keep the words that were trained with; without the corpus, too."""
+    """Export, evaluation and a run that goes on keep the words that were trained with; without the corpus, too."""
     (home / "moving.txt").write_text((home / "train.txt").read_text())
     corpus = {"data": {"train": {"format": "text", "path": ["moving.txt"]}, "evaluation": None}}
     recipe = merged(BERT, {**EAGER, **corpus, "train": {"max_steps": 2, "evaluate_every_steps": None}})
@@ -174,6 +174,8 @@ def test_a_corpus_that_changed(train: Train, home: Path) -> None:
     (home / "moving.txt").unlink()
     done = ortlaunch(home, "export", "moving", "--step=2", "--to=moved")
     assert done.returncode == 0, done.stderr
+    measured = ortlaunch(home, "evaluate", "moving", "data.evaluation={format: text, path: [held-out.txt]}")
+    assert measured.returncode == 0, measured.stderr
     words = [(place / "tokenizer.json").read_text() for place in (run.folder / "export", home / "moved")]
     assert words[0] == words[1] == (run.folder / "tokenizer/tokenizer.json").read_text()
     assert "quite" not in json.loads(words[0])["model"]["vocab"]
