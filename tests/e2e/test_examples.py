@@ -14,6 +14,7 @@ import pytest
 from ortlaunch.recipe import load
 from ortlaunch.run import shipped
 from ortlaunch.worker.data import collate
+from ortlaunch.worker.model import loss_of
 from tests.e2e.runs import COMMAND, environment
 from tests.ort import needs_ort
 
@@ -49,8 +50,7 @@ def test_the_modules_of_an_example_fit_together(name: str, monkeypatch: pytest.M
     assert len(samples) == source.arguments["samples"]
     batch, again = (collate([samples[0], samples[5]]) for _ in range(2))
     assert all(batch[key].equal(again[key]) for key in batch)
-    output = model(**batch)
-    getattr(output, "loss", output).backward()
+    loss_of(model(**batch)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
