@@ -77,7 +77,7 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxC
         whole = Logits(model, tuple(batches[0])).eval()
     sizes = _sizes(whole, batches)
     _write(whole, batches[0], sizes, folder)
-    worst = max(difference(whole, batch, folder / "model.onnx") for batch in batches)
+    worst = _largest([difference(whole, batch, folder / "model.onnx") for batch in batches])
     if not worst <= LIMIT:  # nan, too
         raise EngineError(f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
     _save_surroundings(trained, model, folder, data.tokenizer)
@@ -136,18 +136,18 @@ def _inputs(model: Any, batch: Batch) -> list[str]:
 @torch.no_grad()
 def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
     """Axis 0 is the batch; others are open where two batches differ in them, under one name where they do alike."""
-    words: dict[tuple[int, int], str] = {}
+    words: dict[tuple[int, ...], str] = {}
 
-    def axes(long: Batch, short: Batch) -> dict[str, dict[int, str]]:
+    def axes(several: list[Batch]) -> dict[str, dict[int, str]]:
         found: dict[str, dict[int, str]] = {}
-        for name, value in long.items():
+        for name in several[0]:
             found[name] = {0: "batch"}
-            for axis, pair in [*enumerate(zip(value.shape, short[name].shape))][1:]:
-                if pair[0] != pair[1]:
-                    found[name][axis] = words.setdefault(pair, f"length_{len(words) + 1}" if words else "length")
+            for axis, sizes in [*enumerate(zip(*(each[name].shape for each in several)))][1:]:
+                if len({*sizes}) > 1:
+                    found[name][axis] = words.setdefault(sizes, f"length_{len(words) + 1}" if words else "length")
         return found
 
-    return Sizes(axes(*batches[:2]), axes(*(whole.named(*batch.values()) for batch in batches[:2])))
+    return Sizes(axes(batches), axes([whole.named(*batch.values()) for batch in batches]))
 
 
 def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) -> None:
@@ -197,7 +197,12 @@ def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
         found = session.run([*whole.named(*batch.values())], {name: value.numpy() for name, value in batch.items()})
     except Exception as error:  # onnxruntime has a class for each, all of them its own
         raise EngineError(f"--format onnx: ONNX Runtime cannot run it: {str(error).splitlines()[0]}") from error
-    return max(_apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values())))
+    return _largest([_apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values()))])
+
+
+def _largest(differences: list[float]) -> float:
+    """Nan where any is: Python's max leaves out one that is not the first."""
+    return float(torch.tensor(differences, dtype=torch.float64).max())
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -117,6 +117,15 @@ def test_another_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             onnx(PRETRAINING, tmp_path, model, data)
 
 
+def test_no_number_after_a_number_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever output or batch has it: Python's max leaves out a nan that is not the first."""
+    model, data = built(PRETRAINING)
+    answers = iter([0.0, float("nan")] * 3)
+    monkeypatch.setattr(onnx_export, "_apart", lambda *_: next(answers))
+    with pytest.raises(EngineError, match=r"differ from PyTorch's by nan"):
+        onnx(PRETRAINING, tmp_path, model, data)
+
+
 @pytest.mark.parametrize(
     ("labels", "outputs"),
     [(torch.tensor([0, 2, 1]), 3), (torch.tensor([0.5, -1.0, 2.0]), 1), (torch.eye(3), 3)],

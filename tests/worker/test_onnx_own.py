@@ -92,6 +92,11 @@ def ragged() -> list[dict[str, torch.Tensor]]:
     return [{"x": torch.rand(3 + n), "y": torch.tensor(n % 2)} for n in range(6)]
 
 
+def ragged_later() -> list[dict[str, torch.Tensor]]:
+    """The sixth alone is longer."""
+    return [{"x": torch.rand(3 + n // 5), "y": torch.tensor(n % 2)} for n in range(6)]
+
+
 def longest(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     rows = nn.utils.rnn.pad_sequence([each["x"] for each in samples], batch_first=True)
     return {"x": rows, "y": torch.stack([each["y"] for each in samples])}
@@ -102,7 +107,8 @@ def exported(
 ) -> tuple[OnnxCheck, nn.Module]:
     """As `ortlaunch export` makes it."""
     module: Any = types.ModuleType("own_onnx")
-    module.model, module.data, module.ragged, module.longest = model, data, ragged, longest
+    module.model, module.data, module.longest = model, data, longest
+    module.ragged, module.ragged_later = ragged, ragged_later
     patch.setitem(sys.modules, "own_onnx", module)
     train = {"format": "custom", "factory": own.get("data", "own_onnx:data")}
     collate = {"collate": own["collate"]} if "collate" in own else {}
@@ -133,6 +139,12 @@ def test_lengths_that_differ_are_open(tmp_path: Path, monkeypatch: pytest.Monkey
     found, _ = exported(Tuple, tmp_path, monkeypatch, data="own_onnx:ragged", collate="own_onnx:longest")
     assert (found.outputs, found.open_axes) == (["output"], {"x": [0, 1], "output": [0]})
     assert found.batches == [[3, 5], [2, 7], [1, 8]]
+
+
+def test_a_length_that_differs_in_the_last_batch_alone_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any two batches tell, not the first two."""
+    found, _ = exported(Tuple, tmp_path, monkeypatch, data="own_onnx:ragged_later", collate="own_onnx:longest")
+    assert (found.open_axes, found.batches) == ({"x": [0, 1], "output": [0]}, [[3, 3], [2, 3], [1, 4]])
 
 
 def test_forms_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
