@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import warnings
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +78,7 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxC
         whole = Logits(model, tuple(batches[0])).eval()
     sizes = _sizes(whole, batches)
     _write(whole, batches[0], sizes, folder)
-    worst = _largest([difference(whole, batch, folder / "model.onnx") for batch in batches])
+    worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
     if not worst <= LIMIT:  # nan, too
         raise EngineError(f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
     _save_surroundings(trained, model, folder, data.tokenizer)
@@ -197,19 +198,20 @@ def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
         found = session.run([*whole.named(*batch.values())], {name: value.numpy() for name, value in batch.items()})
     except Exception as error:  # onnxruntime has a class for each, all of them its own
         raise EngineError(f"--format onnx: ONNX Runtime cannot run it: {str(error).splitlines()[0]}") from error
-    return _largest([_apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values()))])
+    return largest(_apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values())))
 
 
-def _largest(differences: list[float]) -> float:
+def largest(differences: Iterable[float]) -> float:
     """Nan where any is: Python's max leaves out one that is not the first."""
-    return float(torch.tensor(differences, dtype=torch.float64).max())
+    return float(torch.tensor([*differences], dtype=torch.float64).max())
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         shapes = f"shape {tuple(one.shape)} by ONNX Runtime, and {tuple(other.shape)} by PyTorch"
         raise EngineError(f"--format onnx: an output has {shapes}; sizes that forward asks in Python are fixed")
-    return float((one.double() - other.double()).abs().max())
+    apart = (one.double() - other.double()).abs()
+    return float(apart.masked_fill(one == other, 0.0).max())  # of infinities, too
 
 
 def _save_surroundings(trained: LossModule, model: Any, folder: Path, tokenizer: Any) -> None:

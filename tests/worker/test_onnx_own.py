@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from pathlib import Path
@@ -145,6 +146,13 @@ def test_a_length_that_differs_in_the_last_batch_alone_is_open(tmp_path: Path, m
     """Any two batches tell, not the first two."""
     found, _ = exported(Tuple, tmp_path, monkeypatch, data="own_onnx:ragged_later", collate="own_onnx:longest")
     assert (found.open_axes, found.batches) == ({"x": [0, 1], "output": [0]}, [[3, 3], [2, 3], [1, 4]])
+
+
+def test_infinities_are_equal_to_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of answers that a model rules out."""
+    monkeypatch.setattr(Tuple, "scores", lambda self, x: self.last(self.first(x[..., None])).mean(1) * math.inf)
+    found, _ = exported(Tuple, tmp_path, monkeypatch)
+    assert found.largest_difference == 0.0
 
 
 def test_forms_that_torch_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from ortlaunch.worker.device.graph import Batch, Forward
 from ortlaunch.worker.model import LossModule, give_back_cache
 from ortlaunch.worker.module_copies import own_modules
 from ortlaunch.worker.module_copies import place as beside
+from ortlaunch.worker.onnx_export import largest
 
 LIMIT = 1e-4  # of the largest difference of the loss, or of a logit
 _MOST = 2**31 - 2**20  # bytes that a graph may have while its gradient is made: protobuf's 2 GiB
@@ -53,7 +54,7 @@ def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> D
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         forward = graph.export(whole, batches, Path(scratch) / "forward.onnx")
         _generate(made, recipe, forward, folder)
-    worst = max(_difference(place, graph.WithLoss(whole, tuple(batch)), batch) for batch in batches)
+    worst = largest(_difference(place, graph.WithLoss(whole, tuple(batch)), batch) for batch in batches)
     if not worst <= LIMIT:  # nan, too
         raise EngineError(f"ONNX Runtime's answers differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
     told = _description(recipe, forward, worst)
@@ -137,7 +138,7 @@ def _difference(place: DeviceFolder, module: graph.WithLoss, batch: Batch) -> fl
     """The largest of loss and logits, without dropout."""
     expected = module.eval()(*batch.values())
     found = Device(place, place.checkpoint).evaluate(batch)
-    return max(float((torch.from_numpy(one) - other).abs().max()) for one, other in zip(found.values(), expected))
+    return largest(float((torch.from_numpy(one) - other).abs().max()) for one, other in zip(found.values(), expected))
 
 
 def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifacts:

@@ -13,6 +13,7 @@ from ortlaunch.errors import EngineError
 from ortlaunch.run.device_folder import DeviceFolder
 from ortlaunch.worker.device.artifacts import LIMIT
 from ortlaunch.worker.device.device import Device
+from ortlaunch.worker.onnx_export import largest
 from ortlaunch.worker.onnx_model import Batch, arrays
 
 _SIZES = {"batch": 3, "length": 7}  # of the batch that is compared
@@ -46,7 +47,7 @@ def _difference(device: Device, place: DeviceFolder, path: Path, outputs: list[s
     expected = device.evaluate(batch)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     found = session.run(outputs, arrays([each.name for each in session.get_inputs()], batch))
-    return max(float(abs(one - expected[name]).max()) for name, one in zip(outputs, found))
+    return largest(float(abs(one - expected[name]).max()) for name, one in zip(outputs, found))
 
 
 def _made_up(device: Device, place: DeviceFolder) -> Batch:
