@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, Optional, Union
 
+from ortlaunch.recipe.families import LANGUAGE_TASKS, SCORED_TASKS
 from ortlaunch.recipe.place import Problem
 from ortlaunch.recipe.section import Positive, Section, Text
 
@@ -22,7 +23,6 @@ METRICS = {
 # Of token-classification, where classes are B-X, I-X and O.
 ENTITIES = ("entity_f1", "entity_precision", "entity_recall")
 Mode = Optional[Literal["min", "max"]]
-_VOCABULARY = ("causal-lm", "masked-lm", "pretraining")
 _LESS_IS_BETTER = ("loss", "perplexity", "mse")
 
 
@@ -57,6 +57,12 @@ def metrics_of(task: str) -> tuple[str, ...]:
     return METRICS[task] + (ENTITIES if task == "token-classification" else ())
 
 
+def evaluates_with_scores(recipe: "Recipe") -> bool:
+    """Whether metrics are made of more than the loss, of a task of transformers'."""
+    task = recipe.model.task
+    return task in SCORED_TASKS or (task in LANGUAGE_TASKS and recipe.train.metric is not None)
+
+
 def direction(asked: Union[KeepBest, StopAfter]) -> str:
     """`mode`, decided."""
     return asked.mode or ("min" if asked.metric in _LESS_IS_BETTER else "max")
@@ -64,11 +70,6 @@ def direction(asked: Union[KeepBest, StopAfter]) -> str:
 
 def best_rules(recipe: "Recipe") -> Iterator[Problem]:
     """A metric that the task has not, and evaluations that there are none of."""
-    if recipe.train.metric is not None and recipe.model.task in _VOCABULARY:
-        message = (
-            f"is not for {recipe.model.task}, whose scores over the vocabulary are too large to keep; leave it out"
-        )
-        yield ("train.metric", "model.task"), message
     if recipe.train.metric is not None and recipe.data.evaluation is None:
         yield ("train.metric", "data.evaluation"), "does nothing without data.evaluation; give that corpus"
     for path, asked in (

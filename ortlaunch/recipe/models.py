@@ -185,9 +185,11 @@ class Train(Section):
     """`package.module:function`, beside the recipe or installed: a metric of yours, called on rank 0 after each
     evaluation as `function(outputs, batch)`, and returning numbers by name. Both are NumPy arrays by name, a row a
     sample of `data.evaluation` in its order, whatever the number of ranks: what the model returns beside its loss, such
-    as `logits`, and what the samples hold, such as `labels` (a list of rows where batches differ in their shape). The
-    numbers stand beside the evaluation's own, and `checkpoint.keep_best` and `stop_after` may name one. Not for
-    models of words (causal-lm, masked-lm, pretraining): scores over a vocabulary are too large to keep. null: none."""
+    as `logits`, and what the samples hold, such as `labels` (a list of rows where batches differ in their shape). Of
+    language models (causal-lm, masked-lm, pretraining), whose scores over a vocabulary are too large to keep, it gets
+    `predictions` and `losses` in the place of each label: the likeliest word (-100 where no label counts), and the
+    label's negative log likelihood (nan there). The numbers stand beside the evaluation's own, and
+    `checkpoint.keep_best` and `stop_after` may name one. null: none."""
     on_nonfinite: BadStepAction = "stop"
     """What follows a loss or gradient that is inf or nan and that no fp16 loss scale brought about. `stop`: the run
     ends. `skip`: this step changes no weight, no optimizer state and no buffer. `rollback`: the newest checkpoint is

@@ -22,7 +22,7 @@ from ortlaunch.machine import share_of_cores
 from ortlaunch.ortmodule import extensions
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.families import SCORED_TASKS
+from ortlaunch.recipe.best import evaluates_with_scores
 from ortlaunch.run.engine_report import (
     ChunkedLoss,
     EngineChoice,
@@ -133,7 +133,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     model.to(group.device)
     weight = LossWeight(recipe, model)
     chunked = _chunked(recipe, model, weight.prepared(sample), group)
-    model.evaluates_with_scores = recipe.model.task in SCORED_TASKS
+    model.evaluates_with_scores = evaluates_with_scores(recipe)
     if recipe.precision == "fp16" and recipe.engine.name == "ort" and plan.deepspeed:
         model.half()  # DeepSpeed would do it later, under an exported graph
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if plan.deepspeed else None

@@ -16,7 +16,7 @@ from typing import Any
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe, parse_resolved
-from ortlaunch.recipe.families import SCORED_TASKS
+from ortlaunch.recipe.best import evaluates_with_scores
 from ortlaunch.run.folder import json_text
 from ortlaunch.run.records import Evaluation, as_json
 from ortlaunch.worker.child import die_with_parent
@@ -77,7 +77,7 @@ def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | N
     from ortlaunch.worker.progress import Progress
     from ortlaunch.worker.tasks.evaluate import record_of
 
-    whole.evaluates_with_scores = recipe.model.task in SCORED_TASKS
+    whole.evaluates_with_scores = evaluates_with_scores(recipe)
     weight = LossWeight(recipe, whole)
     weight.shifted = recipe.model.task == "causal-lm"  # which a graph does not say
     engine = SimpleNamespace(

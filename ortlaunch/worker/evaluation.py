@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from ortlaunch.recipe.families import LABELLED_TASKS, SCORED_TASKS
+from ortlaunch.recipe.families import LABELLED_TASKS, LANGUAGE_TASKS, SCORED_TASKS
 from ortlaunch.worker.agreement import Agreement
-from ortlaunch.worker.chunked_head import LABELS, ChunkedHead
+from ortlaunch.worker.chunked_head import LABELS
 from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.distributed import DistributedContext
@@ -24,10 +23,11 @@ from ortlaunch.worker.own_metric import OwnMetric
 from ortlaunch.worker.own_numbers import Numbers, loss_in
 from ortlaunch.worker.scores import Scores
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.word_scores import word_scores
 
 Batch = dict[str, torch.Tensor]
 Counts = dict[str, torch.Tensor]
-_ROWS = 1024  # of logits at a time
+_PAIRS = "seq_relationship_logits"
 
 
 def named(evaluated: dict[str, float]) -> dict[str, float]:
@@ -70,8 +70,10 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
             output = output_of(given, taken)
             if task in LABELLED_TASKS:
                 scores.add(_logits(output), labels.get("labels"), counts=bool(counted))
-            elif task in SCORED_TASKS:
-                _add(counts, counts_of(output, labels, engine.plain), counts_them=bool(counted))
+            elif task in LANGUAGE_TASKS:
+                output = said_of(output, labels, engine.plain, engine.loss_weight.shifted)
+                if task in SCORED_TASKS:
+                    _add(counts, counts_of(output, labels), counts_them=bool(counted))
             own_metric.add(counted, output, batch)
     losses, weights = zip(*group.gather_numbers([total, seen]))  # not reduced, so that all ranks have the same bits
     if not sum(weights):
@@ -134,11 +136,11 @@ def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
     """What the model returns for a batch beside its loss, of what the engine gave: scores, which metrics are made of.
 
     A metric of the user's may want all of it. Eager PyTorch's own pass has it; for the other engines plain PyTorch
-    passes once more.
+    passes once more. Of a language model it gets what `said_of` makes of scores.
     """
     model = session.engine.plain.model
     own = session.recipe.model.task == "custom"
-    if session.recipe.train.metric is None:
+    if session.recipe.train.metric is None or session.recipe.model.task in LANGUAGE_TASKS:
         yield lambda given, taken: given if isinstance(given, Mapping) else None
     elif session.engine.record.engine.used == "eager":
         kept: list[Any] = []
@@ -151,23 +153,20 @@ def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
         yield lambda given, taken: model(**{name: each for name, each in taken.items() if own or name not in LABELS})
 
 
-def counts_of(output: Any, labels: Batch, plain: Any = None) -> Counts:
-    """Of one batch: words and sentence pairs with how many are right.
+def said_of(output: Any, labels: Batch, plain: Any = None, shifted: bool = False) -> Batch:
+    """Of one batch of a language model, what metrics are made of: `WordScores` by name, and `seq_relationship_logits`.
 
     Args:
         output: of the model; where `plain`, its LossModule, makes head and loss in chunks, with what goes into the head
             in place of logits.
         labels: those of the batch.
+        shifted: see `word_scores`.
     """
-    found, words, logits = Counts(), labels.get("labels"), _logits(output)
-    if words is None or logits is None:
-        return found
-    if words.dim() == 2 and logits.dim() == 3:
-        found |= _words(logits, words, plain)
-    if "next_sentence_label" in labels and "seq_relationship_logits" in output:
-        right = output["seq_relationship_logits"].argmax(-1) == labels["next_sentence_label"]
-        found["pairs"] = torch.stack([right.sum(), torch.tensor(right.numel(), device=right.device)])
-    return found
+    words, states = labels.get("labels"), _logits(output)
+    if words is None or states is None or words.dim() != 2 or states.dim() != 3:
+        return {}
+    pairs = {name: output[name] for name in (_PAIRS,) if name in output}
+    return {**word_scores(states, words, plain, shifted)._asdict(), **pairs}
 
 
 def _logits(output: Any) -> torch.Tensor | None:
@@ -175,17 +174,18 @@ def _logits(output: Any) -> torch.Tensor | None:
     return found
 
 
-def _words(states: torch.Tensor, labels: torch.Tensor, plain: Any) -> Counts:
-    """Right ones, all, and the sum of their negative log likelihoods; some rows of logits at a time."""
-    chunked: ChunkedHead | None = getattr(plain, "chunked", None)
-    states, labels = states.reshape(-1, states.shape[-1]), labels.reshape(-1)
-    total = torch.zeros(3, dtype=torch.float64, device=labels.device)
-    for index in (labels != IGNORED).nonzero().squeeze(1).split(chunked.rows if chunked else _ROWS):
-        rows, wanted = states[index], labels[index]
-        found = (rows if chunked is None else chunked.logits(plain.model, rows)).float()
-        lost = functional.cross_entropy(found, wanted, reduction="sum")
-        total += torch.stack([(found.argmax(-1) == wanted).sum(), torch.tensor(len(wanted)).to(lost), lost])
-    return {"words": total}
+def counts_of(said: Batch, labels: Batch) -> Counts:
+    """Of one batch of a language model: words and sentence pairs with how many are right, and the words' loss."""
+    found = Counts()
+    if "predictions" in said:
+        counted = said["predictions"] != IGNORED
+        right = said["predictions"].eq(labels["labels"]) & counted
+        numbers = (right, counted, said["losses"].masked_fill(~counted, 0.0))
+        found["words"] = torch.stack([each.sum(dtype=torch.float64) for each in numbers])
+    if _PAIRS in said and "next_sentence_label" in labels:
+        right = said[_PAIRS].argmax(-1) == labels["next_sentence_label"]
+        found["pairs"] = torch.stack([right.sum(), torch.tensor(right.numel(), device=right.device)])
+    return found
 
 
 def _add(total: Counts, found: Counts, counts_them: bool) -> None:

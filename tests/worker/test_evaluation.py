@@ -23,7 +23,7 @@ from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
 from ortlaunch.worker.entities import spans
-from ortlaunch.worker.evaluation import counts_of, evaluate
+from ortlaunch.worker.evaluation import counts_of, evaluate, said_of
 from ortlaunch.worker.model import LossModule
 from ortlaunch.worker.progress import Progress
 from ortlaunch.worker.scores import Scores
@@ -46,7 +46,8 @@ def test_words_and_pairs() -> None:
         labels[0, 0] = words[0, 0].argmax()
         pairs = output.seq_relationship_logits.argmax(-1)
         pairs[0] = 1 - pairs[0]
-        found = counts_of(output, {"labels": labels, "next_sentence_label": pairs})
+        told = {"labels": labels, "next_sentence_label": pairs}
+        found = counts_of(said_of(output, told), told)
     counted = int((labels != IGNORED).sum())
     right = sum(int(words[i, j].argmax() == labels[i, j]) for i in range(4) for j in range(9))
     lost = torch.nn.functional.cross_entropy(words.transpose(1, 2), labels, reduction="mean") * counted
@@ -161,8 +162,11 @@ class Ranks:
         return found
 
 
-def session_of(task: str, model: Any, rows: list[dict[str, torch.Tensor]], micro: int = 3, **engine: Any) -> Any:
+def session_of(
+    task: str, model: Any, rows: list[dict[str, torch.Tensor]], micro: int = 3, metric: str | None = None, **engine: Any
+) -> Any:
     made = recipe(
+        train={"max_steps": 3, "metric": metric},
         model={"task": task, "config": {"model_type": "bert", **SIZES}},
         batch={"global_size": micro, "micro_size": micro}, engine={"name": "eager", **engine},
     )  # fmt: skip
