@@ -1,6 +1,6 @@
 """Training on real data beside training on one cached batch: the same steps in turns, in one process, on the CPU.
 
-    python benchmarks/data_speed.py [RECIPE] [ENGINE] [KEY=VALUE ...]      bert-large/tiny, ort
+    python benchmarks/data_speed.py [RECIPE] [--engine ort] [KEY=VALUE ...]
 
 A B B A ..., a step each: neighbours on the machine come and go within seconds. The share is what training on real data
 has of the speed on a batch that is always there: the median over pairs of neighbouring steps, by wall-clock and by the
@@ -9,11 +9,11 @@ process's CPU time. Real data are read between the steps, as `train` does on a C
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gc
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -87,5 +87,9 @@ def main(recipe: str, engine: str, *overrides: str) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:] or ["bert-large/tiny"]
-    main(*(given if len(given) > 1 else [*given, "ort"]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="bert-large/tiny")
+    parser.add_argument("overrides", nargs="*", help="of the recipe, KEY=VALUE")
+    parser.add_argument("--engine", default="ort")
+    asked = parser.parse_args()
+    main(asked.recipe, asked.engine, *asked.overrides)

@@ -1,6 +1,6 @@
 """Tokenizing a corpus into token ids on disk: ortlaunch beside `datasets.map` of the same tokenizer, in turns.
 
-    python benchmarks/tokenizing.py [MEGABYTES] [TURNS]
+    python benchmarks/tokenizing.py [--megabytes 100] [--turns 3]
 
 The corpus is Python's own documentation and sources, repeated to the size; the tokenizer a BPE trained on it. Each turn
 is a process of its own with empty caches; libraries are loaded before its clock starts. `datasets` works by as many
@@ -10,6 +10,7 @@ one of ortlaunch's turns is killed (SIGKILL) in its middle and started again: wh
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -123,4 +124,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--turn"]:
         turn(*sys.argv[2:5])
     else:
-        main(int(sys.argv[1]) if sys.argv[1:] else 100, int(sys.argv[2]) if sys.argv[2:] else 3)
+        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--megabytes", type=int, default=100, help="of the corpus")
+        parser.add_argument("--turns", type=int, default=3)
+        asked = parser.parse_args()
+        main(asked.megabytes, asked.turns)
