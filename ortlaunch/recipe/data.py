@@ -148,8 +148,7 @@ class Data(Section):
     """Up to three lengths below `sequence_length`, for chats and texts with labels, as [64, 128]: a step's samples are
     dealt out to its passes and ranks by their lengths, and each micro batch is padded to the shortest length that holds
     it. For padding that costs more than more shapes do: inductor compiles each, ONNX Runtime and GPUs keep memory for
-    each. The step's samples are the same, and so are its loss and gradients. To count their lengths each rank tokenizes
-    all texts with labels once more before its first step. null: none."""
+    each. The step's samples are the same, and so are its loss and gradients. null: none."""
     padding: Literal["fixed", "longest"] = "fixed"
     """`fixed`: to `sequence_length`, or to `bucket_lengths`. `longest`, for chats and texts with labels: the step's
     samples are dealt out as by `bucket_lengths`, and each micro batch is padded to its longest sample, rounded up to a

@@ -10,7 +10,7 @@ from ortlaunch.recipe import Recipe, to_yaml
 
 
 def prepare(recipe: Recipe) -> int:
-    """Tokenize its data into the cache, or check rows with labels; returns the exit status of the process that does it.
+    """Tokenize its data into the cache; returns the exit status of the process that does it.
 
     Raises:
         InputError: the user's own function makes its samples.

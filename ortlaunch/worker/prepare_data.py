@@ -22,10 +22,10 @@ def main() -> int:
         from ortlaunch.cache import cache_root, take_notes
         from ortlaunch.file_errors import of_ours
         from ortlaunch.worker.data import Data
-        from ortlaunch.worker.data.labelled import OF_ROWS
 
         with of_ours(cache_root()):
             data = Data(recipe, line.show)
+            data.read_all()
     except OrtlaunchError as error:
         line.end()
         print(f"ortlaunch: {error}", file=sys.stderr)
@@ -37,10 +37,7 @@ def main() -> int:
         if samples is not None:
             classes = getattr(samples, "classes", 0)
             print(f"{name}: {len(samples):,} samples" + (f", {classes:,} classes" if classes else ""))
-    if recipe.model.task in OF_ROWS:
-        print("read and checked; rows with labels are not cached: each rank reads and tokenizes them while it trains")
-    else:
-        print(f"ready in {cache_root()}")
+    print(f"ready in {cache_root()}")
     return 0
 
 

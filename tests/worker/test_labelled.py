@@ -11,21 +11,27 @@ import torch
 from tokenizers import Tokenizer, models
 
 from ortlaunch.recipe.data import Corpus
-from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords
+from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords, label_rows
 from ortlaunch.worker.data import labelled as labelled_module
 from ortlaunch.worker.data.labelled import class_names, number_labels
 from ortlaunch.worker.data.reading import DataError
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 
-def labelled(path: Path, lines: str, kind: Any = LabelledTexts, **columns: str) -> Any:
+
+def words() -> Any:
+    """A tokenizer."""
     from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    backend = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "c": 3}, unk_token="<s>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")
+
+
+def labelled(path: Path, lines: str, kind: Any = LabelledTexts, **columns: str) -> Any:
     path.write_text(lines)
-    words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "c": 3}, unk_token="<s>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<s>")
-    return kind(Corpus(format="jsonl", path=(str(path),), **columns), tokenizer, 4)
+    return kind(Corpus(format="jsonl", path=(str(path),), **columns), words(), 4)
 
 
 def test_labelled_texts(tmp_path: Path) -> None:
@@ -104,9 +110,7 @@ def test_names_of_numbers(source: str, kind: Any, tmp_path: Path) -> None:
         rows = datasets.Dataset.from_list([row]).cast_column("label", label)
         rows.to_parquet(str(folder / "train.parquet"))
         place: Any = {"name": str(folder)} if source == "hub" else {"path": (str(folder / "train.parquet"),)}
-        tokenizer = labelled(folder / "x.jsonl", GOOD).tokenizer
-        (folder / "x.jsonl").unlink()
-        return kind(Corpus(format=source, **place), tokenizer, 4)
+        return kind(Corpus(format=source, **place), words(), 4)
 
     one = of(["so-so", "good", "bad"])
     assert number_labels(one, one) == []
@@ -196,6 +200,7 @@ def test_tags_are_on_first_pieces(tmp_path: Path) -> None:
 
 def test_no_rows_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split without rows has no classes, and is said to be empty."""
-    monkeypatch.setattr(labelled_module, "rows", lambda source: iter(()))
+    monkeypatch.setattr(label_rows, "rows", lambda source: iter(()))
+    monkeypatch.setattr(labelled_module, "fingerprint", lambda source: "")
     with pytest.raises(DataError, match=": has no rows"):
-        LabelledTexts(Corpus(format="hub", name="some/set"), object(), 4)
+        LabelledTexts(Corpus(format="hub", name="some/set"), words(), 4)

@@ -10,6 +10,7 @@ import pytest
 
 from ortlaunch.recipe import to_yaml
 from ortlaunch.worker.data import Data, tokenizer, tokens
+from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.prepare_data import main
 from tests.makers import BERT, bert
 
@@ -41,14 +42,16 @@ def test_a_training_finds_it_all_there(prepare: Any, capsys: Captured, monkeypat
     assert len(Data(made).train) == 20
 
 
-def test_texts_with_labels_are_only_checked(prepare: Any, capsys: Captured, tmp_path: Path) -> None:
-    """No token of theirs is kept, and nobody is told so."""
+def test_so_it_does_of_rows_with_labels(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is read again, not to tell the data from others either."""
     model = {"task": "sequence-classification", "config": BERT}
-    assert prepare('{"text": "the cat", "label": 0}\n{"text": "the mat", "label": 2}\n', model=model)[1] == 0
-    said = capsys.readouterr().out
-    assert "data.train: 2 samples, 3 classes\nread and checked; rows with labels are not cached" in said
-    assert "ready in" not in said
-    assert not (tmp_path / "cache" / "tokens").exists()
+    made, status = prepare('{"text": "the cat", "label": 0}\n{"text": "the mat", "label": 2}\n', model=model)
+    assert status == 0
+    assert "data.train: 2 samples, 3 classes\nready in " in capsys.readouterr().out
+    monkeypatch.setattr(tokens, "_write_tokens", None)
+    found = Data(made).train
+    assert (len(found), int(found.sample(1, 0)["labels"])) == (2, 2)
+    assert identity(found)["fingerprint"]
 
 
 def test_a_full_cache_is_told(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import Conversations, tokenized_chats
 from ortlaunch.worker.data.corpus import named
+from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.labelled import (
     OF_ROWS,
     LabelledTexts,
@@ -75,6 +76,11 @@ class Data:
         if self._vocabulary is not None:
             number_as_trained(samples, self._vocabulary.labels)
         return samples
+
+    def read_all(self) -> list[Samples]:
+        """Both, and what tells the training's from others: the first time, rows with labels are read twice for it."""
+        identity(self.train)
+        return [self.train] if self.evaluation is None else [self.train, self.evaluation]
 
     @property
     def read(self) -> list[Samples]:
@@ -143,7 +149,7 @@ def make_samples(
     seed = recipe.seed if seed is None else seed
     length, task = recipe.data.sequence_length or 0, recipe.model.task
     if task in OF_ROWS:
-        return OF_ROWS[task](source, tokenizer, length)
+        return OF_ROWS[task](source, tokenizer, length, tell)
     if is_chat(source):
         pad = next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
         return Conversations(tokenized_chats(source, tokenizer, tell), length, pad, key)

@@ -1,67 +1,95 @@
-"""Samples of rows with labels: texts with a class or a number each, and words with a tag each."""
+"""Samples of rows with labels: texts with a class or a number each, and words with a tag each.
+
+They are tokenized once into the cache as texts are. A row is a document there: its tokens, cut to the length of a
+sample, and behind them its labels in numbers. The last document is what all rows have together.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
-import math
-from array import array
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ortlaunch.recipe.data import Corpus
-from ortlaunch.worker.data.corpus import named, rows, value
-from ortlaunch.worker.data.reading import DataError, Row
+from ortlaunch.worker.data.corpus import fingerprint
+from ortlaunch.worker.data.label_rows import Found, LabelledRow, classified, labelled_rows, scored, tagged
+from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples
+from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, silent, stored, vocabulary_of
 
-_AT_ONCE = 1000  # texts that are counted
+_SOME = 4096  # rows that tell one data set from another: so many, or up to twice as many
+_Ints = np.ndarray[Any, Any]
 
 
 class LabelledTexts:
     """Texts with a class each, cut or padded to one length."""
 
     task = "sequence-classification"
-    options: Mapping[str, Any] = {}
+    read: ClassVar[staticmethod[..., tuple[Any, list[Any]]]] = staticmethod(classified)
+    behind = 1
+    """Numbers behind the tokens of a row."""
 
-    def __init__(self, source: str | Corpus, tokenizer: Any, length: int) -> None:
+    def __init__(self, source: str | Corpus, tokenizer: Any, length: int, tell: Tell = silent) -> None:
         assert isinstance(source, Corpus)
-        self.texts: list[Any] = []
-        self.labels: list[Any] = []  # words until `number_labels`
-        self.largest = -1, ""  # label that is a number, and where it is
-        self.names: list[tuple[str, ...]] = []  # of labels that are numbers; those of several files may differ
-        for row in rows(source):
-            text, label = self.read(row, source)
-            self.texts.append(text)
-            self.labels.append(label)
-            greatest = max(label) if isinstance(label, list) else label
-            if type(greatest) is int and greatest > self.largest[0]:
-                self.largest = greatest, row.place
-            names = row.names.get(source.label_column)
-            if names and names not in self.names:
-                self.names.append(names)
-        if not self.texts:
-            raise DataError(f"{named(source)}: has no rows")
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        self.tokenizer, self.length = tokenizer, length
-        self._sizes: array[int] | None = None
+        if tokenizer.pad_token is None:
+            raise DataError("data.tokenizer: has neither a token for padding nor one for the end of a text")
+        self.source, self.length, self._tell = source, length, tell
+        self._pad, self._on_the_left = tokenizer.pad_token_id, tokenizer.padding_side == "left"
+        self._with_mask = "attention_mask" in tokenizer.model_input_names
+        self._key = f"{self.task} 1 {fingerprint(source)} {source.label_column}"
+        key = f"{self._key} {length} {_decides(tokenizer)}"
+        self._documents = stored(Work(key, self._items, self._encoder(tokenizer)), tell)
+        of_all = json.loads(_text_of(self._documents, len(self)))
+        self.labels: list[Any] = of_all["labels"]  # each once; words until `number_labels`
+        self.largest: tuple[int, str] = tuple(of_all["largest"])  # label that is a number, and where it is
+        self.names = [tuple(names) for names in of_all["names"]]  # of labels that are numbers
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self._documents.ends) - 1
 
-    def read(self, row: Row, source: Corpus) -> tuple[Any, Any]:
-        """Text and label of a row."""
-        label = value(row, source.label_column)
-        return _text(row, source), _class(row, source.label_column, label, self._first())
+    def _items(self) -> Iterator[tuple[LabelledRow | str, float]]:
+        """Rows, and at last what all of them have."""
+        found = Found()
+        for row in labelled_rows(self.source, self.read, found):
+            yield row, row.share
+        yield json.dumps({**vars(found), "labels": [*found.labels]}), 1.0
 
-    def _first(self) -> Any:
-        """The label that all others are of one kind with."""
-        return next(iter(self.all_labels()), None)
+    def _encoder(self, tokenizer: Any) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
+        """Rows -> documents; by a copy, for a call changes what a fast tokenizer is saved with."""
+        own = functools.cache(lambda: copy.deepcopy(tokenizer) if tokenizer.is_fast else tokenizer)
+
+        def encode(items: list[Any]) -> Iterator[Sequence[int]]:
+            rows = [item for item in items if isinstance(item, LabelledRow)]
+            if rows:
+                yield from self._encoded(own(), rows)
+            yield from (item.encode() for item in items[len(rows) :])
+
+        return encode
+
+    def _encoded(self, tokenizer: Any, rows: list[LabelledRow]) -> Iterator[Sequence[int]]:
+        found = self._called(tokenizer, rows)["input_ids"]
+        return ([*ids, *row.numbers] for ids, row in zip(found, rows))
+
+    def _called(self, tokenizer: Any, rows: list[LabelledRow], **options: Any) -> Any:
+        """As the tokenizer has texts that are cut, before they are padded."""
+        return tokenizer(
+            [row.text for row in rows], truncation=True, max_length=self.length,
+            return_token_type_ids=False,  # one segment: zeros for those models that have them, an error for the others
+            return_attention_mask=False,
+            **options,
+        )  # fmt: skip
 
     def all_labels(self) -> Iterable[Any]:
-        """Of all rows."""
+        """Each that a row has, once."""
         return self.labels
 
     def renumber(self, numbers: Mapping[str, int]) -> None:
@@ -70,87 +98,119 @@ class LabelledTexts:
 
     @property
     def classes(self) -> int:
-        return int(max(self.all_labels())) + 1
+        return int(max(self.labels)) + 1
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        encoded = self.encoded(self.texts[index], return_tensors="pt")
-        return {**{name: value[0] for name, value in encoded.items()}, "labels": torch.tensor(self.labels[index])}
+        ids, behind = np.split(_document(self._documents, index), [self.size(index)])
+        found = {"input_ids": self._padded(ids, self._pad)}
+        if self._with_mask:
+            found["attention_mask"] = self._padded(np.ones_like(ids), 0)
+        return {**found, "labels": self._labels_of(behind)}
 
     def size(self, index: int) -> int:
-        """Tokens of a sample before padding; those of all are counted at the first call."""
-        if self._sizes is None:
-            self._sizes = array("i")
-            for first in range(0, len(self.texts), _AT_ONCE):
-                masks = self.encoded(self.texts[first : first + _AT_ONCE], **self.options)["attention_mask"]
-                self._sizes.extend(map(sum, masks))
-        return self._sizes[index]
+        """Tokens of a sample before padding."""
+        first, after = _place(self._documents, index)
+        return after - first - self.behind
 
-    def encoded(self, text: Any, **options: Any) -> Any:
-        """At full length, as the tokenizer has it."""
-        return self.tokenizer(
-            text, truncation=True, max_length=self.length, padding="max_length",
-            return_token_type_ids=False,  # one segment: zeros for those models that have them, an error for the others
-            **options,
-        )  # fmt: skip
+    def _labels_of(self, behind: _Ints) -> torch.Tensor:
+        """As the model takes them."""
+        return torch.tensor(self._label(behind.tolist()))
+
+    def _label(self, numbers: list[int]) -> Any:
+        """As the row has it, its words in numbers."""
+        return self.labels[numbers[0]]
+
+    def _padded(self, values: _Ints, fill: int) -> torch.Tensor:
+        """To (length,), on the tokenizer's side."""
+        found: _Ints = np.full(self.length, fill, np.int64)
+        count = len(values)
+        found[slice(self.length - count, None) if self._on_the_left else slice(count)] = values
+        return torch.from_numpy(found)
+
+    def some(self) -> list[tuple[Any, Any]]:
+        """Some texts, evenly spread, with their labels; rows are read once more for them, and later the cache."""
+        step = max(1, len(self) // _SOME)
+
+        def items() -> Iterator[tuple[str, float]]:
+            chosen = itertools.islice(labelled_rows(self.source, self.read, Found()), 0, None, step)
+            return ((json.dumps([row.text, row.numbers]), row.share) for row in chosen)
+
+        found = stored(Work(f"some {step} {self._key}", items, lambda texts: map(str.encode, texts)), self._tell)
+        pairs = (json.loads(_text_of(found, number)) for number in range(len(found.ends)))
+        return [(text, self._label(numbers)) for text, numbers in pairs]
 
 
 class ScoredTexts(LabelledTexts):
     """Texts with a number each, for regression."""
 
     task = "sequence-regression"
+    read = staticmethod(scored)
+    behind = 2
     classes = 0
 
-    def read(self, row: Row, source: Corpus) -> tuple[Any, Any]:
-        label = value(row, source.label_column)
-        # A bool is an int, and no number.
-        if type(label) not in (int, float) or not math.isfinite(label):
-            raise DataError(f"{row.place}: {source.label_column} is {label!r:.80}; sequence-regression takes a number")
-        return _text(row, source), float(label)
+    def _label(self, numbers: list[int]) -> Any:
+        return np.array(numbers, np.uint32).view(np.float64).item()
 
 
 class TaggedWords(LabelledTexts):
     """Lists of words with a tag each; a word's first piece has its tag, what is left of it none."""
 
     task = "token-classification"
-    options = {"is_split_into_words": True}
+    read = staticmethod(tagged)
     varies = True
 
-    def __init__(self, source: str | Corpus, tokenizer: Any, length: int) -> None:
-        super().__init__(source, tokenizer, length)
+    def __init__(self, source: str | Corpus, tokenizer: Any, length: int, tell: Tell = silent) -> None:
         if not tokenizer.is_fast:
             raise DataError("data.tokenizer: does not tell which word a piece is of, as fast tokenizers do")
+        super().__init__(source, tokenizer, length, tell)
+
+    def _encoded(self, tokenizer: Any, rows: list[LabelledRow]) -> Iterator[Sequence[int]]:
+        """Behind the tokens a number for each: 0, or of a word's first piece one more than its tag's."""
         try:
-            self.encoded(self.texts[0], **self.options)
+            found = self._called(tokenizer, rows, is_split_into_words=True)
         except (AssertionError, ValueError) as error:  # as of byte-level ones without add_prefix_space
             raise DataError(f"data.tokenizer: takes no lists of words: {' '.join(str(error).split())}") from None
+        for number, row in enumerate(rows):
+            words = found.word_ids(number)
+            begins = (word is not None and word != before for before, word in zip([None, *words], words))
+            tags = (row.numbers[word] + 1 if first else 0 for first, word in zip(begins, words))
+            yield [*found["input_ids"][number], *tags]
 
-    def read(self, row: Row, source: Corpus) -> tuple[Any, Any]:
-        words, tags = value(row, source.text_column), value(row, source.label_column)
-        for name, found in ((source.text_column, words), (source.label_column, tags)):
-            if not isinstance(found, list) or not found:
-                raise DataError(f"{row.place}: {name} is {found!r:.80}; token-classification takes a list, one a word")
-        if len(words) != len(tags):
-            raise DataError(
-                f"{row.place}: {source.text_column} has {len(words)} words, and {source.label_column} {len(tags)} tags"
-            )
-        wrong = next((word for word in words if not isinstance(word, str) or not word.strip()), None)
-        if wrong is not None:
-            raise DataError(f"{row.place}: {source.text_column} has {wrong!r:.80}; it must be a word")
-        first = self._first()
-        return words, [_class(row, source.label_column, tag, tags[0] if first is None else first) for tag in tags]
+    def size(self, index: int) -> int:
+        first, after = _place(self._documents, index)
+        return (after - first) // 2
 
-    def all_labels(self) -> Iterable[Any]:
-        return itertools.chain.from_iterable(self.labels)
+    def _labels_of(self, behind: _Ints) -> torch.Tensor:
+        tags = [self.labels[number - 1] if number else IGNORED for number in behind.tolist()]
+        return self._padded(np.array(tags, np.int64), IGNORED)
 
-    def renumber(self, numbers: Mapping[str, int]) -> None:
-        self.labels = [[numbers[word] for word in row] for row in self.labels]
+    def _label(self, numbers: list[int]) -> Any:
+        return [self.labels[number] for number in numbers]
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        encoded, tags = self.encoded(self.texts[index], **self.options), self.labels[index]
-        words = encoded.word_ids()
-        begins = (word is not None and word != before for before, word in zip([None, *words], words))
-        labels = [tags[word] if first else IGNORED for first, word in zip(begins, words)]
-        return {**{name: torch.tensor(value) for name, value in encoded.items()}, "labels": torch.tensor(labels)}
+
+def _decides(tokenizer: Any) -> str:
+    """All that decides on the tokens of a text but where it is cut."""
+    if tokenizer.is_fast:
+        known = plain_backend(tokenizer).to_str()  # of its own say where it last cut and padded
+    else:
+        given = json.dumps(tokenizer.init_kwargs, sort_keys=True, default=lambda each: type(each).__name__)
+        known = f"{given} {tokenizer.special_tokens_map} {tokenizer.added_tokens_decoder} {vocabulary_of(tokenizer)}"
+    special = getattr(tokenizer, "split_special_tokens", False)
+    return f"{type(tokenizer).__name__} {tokenizer.truncation_side} {special} {known}"
+
+
+def _place(documents: Documents, index: int) -> tuple[int, int]:
+    """First token of a document, and after its last."""
+    return int(documents.ends[index - 1]) if index else 0, int(documents.ends[index])
+
+
+def _document(documents: Documents, index: int) -> _Ints:
+    return documents.tokens[slice(*_place(documents, index))]
+
+
+def _text_of(documents: Documents, index: int) -> bytes:
+    """A document that is JSON, a byte a token."""
+    return _document(documents, index).astype(np.uint8).tobytes()
 
 
 OF_ROWS = {kind.task: kind for kind in (LabelledTexts, ScoredTexts, TaggedWords)}
@@ -211,7 +271,7 @@ def _labelled(samples: Samples | None) -> list[LabelledTexts]:
 
 def _are_words(*parts: LabelledTexts) -> bool:
     """Whether labels are words, in all."""
-    kinds = {type(next(iter(part.all_labels()))) for part in parts}
+    kinds = {type(label) for part in parts for label in part.all_labels()}
     if len(kinds) > 1:
         raise DataError("data: labels are words in one source and numbers in another; give words alone, or numbers")
     return kinds == {str}
@@ -231,23 +291,3 @@ def class_names(train: Samples, evaluation: Samples | None) -> list[str]:
             f"data: the numbers of labels stand for {one} in one source and {other} in another; give names as labels"
         )
     return list(found[0]) if found else []
-
-
-def _class(row: Row, column: str, label: Any, first: Any) -> int | str:
-    """A label, if it is one, and of one kind with the first."""
-    # A bool is an int, and no class.
-    if label == "" or type(label) not in (int, str) or (isinstance(label, int) and label < 0):
-        raise DataError(f"{row.place}: {column} is {label!r:.80}; a class is a word, or an integer from 0")
-    if first is not None and type(label) is not type(first):
-        raise DataError(
-            f"{row.place}: {column} is {label!r}, and the first row's is {first!r}; give words alone, or numbers alone"
-        )
-    found: int | str = label
-    return found
-
-
-def _text(row: Row, source: Corpus) -> str:
-    text = value(row, source.text_column)
-    if not isinstance(text, str):
-        raise DataError(f"{row.place}: {source.text_column} is {text!r:.80}; it must be text")
-    return text

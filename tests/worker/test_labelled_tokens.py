@@ -1,0 +1,320 @@
+"""Rows with labels are tokenized once into the cache: samples are as the tokenizer's own call makes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+
+from ortlaunch.recipe.data import Corpus
+from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords, label_rows, shards, tokens
+from ortlaunch.worker.data.identity import identity
+from ortlaunch.worker.data.labelled import number_labels
+from ortlaunch.worker.data.reading import DataError
+
+LENGTH = 12
+TEXTS = [
+    "",
+    "the mat",
+    "the cat sat on the mat",
+    "Säße häufig,  nicht-oft",
+    "unbelievable " * 9,
+    " a\n[MASK] b",
+    "x" * 50,
+]
+WORDS = [["the", "cat-like", "äße"], ["unbelievable"] * 9, ["x"], ["a", "[MASK]", "supercalifragilistic"], ["on"] * 30]
+KINDS = {LabelledTexts: (TEXTS, range(7)), ScoredTexts: (TEXTS, [0.1, -3, 1e300, 2**70, 5e-324, 0.0, 1 / 3])}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tokens' folder of an own cache; tokenized four rows at a time, noted after each."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokens, "_DOCUMENTS_AT_ONCE", 4)
+    monkeypatch.setattr(tokens, "_SAVE_SECONDS", 0.0)
+    return tmp_path / "cache" / "tokens"
+
+
+def wordpiece(side: str = "right", **options: Any) -> Any:
+    """BERT's, with [CLS] and [SEP]."""
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted({*"".join(TEXTS)} - {" ", "\n"})
+    pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "the", "cat", "un", "##able", *letters]
+    names = {piece: number for number, piece in enumerate([*pieces, *(f"##{letter}" for letter in letters[:-9])])}
+    backend = Tokenizer(models.WordPiece(names, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", mask_token="[MASK]", padding_side=side, **options
+    )
+
+
+def byte_level(side: str = "right") -> Any:
+    """GPT-2's, with a mark before each text, no token for padding, and words of which some pieces are cut off."""
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["<s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>", padding_side=side)
+
+
+def slow(side: str = "right") -> Any:
+    """One in Python, with </s> behind each text."""
+    from transformers import ByT5Tokenizer
+
+    found = ByT5Tokenizer(padding_side=side)
+    assert not found.is_fast
+    return found
+
+
+def corpus(path: Path, texts: Any, labels: Any) -> Corpus:
+    rows = ({"text": text, "label": label} for text, label in zip(texts, labels))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Corpus(format="jsonl", path=(str(path),))
+
+
+def refuse(*arguments: Any, **options: Any) -> Any:
+    pytest.fail("a row was read or tokenized once more")
+
+
+def alike(found: Any, expected: dict[str, Any]) -> bool:
+    return list(found) == list(expected) and all(
+        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("make", [wordpiece, byte_level, slow])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_as_the_tokenizer_makes_them(
+    kind: Any, make: Any, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, when they are tokenized, and when they come from the cache, for which no row is read."""
+    texts, labels = KINDS[kind]
+    source, tokenizer = corpus(tmp_path / "x.jsonl", texts, labels), make(side)
+    plain, expected = make(side), []
+    plain.pad_token = plain.pad_token or plain.eos_token
+    for text, label in zip(texts, labels):
+        found = plain(text, truncation=True, max_length=LENGTH, padding="max_length", return_token_type_ids=False,
+                      return_tensors="pt")  # fmt: skip
+        value = torch.tensor(float(label) if kind is ScoredTexts else label)
+        expected.append({**{name: tensor[0] for name, tensor in found.items()}, "labels": value})
+    assert {"input_ids", "attention_mask", "labels"} == expected[0].keys()
+    for turn in range(2):
+        samples = kind(source, tokenizer, LENGTH)
+        for number, each in enumerate(expected):
+            assert alike(samples.sample(number, 0), each), (turn, number)
+            assert samples.size(number) == int(each["attention_mask"].sum())
+        monkeypatch.setattr(label_rows, "rows", refuse)
+        monkeypatch.setattr(type(tokenizer), "__call__", refuse)
+
+
+@pytest.mark.parametrize("cut", ["right", "left"])
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("make", [wordpiece, byte_level])
+def test_words_are_as_the_tokenizer_makes_them(
+    make: Any, side: str, cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each word's first piece has its tag, also of words that are cut off; that of other pieces is ignored."""
+    labels = [[(number + len(words)) % 5 for number in range(len(words))] for words in WORDS]
+    source, tokenizer, plain = corpus(tmp_path / "x.jsonl", WORDS, labels), make(side), make(side)
+    tokenizer.truncation_side = plain.truncation_side = cut
+    plain.pad_token = plain.pad_token or plain.eos_token
+    expected = []
+    for words, tags in zip(WORDS, labels):
+        found = plain(words, is_split_into_words=True, truncation=True, max_length=LENGTH, padding="max_length",
+                      return_token_type_ids=False)  # fmt: skip
+        before, of_pieces = None, []
+        for word in found.word_ids():
+            of_pieces.append(IGNORED if word is None or word == before else tags[word])
+            before = word
+        tensors = {name: torch.tensor(value) for name, value in found.items()}
+        expected.append({**tensors, "labels": torch.tensor(of_pieces)})
+    for _ in range(2):
+        samples = TaggedWords(source, tokenizer, LENGTH)
+        assert samples.classes == 5
+        assert all(alike(samples.sample(number, 0), each) for number, each in enumerate(expected))
+        assert [samples.size(n) for n in range(5)] == [int(each["attention_mask"].sum()) for each in expected]
+        monkeypatch.setattr(label_rows, "rows", refuse)
+        monkeypatch.setattr(type(tokenizer), "__call__", refuse)
+
+
+def test_a_tokenizer_without_masks(tmp_path: Path) -> None:
+    """Makes samples without."""
+    source = corpus(tmp_path / "x.jsonl", TEXTS, range(7))
+    samples = LabelledTexts(source, wordpiece(model_input_names=["input_ids"]), LENGTH)
+    assert list(samples.sample(2, 0)) == ["input_ids", "labels"]
+
+
+def test_one_without_any_token_to_pad_with_is_told(tmp_path: Path) -> None:
+    """Before anything is read."""
+    tokenizer = wordpiece()
+    tokenizer.pad_token = None
+    with pytest.raises(DataError, match=r"data\.tokenizer: has neither a token for padding nor one for the end"):
+        LabelledTexts(corpus(tmp_path / "x.jsonl", TEXTS, range(7)), tokenizer, LENGTH)
+
+
+@pytest.mark.parametrize("size", [7, 40])
+def test_samples_that_lie_in_two_shards(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are whole, and so is what all rows have."""
+    labels = [f"label {number}" for number in range(len(TEXTS))]
+    source = corpus(tmp_path / "x.jsonl", TEXTS, labels)
+    whole = LabelledTexts(source, wordpiece(), LENGTH)
+    monkeypatch.setattr(shards, "SHARD", size)
+    monkeypatch.setattr(tokens, "SHARD", size)
+    found = LabelledTexts(source, wordpiece(), LENGTH)
+    assert number_labels(found, whole) == labels
+    assert all(alike(found.sample(number, 0), dict(whole.sample(number, 0))) for number in range(len(TEXTS)))
+
+
+def test_a_label_is_told_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest number, of whatever size, also when no row is read; and the kinds of labels stay apart."""
+    source = corpus(tmp_path / "x.jsonl", "abcd", [0, 2**80, 3, 2**80])
+    for _ in range(2):
+        samples = LabelledTexts(source, wordpiece(), LENGTH)
+        assert samples.largest == (2**80, f"{tmp_path}/x.jsonl:2")
+        assert samples.classes == 2**80 + 1
+        monkeypatch.setattr(label_rows, "rows", refuse)
+
+
+def test_what_decides_on_tokens_and_labels(tmp_path: Path, cache: Path) -> None:
+    """Another length, side, column or tokenizer is another document; where the tokenizer last cut is not."""
+    path = tmp_path / "x.jsonl"
+    source = corpus(path, TEXTS, range(7))
+    rows = [json.loads(line) | {"other": number % 2} for number, line in enumerate(path.read_text().splitlines())]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = wordpiece()
+    LabelledTexts(source, tokenizer, LENGTH)
+    assert tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None  # as it is saved
+    tokenizer("a", truncation=True, max_length=2, padding="max_length")
+    LabelledTexts(source, tokenizer, LENGTH)
+    assert len([*cache.glob("*.seal")]) == 1
+    other = LabelledTexts(source.model_copy(update={"label_column": "other"}), tokenizer, LENGTH)
+    assert [int(other.sample(number, 0)["labels"]) for number in range(3)] == [0, 1, 0]
+    assert LabelledTexts(source, tokenizer, 8).sample(0, 0)["input_ids"].shape == (8,)
+    LabelledTexts(source, wordpiece(truncation_side="left"), LENGTH)
+    LabelledTexts(source, wordpiece(split_special_tokens=True), LENGTH)
+    ScoredTexts(source, tokenizer, LENGTH)
+    assert len([*cache.glob("*.seal")]) == 6
+
+
+def _killed_at(text: str, source: Corpus) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    call = PreTrainedTokenizerFast.__call__
+
+    def deadly(self: Any, texts: list[str], **options: Any) -> Any:
+        if text in texts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(self, texts, **options)
+
+    PreTrainedTokenizerFast.__call__ = deadly  # type: ignore[method-assign]
+    LabelledTexts(source, wordpiece(), LENGTH)
+
+
+def test_a_killed_process_is_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL in the middle: the next one tokenizes what is left, and all labels are as from one process."""
+    from transformers import PreTrainedTokenizerFast
+
+    texts = [f"text {number}" for number in range(40)]
+    labels = [f"label {number % 7}" for number in range(40)]
+    source, seen, call = corpus(tmp_path / "x.jsonl", texts, labels), list[str](), PreTrainedTokenizerFast.__call__
+    killed = multiprocessing.get_context("fork").Process(target=_killed_at, args=("text 25", source))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast, "__call__", lambda self, texts, **o: (seen.extend(texts), call(self, texts, **o))[1]
+    )
+    samples = LabelledTexts(source, wordpiece(), LENGTH)
+    assert 16 <= len(seen) <= 24
+    assert seen == texts[-len(seen) :]
+    assert number_labels(samples, None) == sorted({*labels})
+    assert [f"label {samples.sample(number, 0)['labels']}" for number in range(40)] == labels
+
+
+def test_memory_does_not_grow_with_texts(tmp_path: Path) -> None:
+    """Ten times the rows leave as much of it taken as few do, and so do their samples."""
+    tokenizer = wordpiece()
+
+    def taken(count: int) -> int:
+        texts = [f"the cat sat on mat {number} " * 20 for number in range(count)]
+        source = corpus(tmp_path / f"{count}.jsonl", texts, [number % 3 for number in range(count)])
+        del texts
+        LabelledTexts(source, tokenizer, LENGTH)
+        tracemalloc.start()
+        samples = LabelledTexts(source, tokenizer, LENGTH)
+        assert sum(len(samples.sample(number, 0)) for number in range(count)) == 3 * count
+        found = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return found
+
+    taken(20)
+    assert taken(3000) < taken(300) + 50_000
+
+
+@pytest.mark.parametrize("count", [3, 9000])
+def test_data_are_told_apart_as_before(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the texts and the numbers of labels of up to 8,191 rows, cut or not: a run of before goes on."""
+    monkeypatch.setattr(tokens, "_DOCUMENTS_AT_ONCE", 1000)
+    texts = [f"text {number} äß " * (1 + number % 4) for number in range(count)]
+    words = [text.split() for text in texts]
+    tags = [[f"tag {len(word) % 2}" for word in row] for row in words]
+    numbers = [[len(word) % 2 for word in row] for row in words]
+    for kind, rows, labels, expected in (
+        (LabelledTexts, texts, [["b", "a"][n % 2] for n in range(count)], [1 - n % 2 for n in range(count)]),
+        (LabelledTexts, texts, [*range(count)], [*range(count)]),
+        (ScoredTexts, texts, [n / 3 for n in range(count)], [n / 3 for n in range(count)]),
+        (TaggedWords, words, tags, numbers),
+    ):
+        samples: Any = kind(corpus(tmp_path / "x.jsonl", rows, labels), wordpiece(), LENGTH)
+        number_labels(samples, None)
+        pairs = [*zip(rows, expected)][:: max(1, count // 4096)]
+        found = hashlib.blake2b(repr(pairs).encode(), digest_size=8).hexdigest()
+        assert identity(samples)["fingerprint"] == found
+        assert identity(Mixture([samples, samples], [1, 1]))["fingerprint"] not in (None, found)
+        with monkeypatch.context() as patch:
+            patch.setattr(label_rows, "rows", refuse)
+            assert identity(samples)["fingerprint"] == found
+
+
+def test_nothing_bad_is_kept(tmp_path: Path, cache: Path) -> None:
+    """A bad row behind many good ones leaves nothing that is taken, and is told each time."""
+    source = corpus(tmp_path / "x.jsonl", ["a"] * 20, [0] * 19 + [-1])
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"x.jsonl:20: label is -1; a class is a word, or an integer from 0"):
+            LabelledTexts(source, wordpiece(), LENGTH)
+    assert not [*cache.glob("*.seal")]
+    assert len(LabelledTexts(corpus(tmp_path / "x.jsonl", ["a"] * 20, [0] * 20), wordpiece(), LENGTH)) == 20
+
+
+def test_a_tokenizer_that_takes_no_lists_of_words(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 4 says of a byte-level one without add_prefix_space; nor may it be in Python alone."""
+    source, tokenizer = corpus(tmp_path / "x.jsonl", [["a"]], [["O"]]), byte_level()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("You need to instantiate GPT2TokenizerFast with add_prefix_space=True\nto use it")
+
+    monkeypatch.setattr(type(tokenizer), "__call__", call)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"data\.tokenizer: takes no lists of words: You need .* to use it"):
+            TaggedWords(source, tokenizer, LENGTH)
+    with pytest.raises(DataError, match=r"data\.tokenizer: does not tell which word a piece is of, as fast"):
+        TaggedWords(source, slow(), LENGTH)
+    assert not [*cache.glob("*.seal")]
