@@ -43,12 +43,12 @@ def cache_folder(*names: str) -> Path:
     """
     try:
         cache_root().parent.mkdir(parents=True, exist_ok=True)
+        for folder in _down_to(names):
+            folder.mkdir(mode=0o755, exist_ok=True)
+            require_own(folder)
     except OSError as error:
         why = f"{error.strerror}: {error.filename}; ORTLAUNCH_CACHE names another place"
         raise FileError(f"{cache_root()}: cannot be made: {why}", 2) from error
-    for folder in _down_to(names):
-        folder.mkdir(mode=0o755, exist_ok=True)
-        require_own(folder)
     return cache_root().joinpath(*names)
 
 

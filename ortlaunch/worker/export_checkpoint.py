@@ -57,7 +57,11 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    found = FORMATS[form](recipe, partial, model, data)
+    try:
+        found = FORMATS[form](recipe, partial, model, data)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     partial.replace(folder)
     _tell(run, ExportLine(step, form, str(folder.absolute()), found if isinstance(found, OnnxCheck) else None))
     if isinstance(found, DeviceArtifacts):

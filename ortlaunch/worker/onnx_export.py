@@ -78,14 +78,16 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxC
         whole = Logits(model, tuple(batches[0])).eval()
     sizes = _sizes(whole, batches)
     _write(whole, batches[0], sizes, folder)
+    inputs = _inputs_of_graph(folder / "model.onnx", [*sizes.inputs])
     worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
     if not worst <= LIMIT:  # nan, too
         raise EngineError(f"ONNX Runtime's outputs differ from PyTorch's by {worst:.3g}; the limit is {LIMIT:g}")
     _save_surroundings(trained, model, folder, data.tokenizer)
     shapes = [_shape(batch, sizes) for batch in batches]
-    axes = {name: [*axes] for name, axes in {**sizes.inputs, **sizes.outputs}.items()}
+    kept = {name: sizes.inputs[name] for name in inputs}
+    axes = {name: [*axes] for name, axes in {**kept, **sizes.outputs}.items()}
     beside = (folder / _BESIDE).exists()
-    return OnnxCheck(OPSET, list(sizes.inputs), list(sizes.outputs), worst, LIMIT, shapes, beside, axes)
+    return OnnxCheck(OPSET, inputs, list(sizes.outputs), worst, LIMIT, shapes, beside, axes)
 
 
 def _shape(batch: Batch, sizes: Sizes) -> list[int]:
@@ -167,7 +169,7 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
                 dynamo=False,
             )  # fmt: skip
         except Exception as error:  # whatever the exporter raises is a reason
-            raise EngineError(f"--format onnx: the model does not export: {str(error).splitlines()[0]}") from error
+            raise EngineError(f"--format onnx: the model does not export: {_first_line(error)}") from error
     _require_evaluation(whole)  # the exporter gives every module the mode that the outermost had
     written = [path.stat().st_size for path in parts.iterdir()]
     if sum(written) > _MOST_IN_ONE_FILE:  # the exporter made a file of each tensor
@@ -184,6 +186,21 @@ def _require_evaluation(module: nn.Module) -> None:
     assert not training, f"not in evaluation mode: {training[:3]}"
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
+    """Those that the graph has; the exporter leaves out what no output depends on, as weights of the loss."""
+    import onnx
+
+    found = {each.name for each in onnx.load(str(path), load_external_data=False).graph.input}
+    unused = [name for name in inputs if name not in found]
+    if unused:
+        print(f"not in the graph, for no output depends on it: {', '.join(unused)}")
+    return [name for name in inputs if name in found]
+
+
 @torch.no_grad()
 def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
     """The largest of any output, on the CPU.
@@ -195,9 +212,10 @@ def difference(whole: Logits | Outputs, batch: Batch, path: Path) -> float:
 
     try:
         session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        found = session.run([*whole.named(*batch.values())], {name: value.numpy() for name, value in batch.items()})
+        given = {each.name: batch[each.name].numpy() for each in session.get_inputs()}
+        found = session.run([*whole.named(*batch.values())], given)
     except Exception as error:  # onnxruntime has a class for each, all of them its own
-        raise EngineError(f"--format onnx: ONNX Runtime cannot run it: {str(error).splitlines()[0]}") from error
+        raise EngineError(f"--format onnx: ONNX Runtime cannot run it: {_first_line(error)}") from error
     return largest(_apart(torch.from_numpy(one), other) for one, other in zip(found, whole(*batch.values())))
 
 
@@ -210,6 +228,8 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     if one.shape != other.shape:
         shapes = f"shape {tuple(one.shape)} by ONNX Runtime, and {tuple(other.shape)} by PyTorch"
         raise EngineError(f"--format onnx: an output has {shapes}; sizes that forward asks in Python are fixed")
+    if not one.numel():
+        return 0.0
     apart = (one.double() - other.double()).abs()
     return float(apart.masked_fill(one == other, 0.0).max())  # of infinities, too
 

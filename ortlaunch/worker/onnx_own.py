@@ -47,8 +47,15 @@ def own_outputs(recipe: Recipe, model: nn.Module, data: Data) -> tuple[Outputs, 
     whole = [stack([samples.sample(index % len(samples), epoch=0) for index in indices]) for indices in _SAMPLES]
     inputs = _inputs(model, whole[0])
     batches = [{name: batch[name] for name in inputs} for batch in whole]
-    three, two = (_tensors(model(**batch)) for batch in batches[:2])
-    outputs = [name for name, value in three.items() if (len(value), len(two[name])) == (3, 2)]
+    found = [_tensors(model(**batch)) for batch in batches]
+    sizes = [len(indices) for indices in _SAMPLES]
+    outputs = [name for name in found[0] if [len(each.get(name, ())) for each in found] == sizes]
+    for name in outputs:
+        if name in inputs:
+            raise InputError(
+                f"--format onnx: {type(model).__name__}.forward returns {name!r}, which is an input's name, too; give "
+                "the output another one"
+            )
     if not outputs:
         raise InputError(
             f"--format onnx: {type(model).__name__}.forward returns nothing beside its loss that has a row a sample; "

@@ -17,7 +17,7 @@ from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.allocator import give_back_freed_memory
 from ortlaunch.worker.checkpoint import Found, choose, explain
 from ortlaunch.worker.data import Batches, Data, load_data, reader, stack_of
-from ortlaunch.worker.data.vocabulary import keep
+from ortlaunch.worker.data.vocabulary import goes_on_with, keep
 from ortlaunch.worker.deepspeed.take_in import take_in
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
@@ -73,7 +73,8 @@ def build_session(
     progress.doing("reading checkpoints")
     found = choose(run, group)
     progress.doing("reading data")
-    data = load_data(recipe, group, data)
+    data = load_data(recipe, group, data, goes_on_with(run, recipe))
+    _ = data.evaluation if plan.task == "evaluate" else (data.train, data.evaluation)
     progress.doing("building the model")
     model = build_model(recipe, data)
     measures = plan.task == "evaluate"  # and needs nothing that was trained on

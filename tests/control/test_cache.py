@@ -136,6 +136,13 @@ def test_sealed_files_are_the_users_alone(cache: Path) -> None:
     assert [stat.S_IMODE(path.stat().st_mode) for path in (file, record)] == [0o644] * 2
 
 
+def test_a_folder_that_cannot_be_made_where_its_parent_is_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a file system that takes none."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", "/proc/nocache")
+    with pytest.raises(FileError, match=r"^/proc/nocache: cannot be made: .*; ORTLAUNCH_CACHE names another place$"):
+        cache_folder("tokens")
+
+
 def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a user whose HOME is none."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", "/dev/null/home/cache")

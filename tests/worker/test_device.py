@@ -114,6 +114,15 @@ def test_steps_are_pytorchs(bert: Made) -> None:
         torch.testing.assert_close(torch.tensor(found[name]), value.detach(), atol=2e-5, rtol=0)
 
 
+def test_more_steps_than_epochs_have(bert: Made) -> None:
+    """What is to be typed is taken: epochs stand beside max_steps nowhere."""
+    from ortlaunch.worker.device.train import _more
+
+    assert _more(bert.recipe, 9) == "train.max_steps=9"
+    train = bert.recipe.train.model_copy(update={"epochs": 1.0, "max_steps": None})
+    assert _more(bert.recipe.model_copy(update={"train": train}), 9) == "train.max_steps=9 train.epochs=null"
+
+
 def test_it_learns_goes_on_and_leaves(bert: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Six steps at once, or two and four; a lower loss, one number by the artifacts and by the exported model."""
     at_once = bert.train(tmp_path / "six")

@@ -51,6 +51,40 @@ class Tuple(Own):
         return scores if y is None else (self.loss(scores, y), scores)
 
 
+class Weighted(Own):
+    """Takes weights of its loss, without which it has one all the same."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None, w: torch.Tensor | None = None) -> Any:
+        scores = self.scores(x)
+        if y is None:
+            return {"scores": scores}
+        lost = nn.functional.cross_entropy(scores, y, reduction="none")
+        return {"loss": lost.mean() if w is None else (lost * w).mean(), "scores": scores}
+
+
+class SameName(Own):
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        return {"x": x, "scores": self.scores(x)} | ({} if y is None else {"loss": self.loss(self.scores(x), y)})
+
+
+class Mute(Own):
+    """Does not let itself be traced, and does not say why."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        if torch.jit.is_tracing():
+            raise AssertionError
+        return {"scores": self.scores(x)} | ({} if y is None else {"loss": self.loss(self.scores(x), y)})
+
+
+class Squeezed(Own):
+    """Of one sample it returns a number."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        scores = self.scores(x)
+        more = {} if y is None else {"loss": self.loss(scores, y)}
+        return {"scores": scores, "one": scores[:, 0].squeeze(), "none": scores[:, :0], **more}
+
+
 class Needy(Own):
     def forward(self, y: torch.Tensor, x: torch.Tensor) -> Any:
         scores = self.scores(x)
@@ -88,6 +122,11 @@ def data() -> list[dict[str, torch.Tensor]]:
     return [{"x": torch.rand(5), "scale": torch.tensor([2.0, 0.5]), "y": torch.tensor(n % 2)} for n in range(6)]
 
 
+def weighted() -> list[dict[str, torch.Tensor]]:
+    """Each with what it counts in the loss."""
+    return [{**row, "w": torch.tensor(1.0 + n)} for n, row in enumerate(data())]
+
+
 def ragged() -> list[dict[str, torch.Tensor]]:
     """Rows of other lengths, which `longest` pads."""
     return [{"x": torch.rand(3 + n), "y": torch.tensor(n % 2)} for n in range(6)]
@@ -109,7 +148,7 @@ def exported(
     """As `ortlaunch export` makes it."""
     module: Any = types.ModuleType("own_onnx")
     module.model, module.data, module.longest = model, data, longest
-    module.ragged, module.ragged_later = ragged, ragged_later
+    module.ragged, module.ragged_later, module.weighted = ragged, ragged_later, weighted
     patch.setitem(sys.modules, "own_onnx", module)
     train = {"format": "custom", "factory": own.get("data", "own_onnx:data")}
     collate = {"collate": own["collate"]} if "collate" in own else {}
@@ -146,6 +185,33 @@ def test_a_length_that_differs_in_the_last_batch_alone_is_open(tmp_path: Path, m
     """Any two batches tell, not the first two."""
     found, _ = exported(Tuple, tmp_path, monkeypatch, data="own_onnx:ragged_later", collate="own_onnx:longest")
     assert (found.open_axes, found.batches) == ({"x": [0, 1], "output": [0]}, [[3, 3], [2, 3], [1, 4]])
+
+
+def test_weights_of_the_loss_are_not_in_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing that it returns depends on them; that is told."""
+    found, _ = exported(Weighted, tmp_path, monkeypatch, data="own_onnx:weighted")
+    assert (found.inputs, found.open_axes) == (["x"], {"x": [0], "scores": [0]})
+    assert capsys.readouterr().out == "not in the graph, for no output depends on it: w\n"
+
+
+def test_an_output_named_like_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph cannot have both."""
+    with pytest.raises(InputError, match=r"SameName\.forward returns 'x', which is an input's name, too"):
+        exported(SameName, tmp_path, monkeypatch)
+
+
+def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a bare assert."""
+    with pytest.raises(EngineError, match=r"the model does not export: AssertionError$"):
+        exported(Mute, tmp_path, monkeypatch)
+
+
+def test_outputs_that_one_sample_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are none; those without a number in them are equal."""
+    found, _ = exported(Squeezed, tmp_path, monkeypatch)
+    assert found.outputs == ["scores", "none"]
 
 
 def test_infinities_are_equal_to_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def train(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path, to:
     device = Device(place, checkpoint, trains=True)
     if steps is not None and span.first + steps > span.last:
         left = counted(span.last - span.first, "step")
-        print(f"--steps {steps}: {left} of {span.total} left; for more: train.max_steps={span.first + steps}")
+        print(f"--steps {steps}: {left} of {span.total} left; for more: {_more(recipe, span.first + steps)}")
     print(f"steps {span.first + 1} to {span.last} of {span.total}, each one pass over {micro} samples", flush=True)
     plan = BatchPlan(micro, micro, 1, 1, None)
     losses = _take(device, recipe, Batches(data.train, plan, recipe.seed, stack=stack_of(recipe)), span)
@@ -55,8 +55,13 @@ def _span(recipe: Recipe, samples: int, micro: int, checkpoint: Path, steps: int
     if total is None:
         total = max(1, math.ceil(round((recipe.train.epochs or 0.0) * samples / micro, 6)))
     if first >= total:
-        raise InputError(f"{checkpoint} has {first} steps of {total}; for more: train.max_steps={2 * total}")
+        raise InputError(f"{checkpoint} has {first} steps of {total}; for more: {_more(recipe, 2 * total)}")
     return _Span(first, total if steps is None else min(first + steps, total), total)
+
+
+def _more(recipe: Recipe, steps: int) -> str:
+    """What to type for so many steps."""
+    return f"train.max_steps={steps}" + (" train.epochs=null" if recipe.train.epochs is not None else "")
 
 
 def _take(device: Device, recipe: Recipe, batches: Batches, span: _Span) -> list[float]:
