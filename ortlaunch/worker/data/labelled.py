@@ -101,7 +101,8 @@ class LabelledTexts:
         return int(max(self.labels)) + 1
 
     def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
-        ids, behind = np.split(_document(self._documents, index), [self.size(index)])
+        document, size = _document(self._documents, index), self.size(index)
+        ids, behind = document[:size], document[size:]
         found = {"input_ids": self._padded(ids, self._pad)}
         if self._with_mask:
             found["attention_mask"] = self._padded(np.ones_like(ids), 0)
