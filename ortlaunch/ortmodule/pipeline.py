@@ -149,11 +149,7 @@ def _traced_once(export: Export, original: Callable[..., Any], arguments: dict[s
 @functools.wraps(torch.onnx.export)  # ORT looks at its signature
 def _trace(*args: Any, **kwargs: Any) -> Any:
     """ORT's `torch.onnx.export`: step 2."""
-    cached = torch.is_autocast_cache_enabled()
-    try:
-        return _tracer()(*args, **kwargs)
-    finally:
-        torch.set_autocast_cache_enabled(cached)  # torch leaves it off where a trace fails
+    return tracing.with_autocasts_cache(_tracer())(*args, **kwargs)
 
 
 @functools.cache

@@ -35,6 +35,20 @@ def _is_large(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and weight.numel() > _SMALL
 
 
+def with_autocasts_cache(export: Callable[..., Any]) -> Callable[..., Any]:
+    """An export after which autocast caches as before: torch leaves that off where a trace fails."""
+
+    @functools.wraps(export)
+    def export_with_autocasts_cache(*args: Any, **kwargs: Any) -> Any:
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            return export(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+
+    return export_with_autocasts_cache
+
+
 def with_own_constants(export: Callable[..., Any]) -> Callable[..., Any]:
     """An export whose forms read copies of a graph's constants.
 

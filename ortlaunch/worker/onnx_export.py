@@ -18,6 +18,7 @@ from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency
 from ortlaunch.ortmodule.symbolics import counting, unflattening
+from ortlaunch.ortmodule.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.export_records import OnnxCheck
 from ortlaunch.worker.data import Data, collate
@@ -163,7 +164,7 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what tracing cannot see; the comparison shows whether it mattered
         try:
-            counting(unflattening(torch.onnx.export))(  # Whisper's mask, and nn.MultiheadAttention
+            with_autocasts_cache(counting(unflattening(torch.onnx.export)))(  # Whisper, MultiheadAttention
                 whole, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
                 output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
                 dynamo=False,

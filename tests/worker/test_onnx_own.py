@@ -206,6 +206,7 @@ def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     """As of a bare assert."""
     with pytest.raises(EngineError, match=r"the model does not export: AssertionError$"):
         exported(Mute, tmp_path, monkeypatch)
+    assert torch.is_autocast_cache_enabled()  # which torch leaves off
 
 
 def test_outputs_that_one_sample_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
