@@ -28,6 +28,8 @@ class OnnxCheck:
     """Whether the weights, above 2 GB, are in model.onnx_data beside it."""
     open_axes: dict[str, list[int]] = field(default_factory=dict)
     """Of inputs and outputs, those whose size may be any: 0 is the batch."""
+    python_decisions: list[str] = field(default_factory=list)
+    """Of a model of your own, FILE:LINE where Python took a tensor's value, which is the traced batch's for ever."""
 
 
 @dataclass

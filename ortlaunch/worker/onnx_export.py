@@ -78,7 +78,11 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxC
         batches = real_batches(model, data)
         whole = Logits(model, tuple(batches[0])).eval()
     sizes = _sizes(whole, batches)
-    _write(whole, batches[0], sizes, folder)
+    decisions = _write(whole, batches[0], sizes, folder)
+    if recipe.model.task != "custom":
+        decisions = []  # transformers' are of sizes; the comparison shows whether they matter
+    for place in decisions:
+        print(f"{place}: Python takes a tensor's value here: the graph has that of the batch that was traced, for ever")
     inputs = _inputs_of_graph(folder / "model.onnx", [*sizes.inputs])
     worst = largest(difference(whole, batch, folder / "model.onnx") for batch in batches)
     if not worst <= LIMIT:  # nan, too
@@ -88,7 +92,7 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxC
     kept = {name: sizes.inputs[name] for name in inputs}
     axes = {name: [*axes] for name, axes in {**kept, **sizes.outputs}.items()}
     beside = (folder / _BESIDE).exists()
-    return OnnxCheck(OPSET, inputs, list(sizes.outputs), worst, LIMIT, shapes, beside, axes)
+    return OnnxCheck(OPSET, inputs, list(sizes.outputs), worst, LIMIT, shapes, beside, axes, decisions)
 
 
 def _shape(batch: Batch, sizes: Sizes) -> list[int]:
@@ -154,15 +158,16 @@ def _sizes(whole: Logits | Outputs, batches: list[Batch]) -> Sizes:
     return Sizes(axes(batches), axes([whole.named(*batch.values()) for batch in batches]))
 
 
-def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) -> None:
-    """One file, or one with the weights in another beside it; checked by onnx."""
+def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) -> list[str]:
+    """One file, or one with the weights in another beside it; checked by onnx. Where Python took a tensor's value."""
     import onnx
 
     _require_evaluation(whole)
     parts = folder / "parts"
     parts.mkdir()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what tracing cannot see; the comparison shows whether it mattered
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", torch.jit.TracerWarning)  # of what tracing cannot see
         try:
             with_autocasts_cache(counting(unflattening(torch.onnx.export)))(  # Whisper, MultiheadAttention
                 whole, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
@@ -180,6 +185,8 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
         (parts / "model.onnx").replace(folder / "model.onnx")
     shutil.rmtree(parts)
     onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    taken = (each for each in told if str(each.message).startswith("Converting a tensor to a Python"))
+    return [*dict.fromkeys(f"{each.filename}:{each.lineno}" for each in taken)]
 
 
 def _require_evaluation(module: nn.Module) -> None:

@@ -76,6 +76,16 @@ class Mute(Own):
         return {"scores": self.scores(x)} | ({} if y is None else {"loss": self.loss(self.scores(x), y)})
 
 
+class Branching(Own):
+    """Decides by a value that the run's own samples hardly have."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        scores = self.scores(x)
+        if x.max() > 0.9999999:
+            scores = scores * 10
+        return {"scores": scores} | ({} if y is None else {"loss": self.loss(scores, y)})
+
+
 class Squeezed(Own):
     """Of one sample it returns a number."""
 
@@ -200,6 +210,18 @@ def test_an_output_named_like_an_input(tmp_path: Path, monkeypatch: pytest.Monke
     """A graph cannot have both."""
     with pytest.raises(InputError, match=r"SameName\.forward returns 'x', which is an input's name, too"):
         exported(SameName, tmp_path, monkeypatch)
+
+
+def test_what_python_decided_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The compared batches need not show it: file and line, printed and recorded; a model without has none."""
+    found, _ = exported(Branching, tmp_path, monkeypatch)
+    (place,) = found.python_decisions
+    assert place.startswith(f"{__file__}:")
+    assert f"{place}: Python takes a tensor's value here" in capsys.readouterr().out
+    (tmp_path / "other").mkdir()
+    assert exported(Mapped, tmp_path / "other", monkeypatch)[0].python_decisions == []
 
 
 def test_an_error_without_words_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
