@@ -179,3 +179,47 @@ def test_a_corpus_that_changed(train: Train, home: Path) -> None:
     words = [(place / "tokenizer.json").read_text() for place in (run.folder / "export", home / "moved")]
     assert words[0] == words[1] == (run.folder / "tokenizer/tokenizer.json").read_text()
     assert "quite" not in json.loads(words[0])["model"]["vocab"]
+
+
+OWN = """
+from pathlib import Path
+
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        return ((self.last(x) - y) ** 2).mean()
+
+
+def data(count, path):
+    Path(path).read_text()
+    rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(count))
+    return [{"x": row, "y": row.sum().reshape(1)} for row in rows]
+"""
+
+
+def test_a_custom_run_is_measured_without_its_training_data(home: Path) -> None:
+    """They may be gone, or on another machine; the held-out ones are read."""
+    (home / "own_data.py").write_text(OWN)
+    for name in ("seen.txt", "held.txt"):
+        (home / name).write_text("")
+    source = "{{format: custom, factory: 'own_data:data', arguments: {{count: {}, path: {}.txt}}}}"
+    (home / "own_data.yaml").write_text(
+        "name: own\nmodel: {task: custom, factory: 'own_data:Net'}\n"
+        f"data: {{train: {source.format(16, 'seen')}, evaluation: {source.format(8, 'held')}}}\n"
+        "batch: {micro_size: 8, accumulation_steps: 1}\noptimizer: {name: sgd, learning_rate: 0.1}\n"
+        "engine: {name: eager}\ntrain: {max_steps: 2}\n"
+    )
+    done = ortlaunch(home, "train", "own_data.yaml", "--run-dir=own_data")
+    assert done.returncode == 0, done.stderr
+    (home / "seen.txt").unlink()
+    done = ortlaunch(home, "evaluate", "own_data")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = json.loads((home / "own_data/evaluations/step_00000002/evaluation.json").read_text())
+    told = json.loads((home / "own_data/summary.json").read_text())
+    assert found["loss"] == pytest.approx(told["evaluation_loss"], rel=1e-6)
