@@ -79,7 +79,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     if not recipe.data.is_custom:  # whose function may want the group
         progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it
         data = Data(recipe, progress.tell, goes_on_with(run, recipe))
-        _ = data.evaluation if plan.task == "evaluate" else data.read_all()
+        data.read_for(plan.task)
         if recipe.model.task != "custom":
             config_of(recipe, data)  # that tokenizer and labels fit into the model
     if rank.world_size > 1:

@@ -25,7 +25,7 @@ def main() -> int:
 
         with of_ours(cache_root()):
             data = Data(recipe, line.show)
-            data.read_all()
+            data.read_for("train")
     except OrtlaunchError as error:
         line.end()
         print(f"ortlaunch: {error}", file=sys.stderr)

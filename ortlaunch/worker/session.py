@@ -74,7 +74,7 @@ def build_session(
     found = choose(run, group)
     progress.doing("reading data")
     data = load_data(recipe, group, data, goes_on_with(run, recipe))
-    _ = data.evaluation if plan.task == "evaluate" else (data.train, data.evaluation)
+    data.read_for(plan.task)
     progress.doing("building the model")
     model = build_model(recipe, data)
     measures = plan.task == "evaluate"  # and needs nothing that was trained on

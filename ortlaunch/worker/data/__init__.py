@@ -77,10 +77,14 @@ class Data:
             number_as_trained(samples, self._vocabulary.labels)
         return samples
 
-    def read_all(self) -> list[Samples]:
-        """Both, and what tells the training's from others: the first time, rows with labels are read twice for it."""
-        identity(self.train)
-        return [self.train] if self.evaluation is None else [self.train, self.evaluation]
+    def read_for(self, task: str) -> None:
+        """What a plan's task needs: what is held out alone to evaluate, else both.
+
+        And what tells the training's from others: the first time, rows with labels are read twice for it.
+        """
+        if task != "evaluate":
+            identity(self.train)
+        _ = self.evaluation
 
     @property
     def read(self) -> list[Samples]:
