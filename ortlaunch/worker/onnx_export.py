@@ -205,7 +205,7 @@ def _inputs_of_graph(path: Path, inputs: list[str]) -> list[str]:
     found = {each.name for each in onnx.load(str(path), load_external_data=False).graph.input}
     unused = [name for name in inputs if name not in found]
     if unused:
-        print(f"not in the graph, for no output depends on it: {', '.join(unused)}")
+        print(f"no inputs of the graph, whose outputs have nothing of their tensors: {', '.join(unused)}")
     return [name for name in inputs if name in found]
 
 

@@ -203,7 +203,7 @@ def test_weights_of_the_loss_are_not_in_the_graph(
     """Nothing that it returns depends on them; that is told."""
     found, _ = exported(Weighted, tmp_path, monkeypatch, data="own_onnx:weighted")
     assert (found.inputs, found.open_axes) == (["x"], {"x": [0], "scores": [0]})
-    assert capsys.readouterr().out == "not in the graph, for no output depends on it: w\n"
+    assert capsys.readouterr().out == "no inputs of the graph, whose outputs have nothing of their tensors: w\n"
 
 
 def test_an_output_named_like_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
