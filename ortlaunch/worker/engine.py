@@ -19,7 +19,7 @@ import torch
 
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.machine import share_of_cores
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule import cuda_libraries, extensions
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.best import evaluates_with_scores
@@ -224,11 +224,14 @@ def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: B
 
     witness = Witness()
     witness.install()
-    reason, wrapped = "", None
+    # In a process of its own, once a host: without a library or driver ORT may abort the process.
+    on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
+    reason, wrapped = cuda_libraries.check() if on_gpu else "", None
     try:
-        wrapped = _wrapped(recipe, model, group)
-        _probe(recipe, wrapped, model, group, sample)
-        require_effect(settings_of(recipe.engine), witness.graphs)
+        if not any(group.gather(reason)):
+            wrapped = _wrapped(recipe, model, group)
+            _probe(recipe, wrapped, model, group, sample)
+            require_effect(settings_of(recipe.engine), witness.graphs)
     except MissingDependency:
         raise
     except EngineError as error:

@@ -176,6 +176,11 @@ def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch,
     assert extensions.wanted() == ["aten_op_executor", "torch_interop_utils", "torch_gpu_allocator", "fused_ops"]
     environment = extensions._build_environment()
     assert environment["ONNXRUNTIME_CUDA_VERSION"] == "12.2"
+    assert environment["TORCH_CUDA_ARCH_LIST"] == "7.0;7.5;8.0;8.6;9.0+PTX"
+    assert extensions.cache_dir().name.endswith("_7.0-7.5-8.0-8.6-9.0+PTX")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert extensions._build_environment()["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert extensions.cache_dir().name.endswith("_9.0")
     assert environment["ONNXRUNTIME_ROCM_VERSION"] == ""
     assert environment["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] == "-lineinfo,-O3,--use_fast_math,--threads,0"
 
