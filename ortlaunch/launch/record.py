@@ -103,7 +103,8 @@ class JobRecord:
         if not number:
             return cls.of_this_process(backend, state)
         queued = cls.read(run)
-        return cls(scheduler, number, socket.gethostname(), "", "", queued.started if queued else now(), state)
+        started, failed = (queued.started, queued.attempts) if queued else (now(), ())
+        return cls(scheduler, number, socket.gethostname(), "", "", started, state, attempts=failed)
 
     @classmethod
     def read(cls, run: RunDir) -> JobRecord | None:

@@ -78,6 +78,7 @@ class RunDir:
         self.stop_request = self.requests / "stop.json"
         self.save_request = self.requests / "save.json"
         self.cancelled = self.requests / "cancel"
+        self.requeue_request = self.requests / "requeue"
         self.stopped = self.path / "stopped.json"
         self.lock = self.path / "lock"
         self.job = self.path / "job.json"

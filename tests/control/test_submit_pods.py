@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ortlaunch import recipe
-from ortlaunch.errors import InputError, LaunchError, MissingDependency
+from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run.cancel import cancel
@@ -130,6 +130,20 @@ def test_what_a_failure_means() -> None:
     alone = documents("bert-large", "job", "launch.nodes=1")
     assert [each["kind"] for each in alone] == ["ConfigMap", "Job"]
     assert not any("--master" in word for word in alone[-1]["spec"]["template"]["spec"]["containers"][0]["command"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "why"),
+    [
+        ("azureml", (), "Azure ML has no restart of a command job"),
+        ("trainjob", (), "a TrainJob has no field for it: failurePolicy.maxRestarts of the runtime's JobSet"),
+        ("job", ("submit.requeue=false",), "the job may not be queued again (submit.requeue: false)"),
+    ],
+)
+def test_restarts_that_no_queue_does(kind: str, more: tuple[str, ...], why: str) -> None:
+    """`launch.max_restarts` is refused where nothing would restart the run."""
+    with pytest.raises(PlanError, match=re.escape(f"launch.max_restarts: 3 is not possible: {why}")):
+        requested("bert-large", kind, "launch.max_restarts=3", *more)
 
 
 def test_names_fit_hosts() -> None:
