@@ -55,7 +55,7 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     if not most:
         return []
     if plan.launcher == INSIDE:
-        return ["  launch.max_restarts: this launcher is not ortlaunch's; a job of `ortlaunch submit` restarts the run, "
+        return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch submit` restarts the run; "
                 "else start the same command again from the batch script"]  # fmt: skip
     times, nodes = counted(most, "time"), recipe.launch.elastic
     lost = [f"  a lost host is left out, and taken back at a restart; hosts: {nodes} (launch.nodes)"] if nodes else []

@@ -1,4 +1,4 @@
-"""`python ortlaunch/start.py ortlaunch.run.ended RUN RESTARTS STATUS`: the verdict on a queued run, for its batch script.
+"""`python ortlaunch/start.py ortlaunch.run.ended RUN RESTARTS STATUS`: a queued run's verdict, for its script.
 
 srun's status may be that of a rank that was ended because another failed. This one's is the first failing rank's, and
 it writes the verdict into job.json, as `ortlaunch train` does for the ranks that it starts itself. Where the run

@@ -78,7 +78,6 @@ class RunDir:
         self.stop_request = self.requests / "stop.json"
         self.save_request = self.requests / "save.json"
         self.cancelled = self.requests / "cancel"
-        self.requeue_request = self.requests / "requeue"
         self.stopped = self.path / "stopped.json"
         self.lock = self.path / "lock"
         self.job = self.path / "job.json"
@@ -133,6 +132,11 @@ class RunDir:
     def restart_request(self) -> Path:
         """Another start is asked for, beside a stop."""
         return self.requests / "restart.json"
+
+    @property
+    def requeue_request(self) -> Path:
+        """For a batch script: another turn is required."""
+        return self.requests / "requeue"
 
     @property
     def fabric(self) -> Path:
