@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.process import Process
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run.folder import RunDir, read_json, write_json
 
-# What ranks find in their environment: SCHEDULER:ID of the job that `ortlaunch submit` queued.
-JOB_VARIABLE = "ORTLAUNCH_JOB"
 _T = TypeVar("_T")
 _NONE = type(None)
 # What the fields below may hold.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ortlaunch.launch.failure import End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
 from ortlaunch.plan import Plan
-from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.rank import EXIT_SAVED, NO_FAULT
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.lost import LOST
@@ -26,8 +26,6 @@ from ortlaunch.units import counted, duration
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds
 _FURTHER_STEPS = 100  # that count as progress, where no checkpoint was written
-# Input errors; saved and asked to be queued again; stopped by SIGHUP, SIGINT or SIGTERM from whoever it was.
-_NO_FAULT = (2, EXIT_SAVED, 129, 130, 143)
 _KILLED = 137
 
 
@@ -53,7 +51,7 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
         if _is_to_go_on(run, ended):
             checkpoint = _newest(run)
             continue
-        if ended.end.status == 0 or ended.stopped or ended.end.status in _NO_FAULT or not limit:
+        if ended.end.status == 0 or ended.stopped or ended.end.status in NO_FAULT or not limit:
             return _with_count(ended, failed)
         failed.append(_attempt(run, ended.end, len(failed) + 1, time.monotonic() - began, checkpoint))
         file.failed(failed)
@@ -184,7 +182,7 @@ def failed_turn(run: RunDir, end: End, number: int, seconds: float, prepared: bo
         prepared: whether rank 0 of this turn wrote the folder.
     """
     restarted = prepared and Plan.read(run.plan).launcher != "inside"
-    if end.status == 0 or end.status in _NO_FAULT or restarted or run.stop_request.exists():
+    if end.status == 0 or end.status in NO_FAULT or restarted or run.stop_request.exists():
         return None
     if prepared:
         return _attempt(run, end, number, seconds, _newest(run, run.request.stat().st_mtime_ns))

@@ -35,6 +35,7 @@ def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
         variables=((MODULES_VARIABLE, os.path.abspath(resolved.command.modules)),),
         options=chosen.submit.model_dump(mode="json"),
         recipe=recipe.to_yaml(chosen),
+        restarts=chosen.launch.max_restarts,
         secrets=chosen.launch.forward,
     )
     return scheduler(name).request(job)

@@ -14,8 +14,9 @@ import yaml
 
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import JobState
-from ortlaunch.launch.record import JOB_VARIABLE, JobRecord
+from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run import ended, listing, queued, registry
 from ortlaunch.run.cancel import cancel
 from ortlaunch.run.folder import RunDir, write_json, write_text
