@@ -20,6 +20,7 @@ from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.output import terminal_width
 from ortlaunch.planning.describe import describe
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.recipe import Recipe
 from ortlaunch.run import checkup, elastic, micro_size, provenance, registry, resume
 from ortlaunch.run.finished import nothing_left, with_next
@@ -32,7 +33,7 @@ from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.units import duration
 
-_JOIN_SECONDS = 120
+_JOIN_SECONDS, _POD_SECONDS = 120, 1800  # a pod's image may have to be pulled
 
 
 def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = AUTOMATIC) -> int:
@@ -154,12 +155,11 @@ def _be_a_rank(resolved: ResolvedRun, run: RunDir, before: Recipe | None, lock: 
         for path, text in request_of(resolved.plan, run).files:
             write_text(Path(path), text)
         write_text(mark, "")
-    deadline = time.monotonic() + _JOIN_SECONDS
+    seconds = _POD_SECONDS if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:") else _JOIN_SECONDS
+    deadline = time.monotonic() + seconds
     while not mark.exists():
         if time.monotonic() > deadline:
-            raise LaunchError(
-                f"rank 0 did not prepare {run} within {_JOIN_SECONDS} s; is it on a disk that all hosts share?"
-            )
+            raise LaunchError(f"rank 0 did not prepare {run} within {seconds} s; is it on a disk that all hosts share?")
         time.sleep(0.05)
     argv = request_of(resolved.plan, run).argv
     os.execve(argv[0], argv, {**os.environ, **dict(resolved.plan.env)})
