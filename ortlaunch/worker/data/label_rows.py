@@ -41,6 +41,8 @@ class Found:
 
     labels: dict[Any, int] = field(default_factory=dict)
     """Words, or numbers of classes, by their first appearance."""
+    counts: list[int] = field(default_factory=list)
+    """Of each label in `labels`: how many rows, or words, have it."""
     largest: tuple[int, str] = (-1, "")
     """Label that is a number, and where it is."""
     names: list[tuple[str, ...]] = field(default_factory=list)
@@ -52,7 +54,11 @@ class Found:
             return [*map(int, np.array([label]).view(np.uint32))]
         if isinstance(label, int) and label > self.largest[0]:
             self.largest = label, place
-        return [self.labels.setdefault(label, len(self.labels))]
+        number = self.labels.setdefault(label, len(self.labels))
+        if number == len(self.counts):
+            self.counts.append(0)
+        self.counts[number] += 1
+        return [number]
 
 
 def labelled_rows(source: Corpus, read: Read, found: Found) -> Iterator[LabelledRow]:
