@@ -205,7 +205,7 @@ class OnnxRuntime:
     exports: int
     """Runs of torch.onnx.export."""
     re_exports: int
-    """Graphs thrown away, because a call or what is frozen had changed."""
+    """Exports beyond a model's first ones for training and evaluation, because a call, mode or value had changed."""
     export_seconds: float
     """Spent in those exports, with the passes of the model that they take."""
     label_density: float | None
