@@ -13,6 +13,7 @@ import pytest
 
 from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
 from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker import rank_supervisor
 from ortlaunch.worker.child import Child
 from tests.worker.guarded import guarded, write_plan
 
@@ -130,6 +131,15 @@ def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     life = f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); assert heard.asked"
     ended = guarded(run, life)
     assert (ended.status, ended.record) == (0, None)
+
+
+def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats, stops and the log come between, however fast it prints."""
+    pieces = iter([b"x" * 65536] * 1000)
+    monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: next(pieces))
+    assert rank_supervisor._read(0) == b"x" * 65536 * 16
+    monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: b"")
+    assert rank_supervisor._read(0) == b""
 
 
 STOPPED = "write_json(RunDir(sys.argv[2]).error(0), {'type': 'Stopped', 'secondary': False})"
@@ -280,3 +290,28 @@ def lives(pid: str) -> bool:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
+
+
+ECHO = "raise RuntimeError('x: Connection closed by peer')"
+
+
+@pytest.mark.parametrize(
+    ("life", "others", "job", "status"),
+    [
+        (ECHO, "a fault", "job.batch", 85),
+        (ECHO, "a checkpoint", "job.batch", 85),  # of a node that took its own account away
+        (ECHO, "", "job.batch", 1),
+        (ECHO, "a fault", "trainjob.trainer.kubeflow.org", 1),
+        ("sys.exit(7)", "a checkpoint", "job.batch", 7),
+    ],
+)
+def test_a_pod_that_ends_for_anothers_fault(life: str, others: str, job: str, status: int, run: RunDir) -> None:
+    """Its status is the one on which an indexed Job replaces it without counting; the faulty rank keeps its own."""
+    write_plan(run, "inside")
+    run.failure_printed.parent.mkdir(parents=True)
+    run.failure_printed.touch()
+    if others == "a fault":
+        write_json(run.error(0), {"secondary": False, "exit_status": 1, "rank": 0})
+    elif others:
+        write_text(run.checkpoint(3) / "COMPLETE", "")
+    assert guarded(run, life, ORTLAUNCH_JOB=f"kubernetes:default/{job}/x").status == status
