@@ -46,6 +46,7 @@ PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the co
 
 _FULL_BYTES = 1 << 20
 _STEP = re.compile(r"step_(\d+)")
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 
 class RunDir:
@@ -246,6 +247,11 @@ def write_text(path: Path, text: str) -> None:
         if isinstance(error, OSError) and error.filename is None:  # a full disk is met in a write, which has no name
             error.filename = str(path)
         raise
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether `write_text` was killed while it wrote that file."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def write_json(path: Path, value: Any) -> None:
