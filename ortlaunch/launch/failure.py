@@ -89,6 +89,7 @@ def _without_cause(
 ) -> End:
     """The end of a run of which no rank tells a failure of its own."""
     plan, asked = Plan.read(run.plan), _asked(run)
+    status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
     if ended_by is not None and plan.launcher != "local":
         what = f"{_program(plan)} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
