@@ -91,7 +91,7 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "signal_seconds container container.runtime container.image container.mounts", "submit"),
     **_all(_EFFECT, "setup options kubernetes azureml", "submit"),
     **_all(_EFFECT, "kind image runs volumes workdir namespace queue runtime secret gpu cpu", "submit.kubernetes"),
-    **_all(_EFFECT, "memory shared_memory node_selector service_account", "submit.kubernetes"),
+    **_all(_EFFECT, "memory shared_memory node_selector service_account trainer", "submit.kubernetes"),
     **_all(_EFFECT, "compute environment runs data code distribution experiment shared_memory", "submit.azureml"),
     **_all(_EFFECT, "workspace resource_group", "submit.azureml"),
 }

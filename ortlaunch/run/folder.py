@@ -136,6 +136,11 @@ class RunDir:
         return self.requests / "restart.json"
 
     @property
+    def requeue_request(self) -> Path:
+        """For a batch script: another turn is required."""
+        return self.requests / "requeue"
+
+    @property
     def fabric(self) -> Path:
         """What ranks of `ortlaunch doctor --fabric` measured."""
         return self.path / "fabric.json"

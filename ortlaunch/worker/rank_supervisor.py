@@ -21,9 +21,10 @@ from typing import NoReturn
 
 from ortlaunch import machine
 from ortlaunch.plan import Plan
-from ortlaunch.rank import EXIT_SAVED, Rank
+from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run import lock
 from ortlaunch.run.folder import RunDir, progress_width
+from ortlaunch.run.folder import account as recorded
 from ortlaunch.run.lost import EXIT_STATUS as LOST_STATUS
 from ortlaunch.run.lost import LOST
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
@@ -80,7 +81,19 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
         end_launcher()
     if finished and plan.launcher != "inside":
         return 0  # the command knows of a stop; its launcher would take another status for a failure
-    return _end_alike(code)
+    return _end_alike(EXIT_SAVED if code and _is_made_anew(account, watchdog) else code)
+
+
+def _is_made_anew(account: Account, watchdog: Watchdog) -> bool:
+    """Whether this rank's pod of an indexed Job is to be replaced without being counted: it ended for another's fault.
+
+    That fault is recorded and counted elsewhere, or it left no pod, as a lost node, and there is a checkpoint.
+    """
+    in_pod = os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:") and "/job.batch/" in os.environ[JOB_VARIABLE]
+    if not in_pod or watchdog.verdict is not None or not account.read()["secondary"]:
+        return False
+    run = account.run
+    return bool(run.complete_checkpoints()) or any(not recorded(path)["secondary"] for path in run.told)
 
 
 def _be_the_rank(

@@ -293,3 +293,28 @@ def lives(pid: str) -> bool:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
+
+
+ECHO = "raise RuntimeError('x: Connection closed by peer')"
+
+
+@pytest.mark.parametrize(
+    ("life", "others", "job", "status"),
+    [
+        (ECHO, "a fault", "job.batch", 85),
+        (ECHO, "a checkpoint", "job.batch", 85),  # of a node that took its own account away
+        (ECHO, "", "job.batch", 1),
+        (ECHO, "a fault", "trainjob.trainer.kubeflow.org", 1),
+        ("sys.exit(7)", "a checkpoint", "job.batch", 7),
+    ],
+)
+def test_a_pod_that_ends_for_anothers_fault(life: str, others: str, job: str, status: int, run: RunDir) -> None:
+    """Its status is the one on which an indexed Job replaces it without counting; the faulty rank keeps its own."""
+    write_plan(run, "inside")
+    run.failure_printed.parent.mkdir(parents=True)
+    run.failure_printed.touch()
+    if others == "a fault":
+        write_json(run.error(0), {"secondary": False, "exit_status": 1, "rank": 0})
+    elif others:
+        write_text(run.checkpoint(3) / "COMPLETE", "")
+    assert guarded(run, life, ORTLAUNCH_JOB=f"kubernetes:default/{job}/x").status == status

@@ -42,6 +42,8 @@ class Found:
 
     labels: dict[Any, int] = field(default_factory=dict)
     """Words, or numbers of classes, by their first appearance."""
+    counts: list[int] = field(default_factory=list)
+    """Of each label in `labels`: how many rows, or words, have it."""
     largest: tuple[int, str] = (-1, "")
     """Label that is a number, and where it is."""
     names: list[tuple[str, ...]] = field(default_factory=list)
@@ -58,7 +60,11 @@ class Found:
         if isinstance(label, int) and label > self.largest[0]:
             self.largest = label, place
             require_class(label, place)
-        return [self.labels.setdefault(label, len(self.labels))]
+        number = self.labels.setdefault(label, len(self.labels))
+        if number == len(self.counts):
+            self.counts.append(0)
+        self.counts[number] += 1
+        return [number]
 
 
 def require_class(label: int, place: str) -> None:
