@@ -4,7 +4,8 @@ runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
   commands.jsonl modules/                                              each start's command and commit; the user's code
   vocabulary.json tokenizer/                                           what words and classes the numbers stand for
-  store rendezvous                                                     how ranks of one host meet, without a port
+  store                                                                how ranks of one host meet, without a port
+  rendezvous launcher_error.json                                       of torchrun on several hosts; why torchrun failed
   submitted.yaml job.{sh,yaml} logs/slurm-12.out                       of a queued run: recipe, script or manifest
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
@@ -114,6 +115,11 @@ class RunDir:
     def error(self, rank: int) -> Path:
         """What ended one rank, written by that rank."""
         return self.errors / f"rank_{rank:05d}.json"
+
+    @property
+    def launcher_error(self) -> Path:
+        """An exception of torchrun itself, as torchrun writes it."""
+        return self.path / "launcher_error.json"
 
     @property
     def vocabulary(self) -> Path:

@@ -89,7 +89,7 @@ def write_run(
         write_json(run.choice, choice)
     set_aside(run)
     killed = filter(is_temporary, run.path.iterdir())
-    left = (*(() if again else run.requests.glob("*")), *killed, run.stopped, run.trial)
+    left = (*(() if again else run.requests.glob("*")), *killed, run.stopped, run.trial, run.launcher_error)
     for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)
     return request
