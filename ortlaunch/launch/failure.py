@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from typing import Any, NamedTuple
 
+from ortlaunch.errors import DamagedFile
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.rank import EXIT_SAVED
@@ -42,6 +44,11 @@ def explain_end(
     records = _records(run)
     first = _first(records)
     by_wish = first is not None and first.get("type") == "Stopped"
+    own = _launcher_failure(run)
+    nobody_asked = stopped_by is None and not run.stop_request.exists()
+    if own and nobody_asked and (first is None or by_wish or first["secondary"]):
+        what = f"{_program(Plan.read(run.plan))} failed with {own}, and ended the ranks"
+        return End(1, f"ortlaunch: {what}; its traceback is above; logs: {run.logs}")
     if first is not None and by_wish and not _unheard(run, records, stopped_by):
         return End(130 if stopped_by == signal.SIGINT else first["exit_status"], _text(first))
     if stopped_by is not None and (status or first is not None):
@@ -51,6 +58,15 @@ def explain_end(
     if first is None and status == 0:
         return End(0, f"done: {run}")
     return _without_cause(run, status, ended_by, oom_kills, records)
+
+
+def _launcher_failure(run: RunDir) -> str:
+    """An exception of torchrun itself, its first line; nothing where it has none, or ended by a signal."""
+    with contextlib.suppress(OSError, DamagedFile):
+        found = read_json(run.launcher_error).get("message")
+        said = str(found.get("message") if isinstance(found, dict) else found)
+        return "" if said.startswith("SignalException") else said.splitlines()[0][:300]
+    return ""
 
 
 def _unheard(run: RunDir, records: list[dict[str, Any]], stopped_by: int | None) -> set[int]:
@@ -91,6 +107,7 @@ def _without_cause(
 ) -> End:
     """The end of a run of which no rank tells a failure of its own."""
     plan, asked = Plan.read(run.plan), _asked(run)
+    status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
     if ended_by is not None and plan.launcher != "local":
         what = f"{_program(plan)} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")

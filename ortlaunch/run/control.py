@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch import doctor
+from ortlaunch.cache import foreign
 from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.doctor import hosts
 from ortlaunch.errors import LaunchError
@@ -179,6 +180,10 @@ def _prepare(resolved: ResolvedRun, run: RunDir) -> Request:
     request = _written(resolved, run)
     provenance.record(run, resolved.command.path)
     _say([*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"])
+    if why := foreign(run.path):
+        _say(
+            [f"run folder: {why}: who can write there can run code as this user while the ranks start (docs/trust.md)"]
+        )
     return request
 
 

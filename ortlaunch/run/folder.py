@@ -4,7 +4,8 @@ runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
   commands.jsonl modules/                                              each start's command and commit; the user's code
   vocabulary.json tokenizer/                                           what words and classes the numbers stand for
-  store rendezvous                                                     how ranks of one host meet, without a port
+  store                                                                how ranks of one host meet, without a port
+  rendezvous launcher_error.json                                       of torchrun on several hosts; why torchrun failed
   submitted.yaml job.{sh,yaml} logs/slurm-12.out                       of a queued run: recipe, script or manifest
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
@@ -46,6 +47,7 @@ PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the co
 
 _FULL_BYTES = 1 << 20
 _STEP = re.compile(r"step_(\d+)")
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 
 class RunDir:
@@ -113,6 +115,11 @@ class RunDir:
     def error(self, rank: int) -> Path:
         """What ended one rank, written by that rank."""
         return self.errors / f"rank_{rank:05d}.json"
+
+    @property
+    def launcher_error(self) -> Path:
+        """An exception of torchrun itself, as torchrun writes it."""
+        return self.path / "launcher_error.json"
 
     @property
     def vocabulary(self) -> Path:
@@ -251,6 +258,11 @@ def write_text(path: Path, text: str) -> None:
         if isinstance(error, OSError) and error.filename is None:  # a full disk is met in a write, which has no name
             error.filename = str(path)
         raise
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether `write_text` was killed while it wrote that file."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def write_json(path: Path, value: Any) -> None:

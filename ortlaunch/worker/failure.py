@@ -15,7 +15,7 @@ from typing import Any
 
 from ortlaunch import machine
 from ortlaunch.errors import OrtlaunchError
-from ortlaunch.rank import Rank
+from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run.folder import RunDir, account, is_full, write_json
 from ortlaunch.worker.pulse import Pulse
 
@@ -132,9 +132,14 @@ def _fill(spare: Path, record: dict[str, Any]) -> None:
         file.truncate()
 
 
+def of_own_exit(code: int) -> int:
+    """The exit status of a rank whose own code left with this one: 85 is a stop's alone, which has saved."""
+    return 1 if code in (0, EXIT_SAVED) else code
+
+
 def _status_of(error: BaseException) -> int:
     if isinstance(error, OrtlaunchError):
         return error.exit_status
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
-        return error.code & 0xFF or 1
+        return of_own_exit(error.code & 0xFF)
     return 1  # also sys.exit(0): a rank that leaves before the end has failed

@@ -28,7 +28,7 @@ from ortlaunch.run.folder import account as recorded
 from ortlaunch.run.lost import EXIT_STATUS as LOST_STATUS
 from ortlaunch.run.lost import LOST
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
-from ortlaunch.worker.failure import SEEN, Account
+from ortlaunch.worker.failure import SEEN, Account, of_own_exit
 from ortlaunch.worker.lost_host import end_launcher
 from ortlaunch.worker.rank_log import RankLog
 from ortlaunch.worker.requests import ASKS, DEAF, LISTENING, Requests
@@ -221,7 +221,7 @@ def _conclude(
         what = f"was ended by {_name(number)}{_memory(child.pid, number, oom_kills)}"
     else:
         what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
-    code = 128 + number if number else os.WEXITSTATUS(status) or 1  # os._exit(0) in the middle of training
+    code = 128 + number if number else of_own_exit(os.WEXITSTATUS(status))
     if not account.is_written:
         record = {"exit_status": code, "signal": number, "type": kind if number else "Exit"}
         account.of_end(child.pid, what, {**record, "secondary": echo})

@@ -45,6 +45,25 @@ def test_a_good_end(run: RunDir) -> None:
     assert explain_end(run, 0) == End(0, f"done: {run}")
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
+    """Its ranks die of the SIGTERM that it sends them, and nobody asked for an end; unless somebody did."""
+    ended(run, 2, type="Stopped", exit_status=85, traceback="", summary="rank 2 was stopped by SIGTERM")
+    write_json(run.launcher_error, {"message": {"message": "UnpicklingError: invalid load key\nmore"}})
+    if wanted:
+        write_json(run.stop_request, {"by": "a person"})
+    end = explain_end(run, 1)
+    assert end.status == (85 if wanted else 1)
+    assert ("mpirun failed with UnpicklingError: invalid load key, and ended the ranks" in end.text) is not wanted
+    write_json(run.launcher_error, {"message": {"message": "SignalException: Process 1 got signal: 15"}})
+    assert explain_end(run, 1).status == 85
+
+
+def test_85_without_a_record_is_no_stop(run: RunDir) -> None:
+    """A launcher that leaves with it has nothing that was saved."""
+    assert explain_end(run, 85).status != 85
+
+
 def test_the_first_failure_is_the_cause(run: RunDir) -> None:
     """Of several failures the earliest counts, and its traceback comes before the last line."""
     ended(run, 1, time=5.0, traceback="KeyError: later", exit_status=3)

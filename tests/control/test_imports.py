@@ -77,6 +77,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.provenance": ({"__init__", "machine", "run.folder", "run.lines"}, set()),
     "run.control": (
         {
+            "cache",
             "errors",
             "units",
             "output",
