@@ -12,6 +12,7 @@ from ortlaunch.diagnose.causes import Cause, cause_of
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import what_would_fit
 from ortlaunch.run import status
+from ortlaunch.run.finished import CONTINUE
 from ortlaunch.run.folder import RunDir, json_text
 from ortlaunch.units import human, number
 
@@ -78,8 +79,8 @@ def _evidence(found: Evidence, cause: Cause) -> Iterator[str]:
     if others:
         yield f"  rank {', '.join(others[:16])} ended after that: {len(others)} in all"
     if not found.records and found.text:
-        said = found.text.strip().splitlines()
-        yield f"  the command said: {said[-1] if code else said[0]}"  # what follows a success is how to train on
+        said = [line for line in found.text.strip().splitlines() if not line.startswith(CONTINUE)]
+        yield f"  the command said: {said[-1] if code else said[0]}"
     yield from _progress(found)
     yield from _storage(found, cause)
     yield from (f"  {line}" for line in (what_would_fit(found) if cause.kind == "out-of-memory" else ()))

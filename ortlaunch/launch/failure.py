@@ -18,6 +18,7 @@ class End(NamedTuple):
 
     status: int
     text: str
+    stopped: bool = False  # on request, with a checkpoint to continue from
 
 
 def explain_end(
@@ -69,7 +70,8 @@ def _saved(run: RunDir, stopped_by: int | None) -> End:
     done = f"stopped by {how['by']}, saved after step {how['step']} of {how['steps']}"
     return End(
         130 if stopped_by == signal.SIGINT else how["exit_status"],
-        f"ortlaunch: {done}; to go on, give --run-dir {run}",
+        f"ortlaunch: {done}",
+        stopped=True,
     )
 
 
@@ -173,7 +175,8 @@ def _stopped(run: RunDir, first: dict[str, Any] | None, number: int) -> End:
     lost = " before it had saved, and what was trained since its newest checkpoint is lost" if again else ""
     return End(
         EXIT_SAVED if again else 128 + number,
-        f"{said}{lost}; to go on after step {saved[-1][0]}, give --run-dir {run}",
+        f"{said}{lost}; the newest checkpoint is after step {saved[-1][0]}",
+        stopped=True,
     )
 
 

@@ -89,7 +89,7 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
 def _interface(recipe: Recipe) -> dict[str, str]:
     """What tells gloo and NCCL where to listen."""
     name = recipe.launch.interface
-    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name) if name else {}
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}  # NCCL: exactly this one
 
 
 def _forwarded(recipe: Recipe, world: World, environ: Mapping[str, str]) -> tuple[str, ...]:

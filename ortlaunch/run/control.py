@@ -82,9 +82,10 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
         took = f", in {duration(time.monotonic() - started)}"
         failed = bool(end.status)
         last = with_verdict(run, end.status, end.text) if failed else end.text + took
-        text = last if failed else with_next(last, sys.argv[1:], resolved.file.recipe, run)
-        file.end(end.status, text, stopped=stopped)
-    print(text, file=sys.stderr if end.status else sys.stdout, flush=True)
+        if end.stopped or not failed:
+            last = with_next(last, sys.argv[1:], resolved.file.recipe, run, end.stopped)
+        file.end(end.status, last, stopped=stopped)
+    print(last, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
 

@@ -45,6 +45,7 @@ PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the co
 
 
 _FULL_BYTES = 1 << 20
+_STEP = re.compile(r"step_(\d+)")
 
 
 class RunDir:
@@ -201,11 +202,23 @@ class RunDir:
         return RunDir(self.trials / str(micro_size))
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, folder) of every checkpoint that was written to its end, oldest first."""
-        found = [
-            (re.fullmatch(r"step_(\d+)", path.parent.name), path.parent) for path in self.checkpoints.glob("*/COMPLETE")
-        ]
-        return sorted((int(match[1]), path) for match, path in found if match)
+        """(step, folder) of every checkpoint that was written to its end, oldest first.
+
+        Raises:
+            OSError: the folder cannot be read; a run that took it for empty would begin anew.
+        """
+        names = os.listdir(self.checkpoints) if _exists(self.checkpoints) else []
+        found = [(int(match[1]), self.checkpoints / match[0]) for match in map(_STEP.fullmatch, names) if match]
+        return sorted((step, path) for step, path in found if _exists(path / "COMPLETE"))
+
+
+def _exists(path: Path) -> bool:
+    """Like Path.exists, which takes errors of reading for an absent file on Python 3.14."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def progress_width() -> int | None:

@@ -218,7 +218,7 @@ class MetricsLine:
     tokens_per_second: float | None = None
     """Speed in tokens, where samples have a length."""
     mfu: float | None = None
-    """Model FLOPs utilization: the share of the rate of a large matrix product, measured at the start."""
+    """Model FLOPs utilization, on a GPU: the share of the rate of a large matmul, measured at the start."""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.units import counted
 from ortlaunch.worker import interface
 from ortlaunch.worker.flight_recorder import record_collectives
+from ortlaunch.worker.gpus import show_planned_gpus, why_no_gpu
 from ortlaunch.worker.meeting_port import cannot_meet
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
@@ -117,7 +118,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     if device.type == "cuda":
         record_collectives(os.environ, run)
     _join(plan, rank, run, "nccl" if device.type == "cuda" else "gloo")
-    _export(rank)
+    _export(rank, device)
     yield DistributedContext(rank, device)
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
@@ -153,15 +154,17 @@ def agree_on_files(group: DistributedContext, run: RunDir, texts: list[str]) -> 
 def _device(plan: Plan, rank: Rank) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise LaunchError(
-            f"the plan trains on cuda, and this torch ({torch.__version__}) sees no GPU on {socket.gethostname()}; "
-            "install a CUDA build of torch, or set launch.device: cpu"
-        )
     devices = plan.node_of(rank.rank).devices
-    index, present = devices[rank.local_rank], torch.cuda.device_count()
+    index = show_planned_gpus(devices, rank, os.environ)
+    here = socket.gethostname()
+    if not torch.cuda.is_available():
+        raise LaunchError(f"the plan trains on cuda, and no GPU is visible on {here}: {why_no_gpu()}")
+    present = torch.cuda.device_count()
     if index >= present:
-        raise LaunchError(f"rank {rank.rank} is planned on GPU {index} of {socket.gethostname()}, which has {present}")
+        raise LaunchError(
+            f"rank {rank.rank} is planned on GPU {devices[rank.local_rank]} of {here}, and CUDA shows {present} of "
+            f"its planned GPUs ({', '.join(map(str, devices))})"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -211,9 +214,8 @@ def _join(plan: Plan, rank: Rank, run: RunDir, backend: str) -> None:
 def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
     """gloo and NCCL listen where this host's name leads, which others may reach, unless the user has said where."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if loopback:
-            environ.setdefault(variable, loopback[0])
+    for variable, value in interface.variables(loopback[0]).items() if loopback else ():
+        environ.setdefault(variable, value)
 
 
 def _through_mpi(rank: Rank) -> Any:
@@ -276,12 +278,15 @@ def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None)
     return dist.TCPStore(where[0], where[1], rank.world_size, is_master=bool(held), timeout=JOIN_TIMEOUT, **held)
 
 
-def _export(rank: Rank) -> None:
-    """DeepSpeed and transformers read the rank here; nobody else writes these."""
+def _export(rank: Rank, device: torch.device) -> None:
+    """DeepSpeed and transformers read the rank here; nobody else writes these.
+
+    LOCAL_RANK is for both the index of the rank's GPU: 0 where CUDA shows a process one GPU alone.
+    """
     os.environ.update(
         RANK=str(rank.rank),
         WORLD_SIZE=str(rank.world_size),
-        LOCAL_RANK=str(rank.local_rank),
+        LOCAL_RANK=str(rank.local_rank if device.index is None else device.index),
         LOCAL_WORLD_SIZE=str(rank.local_world_size),
     )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

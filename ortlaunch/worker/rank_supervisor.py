@@ -39,6 +39,7 @@ from ortlaunch.worker.watchdog import Watchdog
 _FINISHED = b"finished"
 _STOPS = tuple(number for number, ask in ASKS.items() if ask.stops)
 _EXIT_SECONDS = 30
+_PIECES_A_TURN = 16  # a pipe's 1 MiB: a rank may print faster than it is copied, and heartbeats are due between
 _FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
 _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
 
@@ -179,16 +180,13 @@ def _relay(
 
 
 def _read(end: int) -> bytes | None:
-    """All that is there: b"" at the end of the stream, None when there is nothing now."""
-    data = b""
-    while True:
-        try:
-            piece = os.read(end, 1 << 16)
-        except BlockingIOError:
-            return data or None
-        if not piece:
-            return data
-        data += piece
+    """What has arrived, a turn's share at most: b"" at the end of the stream, None when there is nothing now."""
+    pieces: list[bytes] = []
+    with contextlib.suppress(BlockingIOError):
+        while len(pieces) < _PIECES_A_TURN and (piece := os.read(end, 1 << 16)):
+            pieces.append(piece)
+        return b"".join(pieces)
+    return b"".join(pieces) or None
 
 
 def _copy(taken: Taken, name: str, log: RankLog, screen: Screen | None) -> None:

@@ -118,7 +118,7 @@ ENDS = {
     "ortlaunch: no rank began (rank 0 on host a), and the launcher ended with status 213": "never-began",
     "ortlaunch: no space left on device (run), where no rank could write how it ended": "disk-full",
     "ortlaunch: rank 1 on host a was ended by SIGTERM, sent to it from outside this run": "signalled",
-    "ortlaunch: stopped by SIGTERM; to go on after step 4, give --run-dir x": "stopped",
+    "ortlaunch: stopped by SIGTERM; the newest checkpoint is after step 4": "stopped",
     "ortlaunch: something new": "unknown",
 }
 
@@ -180,7 +180,7 @@ def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
     """There is nothing to explain; a folder that is none is refused."""
     run = RunDir(tmp_path)
-    ended(run, "done: run, in 0:09\nto train on: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
+    ended(run, "done: run, in 0:09\nto continue: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
     assert diagnose(run).kind == "ended-well"
     assert "  the command said: done: run, in 0:09" in diagnose(run).evidence
     replace(JobRecord.of_this_process("torchrun", JobState.RUNNING)).write(run)

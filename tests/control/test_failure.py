@@ -207,10 +207,10 @@ def test_stopped_by_the_user(number: int, status: int, run: RunDir) -> None:
 
 
 def test_stopped_with_a_checkpoint(run: RunDir) -> None:
-    """Where there is something to go on from, it is said how."""
+    """The step of the newest checkpoint is printed, and the end can be continued."""
     write_text(run.checkpoint(20) / "COMPLETE", "")
-    expected = f"ortlaunch: stopped by SIGINT; to go on after step 20, give --run-dir {run}"
-    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)
+    expected = "ortlaunch: stopped by SIGINT; the newest checkpoint is after step 20"
+    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected, stopped=True)
 
 
 def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
@@ -221,8 +221,8 @@ def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
     write_text(run.checkpoint(20) / "COMPLETE", "")
     ended(run, 0, exit_status=85, **late)
     said = "stopped by SIGTERM before it had saved, and what was trained since its newest checkpoint is lost"
-    text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; to go on after step 20, give --run-dir {run}"
-    expected = End(85, text)
+    text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; the newest checkpoint is after step 20"
+    expected = End(85, text, stopped=True)
     assert explain_end(run, 1, stopped_by=signal.SIGTERM) == expected
     for rank in (1, 2, 3):
         write_text(run.asked(rank), "15 1.0")

@@ -49,7 +49,18 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning.memory": ({"recipe", "plan", "planning.activations"}, set()),
     "planning.activations": ({"recipe"}, set()),
     "doctor": (
-        {"errors", "recipe", "plan", "units", "machine", "ortmodule.extensions", "start", "launch", "doctor"},
+        {
+            "errors",
+            "recipe",
+            "plan",
+            "units",
+            "machine",
+            "start",
+            "launch",
+            "doctor",
+            "ortmodule.extensions",
+            "ortmodule.cuda_libraries",
+        },
         set(),
     ),
     "doctor.probe": (set(), set()),
@@ -112,6 +123,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ortmodule.settings": ({"errors"}, set()),
     "ortmodule.extensions": ({"errors", "cache", "machine", "ortmodule.extension_sources"}, {"filelock"}),
     "ortmodule.extension_sources": (set(), set()),
+    "ortmodule.cuda_libraries": ({"start"}, {"numpy", "onnx", "onnxruntime"}),
     "worker": ({*SHARED, "worker", "ortmodule"}, ANY),
 }
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

@@ -13,6 +13,7 @@ import pytest
 
 from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
 from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker import rank_supervisor
 from ortlaunch.worker.child import Child
 from tests.worker.guarded import guarded, write_plan
 
@@ -130,6 +131,15 @@ def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     life = f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); assert heard.asked"
     ended = guarded(run, life)
     assert (ended.status, ended.record) == (0, None)
+
+
+def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats, stops and the log come between, however fast it prints."""
+    pieces = iter([b"x" * 65536] * 1000)
+    monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: next(pieces))
+    assert rank_supervisor._read(0) == b"x" * 65536 * 16
+    monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: b"")
+    assert rank_supervisor._read(0) == b""
 
 
 STOPPED = "write_json(RunDir(sys.argv[2]).error(0), {'type': 'Stopped', 'secondary': False})"

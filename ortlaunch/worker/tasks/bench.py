@@ -126,8 +126,9 @@ def _write(run: RunDir, group: DistributedContext, record: dict[str, Any]) -> No
 def _facts(session: Session) -> dict[str, Any]:
     recipe, group, engine = session.recipe, session.group, session.engine
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
-    peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
-    if group.device.type == "cuda":
+    peak = None
+    if group.device.type == "cuda":  # a CPU's changes with every other process
+        peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
         torch.cuda.reset_peak_memory_stats(group.device)  # the product's own matrices are large
     return {"engine": engine.report().to_json(), "flops_per_token": engine.flops_per_token, "peak_flops": peak}
 
