@@ -229,5 +229,6 @@ def _names(plan: Plan, ranks: list[int]) -> str:
 
 def _text(first: dict[str, Any], shown: bool = False) -> str:
     seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
-    said = f"{first['traceback'].rstrip()}\n\n" if first["traceback"] and not seen else ""
+    traceback = first.get("folded") or first["traceback"]
+    said = f"{traceback.rstrip()}\n\n" if traceback and not seen else ""
     return f"{said}ortlaunch: {first['summary']}"
