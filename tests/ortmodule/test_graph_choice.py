@@ -265,6 +265,38 @@ def test_other_masks_in_a_recomputed_pass_are_refused() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_custom_functions_keep_nothing_without_gradients(frozen: bool) -> None:
+    """What a custom autograd function saves for a backward pass is not kept where none can follow."""
+    contexts: list[Any] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            contexts.append(weakref.ref(ctx))
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * ctx.saved_tensors[0] * gradient
+
+    class Squared(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Square.apply(super().forward(x))
+
+    module = wrapped(Squared(8, 8).requires_grad_(not frozen))
+    module(X)
+    with torch.no_grad():
+        module(X)
+        before = len(contexts)
+        for _ in range(3):
+            module(X)
+    # A frozen model's is part of the graph.
+    assert len(contexts) == before + (0 if frozen else 3)
+    assert not any(context() is not None for context in contexts[before:])
+
+
 # ---------------------------------------------------------------------------------------------- calls and backward
 
 
