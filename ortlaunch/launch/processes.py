@@ -60,8 +60,8 @@ class Job:
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.notice_ends = False
-        self.lost: str | None = None
         self.private: str | None = None
+        self.given_up: tuple[tuple[str, float], ...] = ()
         self.early: list[int] = []
         self.signal: int | None = None
         self.is_ended = self.is_killed = False  # by SIGTERM, by SIGKILL from here
@@ -95,7 +95,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
         process = subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink)
     orphans.belong_to(process.pid)
     job = Job(process, orphans, request.tells_ranks, request.stop)
-    job.notice_ends, job.lost, job.private = request.notice_ends, request.lost, request.private
+    job.notice_ends, job.given_up, job.private = request.notice_ends, request.given_up, request.private
     return job
 
 
@@ -124,14 +124,15 @@ def wait(job: Job) -> int:
 
 
 def _wait_for_command(job: Job) -> int:
-    """Wait for it, where a host is lost only for a moment: mpirun waits for its daemon there."""
-    while job.lost is not None and job.process.poll() is None:
+    """Wait for it, but only seconds after the ranks gave up: mpirun waits for its daemon on a lost host."""
+    while job.given_up and job.process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.process.wait(_LOOK_SECONDS)
-        if os.path.exists(job.lost):
-            for number in (signal.SIGTERM, signal.SIGKILL):
+        grace = next((seconds for path, seconds in job.given_up if os.path.exists(path)), None)
+        if grace is not None:
+            for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _LOST_SECONDS)):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return job.process.wait(_LOST_SECONDS)
+                    return job.process.wait(seconds)
                 _signal_group(job, number)
             break
     return job.process.wait()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import PlanError
-from ortlaunch.launch import Request, lost_of, stop_of, store_file
+from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.over_ssh import is_far
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
@@ -72,7 +72,7 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
         *store_file(plan, run_dir),
     )
     argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
-    return Request(argv, files=files, stop=stop_of(plan, run_dir), lost=lost_of(plan, run_dir))
+    return Request(argv, files=files, stop=stop_of(plan, run_dir), given_up=given_up_of(plan, run_dir))
 
 
 def _torchrun(plan: Plan, run_dir: RunDir, name: str, rendezvous: Path, more: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -19,9 +20,32 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ortlaunch.ortmodule import export as ort_export
+
 _T = torch.Tensor
+_GRAD_MODE = torch.autograd.grad_mode.__file__
 _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
 Export = Callable[..., Any]
+_begins: list[bool] = []
+_reads: list[None] = []
+
+
+@contextlib.contextmanager
+def begins(gradients: bool) -> Iterator[None]:
+    """While open, an export's forward pass begins with gradients on or off."""
+    _begins.append(gradients)
+    try:
+        yield
+    finally:
+        _begins.pop()
+
+
+@contextlib.contextmanager
+def noted(export: ort_export.Export) -> Iterator[None]:
+    """Note whether the model reads the grad mode: its graph is then one of this mode only."""
+    _reads.clear()
+    yield
+    export.seen["grad_mode"] = bool(_reads)
 
 
 def following_grad_mode(export: Export) -> Export:
@@ -46,8 +70,9 @@ class _GradMode(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module, training: bool) -> None:
         super().__init__()
-        self._training = training
-        self._enabled = training  # for the model; gradients are off for torch throughout an export
+        begin = _begins[-1] if _begins else training
+        self._training = training and begin
+        self._enabled = begin  # for the model; gradients are off for torch throughout an export
         self._trained = WeakTensorKeyDictionary()
         self._stopped = WeakTensorKeyDictionary()  # made of trained ones with gradients off; each with its detached one
         for tensor in (*model.parameters(), *model.buffers()):
@@ -67,6 +92,11 @@ class _GradMode(TorchFunctionMode):
             given = tuple(tensors((args, kwargs)))
             return apply(*args, **kwargs)
 
+        def is_enabled() -> bool:
+            if sys._getframe(1).f_code.co_filename != _GRAD_MODE:  # no_grad reads it, to restore it
+                _reads.append(None)
+            return self._enabled
+
         def enter(inference: Any) -> None:
             inference.prev = self._enabled
             self._enabled = not inference.mode
@@ -76,7 +106,7 @@ class _GradMode(TorchFunctionMode):
 
         with contextlib.ExitStack() as patches:
             for owner, name, new in (
-                (torch, "is_grad_enabled", lambda: self._enabled),
+                (torch, "is_grad_enabled", is_enabled),
                 (torch.autograd.Function, "apply", classmethod(applied)),
                 (torch.inference_mode, "__enter__", enter),
                 (torch.inference_mode, "__exit__", leave),

@@ -21,6 +21,7 @@ from ortlaunch.ortmodule.patching import environment, wrap_method
 from ortlaunch.ortmodule.registry import Repair
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.settings import Settings, settings_of
+from ortlaunch.ortmodule.wrapper import wrapper_class
 
 
 def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
@@ -32,11 +33,11 @@ def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
     """
     settings = settings or Settings()
     options.prepare(settings)
-    ortmodule = import_repaired()
+    import_repaired()
     deepcopy = options.settle_deepcopy(model, settings)
     # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
     with environment(**options.variables(settings, deepcopy)), kept_modes(model):
-        wrapped = ortmodule.ORTModule(model, options.debug_options(settings))
+        wrapped = wrapper_class()(model, options.debug_options(settings))
     options.set_attributes(wrapped, settings)
     settle(wrapped, settings)
     # This logger of ORT's is under no option; it says what it guessed about shapes.

@@ -54,6 +54,7 @@ _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], .
     ("skip_ignored_labels", cross_entropy.ignored_labels_left_out),
     ("map_gradient_checkpointing", checkpointing.called_plainly),
     ("follow_model_state", model_state.noted_state),
+    ("stop_gradient_under_no_grad", grad_mode.noted),
     ("keep_buffers_exact", buffers.buffers_kept),
 )
 # 2. Around the trace alone, the innermost first.

@@ -27,7 +27,7 @@ from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.units import counted
 from ortlaunch.worker import interface
 from ortlaunch.worker.flight_recorder import record_collectives
-from ortlaunch.worker.gpus import show_planned_gpus, why_no_gpu
+from ortlaunch.worker.gpus import keep_compiled_kernels, show_planned_gpus, why_no_gpu
 from ortlaunch.worker.meeting_port import cannot_meet
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
@@ -156,6 +156,7 @@ def _device(plan: Plan, rank: Rank) -> torch.device:
         return torch.device("cpu")
     devices = plan.node_of(rank.rank).devices
     index = show_planned_gpus(devices, rank, os.environ)
+    keep_compiled_kernels(os.environ)
     here = socket.gethostname()
     if not torch.cuda.is_available():
         raise LaunchError(f"the plan trains on cuda, and no GPU is visible on {here}: {why_no_gpu()}")

@@ -18,6 +18,7 @@ from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run.folder import RunDir, account, is_full, write_json
 from ortlaunch.worker.pulse import Pulse
+from ortlaunch.worker.user_frames import folded, raised_at
 
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
@@ -69,6 +70,9 @@ class Account:
         kind = type(error).__name__
         what = f"failed with {kind}{self._no_space(error)}"
         record = {"type": kind, "message": message, "traceback": text, "secondary": secondary, "time": now}
+        where = raised_at(error)
+        if where is not None:
+            record |= {"raised_at": where, "folded": folded(text)}
         self.write(os.getpid(), what, {"exit_status": status, "signal": None, **record})
         sys.stderr.flush()
         with os.fdopen(log, "w", errors="backslashreplace") as file:
@@ -126,7 +130,12 @@ def _fill(spare: Path, record: dict[str, Any]) -> None:
     """Write into room that is taken already; of a long traceback the end, which tells."""
     much = len(json.dumps(record)) - _SPARE_BYTES
     if much > 0:
-        record = {**record, "message": record["message"][:1000], "traceback": record["traceback"][much + 1000 :]}
+        record = {
+            **record,
+            "message": record["message"][:1000],
+            "folded": "",
+            "traceback": record["traceback"][much + 1000 :],
+        }
     with open(spare, "r+b") as file:
         file.write(json.dumps(record).encode())
         file.truncate()

@@ -78,7 +78,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     code = _conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
     account.close()
-    if watchdog.lost is not None and plan.launcher == "mpi":
+    if watchdog.is_cut_off and plan.launcher == "mpi":
         end_launcher()
     if finished and plan.launcher != "inside":
         return 0  # the command knows of a stop; its launcher would take another status for a failure

@@ -41,7 +41,7 @@ NAMES = ("NCCL_DEBUG", "NOTE", "API_KEY", "HF_TOKEN", "PATH")
 ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
 ABI = "MPI4PY_MPIABI"  # of the family that mpi4py is to load, where ranks meet through it
 STOP = Stop("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
-LOST = "runs/x/errors/lost.json"
+GIVEN_UP = (("runs/x/errors/lost.json", 2.0), ("runs/x/errors/stall.json", 15.0))
 ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 
 
@@ -200,7 +200,7 @@ def test_open_mpi(installed: Any) -> None:
     hostfile = ("runs/x/hostfile", "a slots=2\nme@b slots=1\n")
     request = backend("mpi").request(made("mpi"), RUN)
     assert request == Request(
-        (*argv, *names, *WORKER, "runs/x"), ((ABI, "openmpi"), *ENV), (hostfile,), stop=STOP, lost=LOST
+        (*argv, *names, *WORKER, "runs/x"), ((ABI, "openmpi"), *ENV), (hostfile,), stop=STOP, given_up=GIVEN_UP
     )
 
 
@@ -245,7 +245,9 @@ def test_mpich(installed: Any) -> None:
     argv = (MPIRUN, "-n", "3", "-f", "runs/x/hostfile", "-bind-to", "none", "-genvlist", ",".join((ABI, *NAMES)))
     hostfile = ("runs/x/hostfile", "a:2\nb:1 user=me\n")
     request = backend("mpi").request(made("mpi"), RUN)
-    assert request == Request((*argv, *WORKER, "runs/x"), ((ABI, "mpich"), *ENV), (hostfile,), stop=STOP, lost=LOST)
+    assert request == Request(
+        (*argv, *WORKER, "runs/x"), ((ABI, "mpich"), *ENV), (hostfile,), stop=STOP, given_up=GIVEN_UP
+    )
 
 
 def test_mpich_without_variables(installed: Any) -> None:
