@@ -234,7 +234,5 @@ def _names(plan: Plan, ranks: list[int]) -> str:
 def _text(first: dict[str, Any], shown: bool = False) -> str:
     seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
     told = _OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
-    said = f"{told}
-
-" if told and not seen else ""
+    said = f"{told}\n\n" if told and not seen else ""
     return f"{said}ortlaunch: {first['summary']}"
