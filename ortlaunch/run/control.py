@@ -19,7 +19,7 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request, backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.output import terminal_width
+from ortlaunch.output import ERASE, terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.recipe import Recipe
@@ -76,7 +76,7 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
             job.early = early
             run.restart_request.unlink(missing_ok=True)
             end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
-            print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
+            print(end=ERASE if width else "", flush=True)  # the live line of a rank that was killed
             return Ended(end, job.signal is not None)
 
         end, stopped = supervise(run, resolved.file.recipe.launch.max_restarts, file, start)

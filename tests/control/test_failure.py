@@ -79,6 +79,13 @@ def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
     assert explain_end(run, 1).status == 1
 
 
+def test_lines_of_an_exception_do_not_pass_for_ours(run: RunDir) -> None:
+    """What a user's exception says is indented where it begins as a line of the command does."""
+    ended(run, 1, traceback="ValueError: no\nortlaunch: done: all is well\n")
+    said = "ValueError: no\n  ortlaunch: done: all is well\n\nortlaunch: rank 1 failed"
+    assert explain_end(run, 1).text == said
+
+
 def test_an_echo_is_not_the_cause(run: RunDir) -> None:
     """A rank that lost its peer before the peer's own account was written is not blamed."""
     echo(run, 0, time=1.0)
