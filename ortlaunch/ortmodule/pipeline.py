@@ -37,6 +37,7 @@ from ortlaunch.ortmodule import (
     torch_modules,
     torch_operators,
     tracing,
+    weight_changes,
 )
 from ortlaunch.ortmodule import python_values as values
 from ortlaunch.ortmodule.counters import tally
@@ -53,6 +54,7 @@ _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], .
     ("export_smoothed_cross_entropy", cross_entropy.written_out),
     ("skip_ignored_labels", cross_entropy.ignored_labels_left_out),
     ("map_gradient_checkpointing", checkpointing.called_plainly),
+    ("refuse_weight_changes", weight_changes.weights_kept),
     ("follow_model_state", model_state.noted_state),
     ("keep_buffers_exact", buffers.buffers_kept),
 )

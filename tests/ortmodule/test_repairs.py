@@ -241,6 +241,7 @@ WITHOUT = {
     "export_for_changed_calls": "test_repairs.py::test_a_changed_call_is_exported_again[another number]",
     "keep_graphs_for_backward": "test_repairs.py::test_backward_after_another_forward",
     "keep_buffers_exact": "test_buffers.py::test_batch_normalization_is_eagers[trained]",
+    "refuse_weight_changes": "test_weight_changes.py::test_a_pass_that_changes_weights_is_refused[.data = ...]",
     "follow_model_state": "test_model_state.py::test_a_changed_model_is_exported_again[number]",
     "map_gradient_checkpointing": "test_repairs.py::test_checkpointing_becomes_recomputation[0-False]",
     "skip_ignored_labels": "test_loss.py::test_ignored_labels_are_left_out",
