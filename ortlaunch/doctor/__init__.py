@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from ortlaunch import start
+from ortlaunch import machine, start
 from ortlaunch.errors import MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
@@ -35,7 +35,8 @@ def lacking(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.launcher == "mpi" and len(plan.nodes) > 1 and not _installed("mpi4py"):
         yield "launcher mpi on more than one host: mpi4py is not installed", 'pip install "ortlaunch[mpi]"'
     if recipe.engine.name == "ort":
-        yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(plan.device == "cuda"))
+        on_gpu = plan.device == "cuda" and machine.visible_gpus(os.environ) > 0  # else planned for another host
+        yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(on_gpu))
 
 
 def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:

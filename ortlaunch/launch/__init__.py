@@ -30,13 +30,15 @@ class Request(NamedTuple):
     tells_ranks: bool = True  # SIGUSR1 and SIGUSR2 to the command reach the ranks
     notice_ends: bool = False  # SIGUSR1 to the command ends all, for it is a part of what is asked to stop
     stop: Stop | None = None  # how the ranks are asked to save and stop; None: they have nothing to save
+    private: str | None = None  # a folder that is this user's alone, new for each start and removed after it
     given_up: tuple[tuple[str, float], ...] = ()  # file, seconds: once it exists, the command is ended after so long
 
     def __str__(self) -> str:
         """What a person would type."""
+        folder = f"(umask 077; mkdir -p {shlex.quote(self.private)})\n" if self.private else ""
         files = "".join(f"cat > {shlex.quote(path)} <<'EOF'\n{text}EOF\n" for path, text in self.files)
         env = "".join(f"{key}={shlex.quote(value)} " for key, value in self.env)
-        return files + env + shlex.join(self.argv)
+        return folder + files + env + shlex.join(self.argv)
 
 
 def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:

@@ -21,6 +21,7 @@ from ortlaunch import machine
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.orphans import Orphans, descendants_of, send
+from ortlaunch.launch.private import make_private
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import Stop
 from ortlaunch.process import Process, heeded
@@ -59,6 +60,7 @@ class Job:
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.notice_ends = False
+        self.private: str | None = None
         self.given_up: tuple[tuple[str, float], ...] = ()
         self.early: list[int] = []
         self.signal: int | None = None
@@ -77,6 +79,8 @@ class Job:
 
 def submit(request: Request, output: Path | None = None) -> Job:
     """Write the request's files and start its command; what it says goes to the end of `output` if that is given."""
+    if request.private:
+        make_private(Path(request.private))
     for path, text in request.files:
         write_text(Path(path), text)
     program = shutil.which(request.argv[0])
@@ -91,7 +95,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
         process = subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink)
     orphans.belong_to(process.pid)
     job = Job(process, orphans, request.tells_ranks, request.stop)
-    job.notice_ends, job.given_up = request.notice_ends, request.given_up
+    job.notice_ends, job.given_up, job.private = request.notice_ends, request.given_up, request.private
     return job
 
 
@@ -260,6 +264,8 @@ def _end_rest(job: Job) -> None:
         job.process.poll()
         time.sleep(0.05)
     job.orphans.done()
+    if job.private:
+        shutil.rmtree(job.private, ignore_errors=True)
 
 
 def _signal_group(job: Job, number: int) -> None:

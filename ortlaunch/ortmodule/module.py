@@ -21,6 +21,8 @@ from ortlaunch.ortmodule.patching import environment, wrap_method
 from ortlaunch.ortmodule.registry import Repair
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.settings import Settings, settings_of
+from ortlaunch.ortmodule.unsupported import without_compile
+from ortlaunch.ortmodule.wrapper import wrapper_class
 
 
 def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
@@ -30,13 +32,13 @@ def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
         MissingDependency: ONNX Runtime Training or its extensions are not here; it says what to type.
         SettingError: this stack has not what a setting needs.
     """
-    settings = settings or Settings()
+    settings, model = settings or Settings(), without_compile(model)
     options.prepare(settings)
-    ortmodule = import_repaired()
+    import_repaired()
     deepcopy = options.settle_deepcopy(model, settings)
     # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
     with environment(**options.variables(settings, deepcopy)), kept_modes(model):
-        wrapped = ortmodule.ORTModule(model, options.debug_options(settings))
+        wrapped = wrapper_class()(model, options.debug_options(settings))
     options.set_attributes(wrapped, settings)
     settle(wrapped, settings)
     # This logger of ORT's is under no option; it says what it guessed about shapes.

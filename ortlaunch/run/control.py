@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch import doctor
+from ortlaunch.cache import foreign
 from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.doctor import hosts
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request, backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.output import terminal_width
+from ortlaunch.output import ERASE, terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.recipe import Recipe
@@ -75,7 +76,7 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
             job.early = early
             run.restart_request.unlink(missing_ok=True)
             end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
-            print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
+            print(end=ERASE if width else "", flush=True)  # the live line of a rank that was killed
             return Ended(end, job.signal is not None)
 
         end, stopped = supervise(run, resolved.file.recipe.launch.max_restarts, file, start)
@@ -179,6 +180,10 @@ def _prepare(resolved: ResolvedRun, run: RunDir) -> Request:
     request = _written(resolved, run)
     provenance.record(run, resolved.command.path)
     _say([*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"])
+    if why := foreign(run.path):
+        _say(
+            [f"run folder: {why}: who can write there can run code as this user while the ranks start (docs/trust.md)"]
+        )
     return request
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -49,6 +47,7 @@ from ortlaunch.worker.ort_settings import in_recipes_words, settings_of
 from ortlaunch.worker.own_numbers import loss_in
 from ortlaunch.worker.pretrained import loading_notes
 from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
+from ortlaunch.worker.user_frames import described
 
 _PACKAGES = (
     "torch",
@@ -237,7 +236,7 @@ def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: B
     except EngineError as error:
         raise EngineError(in_recipes_words(str(error))) from error
     except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
-        reason = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} {_where(error)}"
+        reason = described(error)
     reason = next((text for text in group.gather(reason) if text), "")
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(f"ONNX Runtime cannot run this model: {in_recipes_words(_brief(reason))}\n{_ADVICE}")
@@ -251,12 +250,6 @@ def _wrapped(recipe: Recipe, model: LossModule, group: DistributedContext) -> An
     # What transformers' models read does not change between steps; a class of the user's may do anything.
     follow, here = recipe.model.factory is not None, group.local.local_world_size
     return ORTModule(model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow))
-
-
-def _where(error: Exception) -> str:
-    """The line that raised, for exceptions that say nothing themselves."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"in {os.path.basename(frame.filename)}, {frame.name}: {frame.line}"
 
 
 def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: DistributedContext, sample: Batch) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
+from ortlaunch.cache import cache_folder
 from ortlaunch.errors import LaunchError
 from ortlaunch.rank import Rank
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/version")
 # The oldest Linux driver for each major version (CUDA Toolkit release notes, "minor version compatibility").
+_NEWEST_MACHINE_CODE = 8  # onnxruntime-training 1.19.2: sm_60 - sm_86, and PTX of 8.6 (cuobjdump)
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
@@ -52,6 +54,25 @@ def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMappin
         return 0
     environ[_VISIBLE] = ",".join(names[device] for device in devices)
     return rank.local_rank
+
+
+def keep_compiled_kernels(environ: MutableMapping[str, str]) -> None:
+    """Let the driver keep, in our cache, the kernels that it compiles for a GPU newer than a library, once a machine.
+
+    Its own limits are a quarter of what onnxruntime-training 1.19.2 needs, and its own folder may be on a node's disk
+    that is emptied. Variables of the user's stay.
+    """
+    environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+    environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
+    if "CUDA_CACHE_PATH" not in environ:
+        environ["CUDA_CACHE_PATH"] = str(cache_folder("cuda"))
+
+
+def exporting(device: torch.device) -> str:
+    """The phase of building engine ort: for a GPU newer than ORT's machine code the driver compiles every kernel."""
+    phase = "exporting to ONNX Runtime"
+    new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] > _NEWEST_MACHINE_CODE
+    return f"{phase}, compiling its kernels for this GPU (once)" if new else phase
 
 
 def why_no_gpu() -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ortlaunch import machine
+from ortlaunch.errors import printable
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run import lock
@@ -28,7 +29,7 @@ from ortlaunch.run.folder import account as recorded
 from ortlaunch.run.lost import EXIT_STATUS as LOST_STATUS
 from ortlaunch.run.lost import LOST
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
-from ortlaunch.worker.failure import SEEN, Account
+from ortlaunch.worker.failure import SEEN, Account, of_own_exit
 from ortlaunch.worker.lost_host import end_launcher
 from ortlaunch.worker.rank_log import RankLog
 from ortlaunch.worker.requests import ASKS, DEAF, LISTENING, Requests
@@ -221,7 +222,7 @@ def _conclude(
         what = f"was ended by {_name(number)}{_memory(child.pid, number, oom_kills)}"
     else:
         what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
-    code = 128 + number if number else os.WEXITSTATUS(status) or 1  # os._exit(0) in the middle of training
+    code = 128 + number if number else of_own_exit(os.WEXITSTATUS(status))
     if not account.is_written:
         record = {"exit_status": code, "signal": number, "type": kind if number else "Exit"}
         account.of_end(child.pid, what, {**record, "secondary": echo})
@@ -312,7 +313,7 @@ def _tell(account: Account, child: Child) -> None:
             return
         shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
         said = "" if shown else f"{record['traceback']}\n"
-        print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
+        print(printable(f"{said}ortlaunch: {record['summary']}"), file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
         run.failure_printed.touch()
 

@@ -106,6 +106,7 @@ def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA shows a host's planned GPUs alone, so that a rank's is the one that DeepSpeed takes by LOCAL_RANK."""
     chosen: list[int] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -121,6 +122,7 @@ def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that shows fewer GPUs than its slots name is named, with the GPU and those that there are."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
@@ -132,6 +134,7 @@ def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -
 def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that sees no GPU is named with its version and host."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LaunchError, match=r"^the plan trains on cuda, and no GPU is visible on box: torch 2\."):
         distributed._device(on_cuda(), Rank(2, 4, 0, 2))

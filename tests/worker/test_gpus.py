@@ -43,6 +43,29 @@ def test_fewer_visible_gpus_than_planned_are_an_error(monkeypatch: pytest.Monkey
         gpus.show_planned_gpus((1, 2, 3), Rank(0, 3, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
+def test_compiled_kernels_are_kept_in_our_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver gets a large cache in our folder before CUDA starts; variables of the user's stay."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    environ = {"CUDA_CACHE_MAXSIZE": "5"}
+    gpus.keep_compiled_kernels(environ)
+    assert environ == {
+        "CUDA_MODULE_LOADING": "LAZY",
+        "CUDA_CACHE_MAXSIZE": "5",
+        "CUDA_CACHE_PATH": str(tmp_path / "cache" / "cuda"),
+    }
+    assert (tmp_path / "cache" / "cuda").is_dir()
+
+
+@pytest.mark.parametrize(("capability", "compiles"), [((8, 0), False), ((8, 9), False), ((9, 0), True)])
+def test_compiling_for_a_new_gpu_is_a_phase(
+    capability: tuple[int, int], compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ORT's wheel has no machine code beyond 8.6, which runs on 8.9; the progress line names the long phase."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ("compiling its kernels" in gpus.exporting(torch.device("cuda", 0))) == compiles
+    assert gpus.exporting(torch.device("cpu")) == "exporting to ONNX Runtime"
+
+
 @pytest.mark.parametrize(
     ("cuda", "version", "why"),
     [

@@ -190,7 +190,7 @@ def test_torchs_fused_adamw_is_onnx_runtimes_formula() -> None:
         ({"stage": 1}, 2, "counts in int32, and a tensor has 3,370,000,000 elements on a rank"),
         ({"stage": 0}, 8, "counts in int32, and a tensor has 6,740,000,000 elements on a rank"),
         ({"stage": 2}, 4, ""),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 4, "zero.deepspeed offloads the optimizer"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 4, "zero.offload keeps the optimizer off the GPU"),
     ],
 )
 def test_fused_adam_is_replaced_where_it_would_write_elsewhere(zero: Any, ranks: int, why: str) -> None:
