@@ -202,6 +202,7 @@ _OUTSIDE = ("who sends signals: a person, a scheduler's limit, a watchdog; see t
 _ENDS: tuple[tuple[str, re.Pattern[str], tuple[str, ...]], ...] = (
     ("command-killed", re.compile(r"the command .* disappeared"), (*_OUTSIDE, "start it again with --run-dir")),
     ("launcher-killed", re.compile(r"was ended by SIG\w+, and the ranks with it"), _OUTSIDE),
+    ("launcher-failed", re.compile(r"failed with .*, and ended the ranks"), ("its traceback is above its last line",)),
     ("signalled", re.compile(r"was ended by SIG\w+, sent to it"), _OUTSIDE),
     ("rank-vanished", re.compile(r"vanished without a word"), ("dmesg on that host: was it out of memory?", *_OUTSIDE)),
     ("never-began", re.compile(r"no rank began|ended before it began|no rank says why"),

@@ -13,7 +13,7 @@ from ortlaunch.other_tools.draft import Account, Draft, Remark
 from ortlaunch.other_tools.reading import config
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.place import Line, SourceError, in_reading_order
+from ortlaunch.recipe.place import Line, Place, SourceError, in_reading_order
 from ortlaunch.recipe.source import override, read
 from ortlaunch.recipe.tree import Tree, merge
 from ortlaunch.recipe.yaml_text import dump
@@ -70,11 +70,12 @@ def import_config(path: Path, tool: str | None, base: Path | None, overrides: Se
     if found not in _TOOLS:
         raise InputError(f"--from: got {found}; one of {', '.join(TOOLS)}")
     convert, words = _TOOLS[found]
-    draft = Draft(tree, words)
+    below = _base(base, tree.place)
+    draft = Draft(tree, words, override(Tree(tree.place, kind="mapping"), overrides, []), below)
     convert(draft)
     draft.assume("name", re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "imported", "the file's name")
     draft.rest()
-    whole = _checked(_over(base, draft.recipe), overrides, draft.account)
+    whole = _checked(_over(below, draft.recipe), overrides, draft.account)
     ordered = {name: whole[name] for name in Recipe.model_fields if name in whole}
     return Imported(found, marks, str(path), dump(ordered), draft.account, tuple(overrides))
 
@@ -90,15 +91,20 @@ def _guess(tree: Tree, path: Path) -> tuple[str, tuple[str, ...]]:
     return tools[0], seen[tools[0]]
 
 
-def _over(base: Path | None, recipe: Tree) -> Tree:
-    """The recipe over a base; the config's batch, schedule and length hold whole."""
-    if base is None:
-        return recipe
+def _base(path: Path | None, place: Place) -> Tree:
+    """The recipe of --base; an empty one without it."""
     problems: list[Line] = []
     try:
-        below = read(base, problems)
+        below = read(path, problems) if path is not None else Tree(place, kind="mapping")
     except SourceError as error:
         raise RecipeError([str(line) for line in (*problems, error.line)]) from None
+    if problems:
+        raise RecipeError([str(line) for line in problems])
+    return below
+
+
+def _over(below: Tree, recipe: Tree) -> Tree:
+    """The recipe over a base; the config's batch, schedule and length hold whole."""
     for section in ("batch", "schedule"):
         if recipe.find((section,)) is not None:
             below = below.without((section,))

@@ -52,9 +52,11 @@ class Account:
 class Draft:
     """The keys that are left to be looked at, and the recipe so far, each part with the place it came from."""
 
-    def __init__(self, config: Tree, tools: Sequence[str]) -> None:
+    def __init__(self, config: Tree, tools: Sequence[str], command: Tree, base: Tree) -> None:
+        """`command` has the keys of the command line, which replace the config's; `base` those of --base."""
         self.left = {str(key): node for key, node in config.children.items()}
         self.tools, self.account = tools, Account()
+        self.command, self.base = command, base
         self.recipe = Tree(config.place, kind="mapping")
         self._assumed: list[tuple[str, Any, str]] = []
 
@@ -71,8 +73,9 @@ class Draft:
         return None if node is None else node.plain()
 
     def expected(self, path: str) -> Any:
-        """What the recipe will have there, so far as is known."""
-        there = self.recipe.find(keys(path))
+        """The value that the recipe will have there, so far as it is known."""
+        trees = (tree.find(keys(path)) for tree in (self.command, self.recipe, self.base))
+        there = next((tree for tree in trees if tree is not None), None)
         assumed = [value for each, value, _ in self._assumed if each == path]
         return there.plain() if there is not None else assumed[0] if assumed else None
 

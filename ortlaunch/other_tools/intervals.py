@@ -22,7 +22,7 @@ _NAMES = {
 
 def convert(draft: Draft) -> None:
     """All of them."""
-    has_data = draft.recipe.find(("data", "evaluation")) is not None
+    has_data = draft.expected("data.evaluation") is not None
     wanted = draft.take("do_eval")
     if wanted is not None and has_data:
         draft.needless("do_eval", wanted, "data.evaluation is evaluated at the end, too")
@@ -77,7 +77,7 @@ def _by_steps(draft: Draft, key: str, strategy: Tree) -> None:
     """Without steps of their own they are as often as lines of the log."""
     logged = draft.left.get("logging_steps")
     steps = _steps(draft, logged) if logged is not None else _USUAL
-    if draft.recipe.find(("train", "evaluate_every_steps")) is not None:
+    if draft.expected(_EVERY) is not None:
         draft.needless(key, strategy, f"{_EVERY} says it")
     elif steps is not None:
         draft.put(_EVERY, strategy, key, steps)
@@ -99,7 +99,7 @@ def _best(draft: Draft, why: str) -> None:
     ours = next((name for name in (theirs, *_NAMES.get(theirs, ())) if name in known), None)
     if not why and ours is None and metric is not None:
         why = f"no metric is called {word(metric)}; there are {', '.join(dict.fromkeys(known))}"
-    elif not why and draft.recipe.find(("train", "evaluate_every_steps")) is None:
+    elif not why and draft.expected(_EVERY) is None:
         why = f"there is no {_EVERY}; give that, too"
     for key, node, path, value in (
         ("load_best_model_at_end", best, "checkpoint.keep_best", {"metric": ours, "export": True}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ortlaunch.errors import RecipeError
+from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.recipe.place import Line, SourceError
 from ortlaunch.recipe.source import text_of
 from ortlaunch.recipe.tree import Tree
@@ -15,9 +15,15 @@ def config(path: Path) -> Tree:
     """Read it.
 
     Raises:
+        InputError: it is a Python program.
         RecipeError: it is missing, no YAML or JSON, or no mapping; with every duplicate key.
     """
     problems: list[Line] = []
+    if path.suffix == ".py":
+        write = "open('args.json', 'w').write(args.to_json_string())"
+        raise InputError(
+            f"{path}: is a Python program; give its TrainingArguments as JSON, which it writes with {write}"
+        )
     try:
         text = text_of(path)
         tree = parse(text.expandtabs(1) if path.suffix == ".json" else text, str(path), problems)

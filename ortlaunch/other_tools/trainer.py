@@ -9,6 +9,7 @@ from pathlib import Path
 from ortlaunch.errors import InputError
 from ortlaunch.other_tools import deepspeed, intervals, trl
 from ortlaunch.other_tools.draft import Draft, null, number, word
+from ortlaunch.recipe.families import LABELLED_TASKS
 from ortlaunch.recipe.tree import Tree
 
 SCHEDULES = {
@@ -53,6 +54,10 @@ def training(draft: Draft) -> None:
     precision(draft)
     _clipping(draft)
     _recomputation(draft)
+    compiled = draft.take("torch_compile")
+    if compiled is not None:
+        draft.put("engine.name", compiled, "torch_compile", "inductor")
+    _grouping(draft)
     name(draft)
     trackers(draft)
     intervals.convert(draft)
@@ -222,6 +227,21 @@ def _recomputation(draft: Draft) -> None:
         draft.left.pop("gradient_checkpointing")
         path = "model.gradient_checkpointing"
         draft.put(path, node, "gradient_checkpointing", True, "layers are computed again, and nothing is offloaded")
+
+
+def _grouping(draft: Draft) -> None:
+    """Batches of samples of like length; windows of text have no padding."""
+    node, train = draft.take("group_by_length"), str(draft.expected("data.train"))
+    if node is None:
+        return
+    chats = "messages_column" in train or "prompt_column" in train
+    if draft.expected("model.task") not in LABELLED_TASKS and not chats:
+        draft.needless("group_by_length", node, "samples are windows of text, without padding")
+    elif draft.expected("engine.name") == "inductor":
+        draft.drop("group_by_length", node, "inductor compiles each length: give data.bucket_lengths, up to three")
+    else:
+        why = "the samples of a step are grouped by length, not those of many steps"
+        draft.put("data.padding", node, "group_by_length", "longest", why)
 
 
 def name(draft: Draft) -> None:

@@ -246,7 +246,7 @@ DIALECTS: dict[str, dict[str, str]] = {
         "model_revision": "model.pretrained (a folder that holds it; of the hub the newest is taken)",
         "ddp_backend": "launch.device (cuda uses NCCL, cpu gloo)",
         "dataloader_num_workers": "data.workers",
-        "group_by_length": "data.bucket_lengths",
+        "group_by_length": "data.padding: longest",
         "auto_find_batch_size": "batch.micro_size: auto (with batch.global_size)",
         "use_cpu": "launch.device: cpu",
         "mixed_precision": "precision",

@@ -9,8 +9,11 @@ from typing import Any, NamedTuple, Union
 Key = Union[str, int]
 KeyPath = tuple[Key, ...]
 Problem = tuple[tuple[str, ...], str]  # dotted paths involved, the first is where it is reported; what is wrong
-# Names whose values are never shown.
-SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$", re.IGNORECASE)
+# Names whose values are never shown; pad_token and the like are words of a tokenizer.
+SECRET = re.compile(
+    r"((?<!PAD_|BOS_|EOS_|UNK_|SEP_|CLS_)(?<!MASK_)TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$",
+    re.IGNORECASE,
+)
 
 
 HIDDEN = "(not shown)"

@@ -243,13 +243,20 @@ class ParityLine:
     gradient_difference: float
     """The largest of any gradient."""
     worst: list[list[Any]]
-    """The gradients that differ most: name, difference, norm on the engine, norm in PyTorch."""
+    """What differs most, of gradients and of changed weights and buffers: name, difference, norm on the engine and in
+    PyTorch."""
     parameters: int
     """Gradients that were compared."""
     tolerance: float
     """Above which the run ends."""
     passed: bool
     """Whether both differences are within it."""
+    state_difference: float = 0.0
+    """The largest of any weight or buffer that a forward and backward pass changed, such as statistics of BatchNorm."""
+    rounding: list[str] | None = None
+    """What differs by more than the tolerance and is rounding, as a pass in float64 shows; counted in no difference."""
+    not_judged: str | None = None
+    """Why float64 could not show whether a difference is rounding."""
     seconds: float | None = None
     """What the comparison took."""
 

@@ -86,7 +86,7 @@ class Status:
         for one in self.job.attempts:
             at = "" if one.step is None else f" after step {one.step}"
             yield f"attempt {one.number} failed{at}, in {duration(one.seconds)}: {one.cause}"
-        if self.job.attempts and not self.state.is_end:
+        if self.job.attempts and self.state is JobState.RUNNING:
             yield f"attempt {len(self.job.attempts) + 1} runs"
 
     def _progress(self) -> str:

@@ -68,7 +68,9 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
     one = recipe(imported("deepspeed.json"), tmp_path)
     assert one.zero is not None
     assert (one.batch.global_size, one.batch.micro_size, one.zero.stage) == (4, None, 2)
-    assert one.zero.deepspeed["zero_optimization"] == {"overlap_comm": True, "cpu_offload": True}
+    assert one.zero.deepspeed["zero_optimization"] == {"overlap_comm": True}
+    assert one.zero.offload is not None
+    assert (one.zero.offload.optimizer, one.zero.offload.parameters) == ("cpu", None)
     assert one.zero.deepspeed["fp16"]["initial_scale_power"] == 15
     one = recipe(imported("run_mlm.json"), tmp_path)
     assert (one.optimizer.betas, one.train.evaluate_every_steps, one.log.trackers) == (
@@ -330,3 +332,41 @@ def test_the_command(ortlaunch: Run) -> None:
     assert load("made.yaml").recipe.data.train == "python-docs"
     status, _, error = ortlaunch(*words)
     assert (status, "made.yaml is there already" in error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "text"),
+    [
+        ({"task_name": "sst2", "block_size": "absent", "max_seq_length": 64, "train_file": "a.jsonl"}, "changed",
+         "data.padding: longest"),
+        ({}, "needless", "without padding"),
+        ({"task_name": "sst2", "block_size": "absent", "max_seq_length": 64, "train_file": "a.jsonl",
+          "torch_compile": True}, "dropped", "data.bucket_lengths, up to three"),
+    ],
+)  # fmt: skip
+def test_grouping_by_length(keys: dict[str, Any], where: str, text: str, tmp_path: Path) -> None:
+    """group_by_length: true becomes padding to the longest sample where samples have padding."""
+    found = import_config(config(tmp_path, group_by_length=True, **keys), None, None, ())
+    assert text in said(found, where)["group_by_length"]
+    recipe(found, tmp_path)
+
+
+def test_torch_compile(tmp_path: Path) -> None:
+    """torch_compile: true is engine inductor, with bf16 as well."""
+    found = import_config(config(tmp_path, torch_compile=True, bf16=True), None, None, ())
+    assert recipe(found, tmp_path).engine.name == "inductor"
+
+
+def test_the_words_of_a_tokenizer_are_no_secrets(tmp_path: Path) -> None:
+    """pad_token is shown, hub_token is not."""
+    found = import_config(config(tmp_path, special_tokens={"pad_token": "<p>"}, hub_token="s3cret"), None, None, ())
+    assert "<p>" in found.file()
+    assert "s3cret" not in found.file()
+
+
+def test_a_program_is_no_config(tmp_path: Path, ortlaunch: Run) -> None:
+    """A Python file is refused with the way to write its arguments as JSON."""
+    (tmp_path / "train_hf.py").write_text("x: int = 1\n")
+    ended = ortlaunch("import", "train_hf.py")
+    assert ended.status == 2
+    assert "give its TrainingArguments as JSON" in ended.err

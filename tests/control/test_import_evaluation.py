@@ -92,3 +92,17 @@ def test_a_metric_that_the_task_has_not(metric: str, tmp_path: Path) -> None:
     dropped = said(import_config(path, "hf-trainer", None, ()), "dropped")
     assert dropped["load_best_model_at_end"].endswith(f"no metric is called {metric}; there are loss, perplexity")
     assert "metric_for_best_model" in dropped
+
+
+@pytest.mark.parametrize("way", ["command", "base"])
+def test_evaluation_data_beside_the_config(way: str, tmp_path: Path) -> None:
+    """Evaluation data of the command line or of --base keep the config's evaluations and its best checkpoint."""
+    keys: dict[str, Any] = {**LABELS, "validation_file": "absent", "load_best_model_at_end": True}
+    path, base = config(tmp_path, **keys, metric_for_best_model="accuracy"), tmp_path / "base.yaml"
+    base.write_text("data: {evaluation: {format: jsonl, path: b.jsonl}}\n")
+    typed = ("data.evaluation={format: jsonl, path: b.jsonl}",)
+    found = import_config(path, None, *((None, typed) if way == "command" else (base, ())))
+    made = yaml.safe_load(found.recipe)
+    assert made["train"]["evaluate_every_steps"] == 9
+    assert made["checkpoint"]["keep_best"] == {"metric": "classification_accuracy", "export": True}
+    assert said(found, "dropped").keys() == {"task_name"}

@@ -55,6 +55,16 @@ def test_labelled_texts(tmp_path: Path) -> None:
 GOOD = '{"text": "a", "label": 1}\n'
 
 
+def test_a_label_from_the_cache_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been read already, and is refused all the same."""
+    lines = GOOD + '{"text": "b", "label": 1000000000000}\n'
+    monkeypatch.setattr("ortlaunch.worker.data.label_rows.MOST_CLASSES", 10**15)
+    assert labelled(tmp_path / "x.jsonl", lines).classes == 10**12 + 1
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="label 1000000000000 is too large"):
+        LabelledTexts(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), words(), 4)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -66,6 +76,7 @@ GOOD = '{"text": "a", "label": 1}\n'
         ('{"text": "a", "label": true}', "x.jsonl:1: label is True; a class is a word, or an integer from 0"),
         ('{"text": ["a", "b"], "label": 1}', r"x.jsonl:1: text is \['a', 'b'\]; it must be text"),
         (GOOD + '{"text": "a", "label": -1}', "x.jsonl:2: label is -1; a class is a word, or an integer from 0"),
+        (GOOD + '{"text": "a", "label": 1000000}', r"x.jsonl:2: label 1000000 is too large: .* from 0 to 999,999"),
         (GOOD + '{"text": "a", "label": null}', "x.jsonl:2: label is None; a class is a word, or an integer from 0"),
         (GOOD * 2 + '{"text": null, "label": 1}', "x.jsonl:3: text is None; it must be text"),
         ("", "x.jsonl: is empty"),

@@ -20,7 +20,15 @@ import torch
 
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.worker.data.corpus import fingerprint
-from ortlaunch.worker.data.label_rows import Found, LabelledRow, classified, labelled_rows, scored, tagged
+from ortlaunch.worker.data.label_rows import (
+    Found,
+    LabelledRow,
+    classified,
+    labelled_rows,
+    require_class,
+    scored,
+    tagged,
+)
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples
 from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, silent, stored, vocabulary_of
@@ -54,6 +62,7 @@ class LabelledTexts:
         self.labels: list[Any] = of_all["labels"]  # each once; words until `number_labels`
         self.counts: list[int] = of_all["counts"]  # of rows, or words, by label
         self.largest: tuple[int, str] = tuple(of_all["largest"])  # label that is a number, and where it is
+        require_class(*self.largest)  # also in what an earlier version has put into the cache
         self.names = [tuple(names) for names in of_all["names"]]  # of labels that are numbers
 
     def __len__(self) -> int:
