@@ -64,7 +64,7 @@ def require_own(path: Path) -> None:
     Raises:
         FileError: it belongs to another user, or others may write to it.
     """
-    why = _foreign(path)
+    why = foreign(path)
     if why:
         mend = f"type: rm -r {shlex.quote(str(path))} (what it holds is made again)"
         if why.startswith("belongs"):
@@ -73,8 +73,8 @@ def require_own(path: Path) -> None:
         raise FileError(f"{path}: {why}, {whom}; {mend}", 2)
 
 
-def _foreign(path: Path) -> str:
-    """Who else could have written this, or nothing."""
+def foreign(path: Path) -> str:
+    """Who else can write there, or nothing."""
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}"
@@ -161,7 +161,7 @@ def take_notes() -> list[str]:
 
 
 def _wrong(path: Path) -> str:
-    return _foreign(path) if path.exists() else "is gone"
+    return foreign(path) if path.exists() else "is gone"
 
 
 def _differs(file: Path, was: dict[str, Any]) -> str:

@@ -106,12 +106,12 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
         return present
     visible = 0
     for name in chosen.split(","):
-        # CUDA stops at the first name that is no GPU, such as -1; names may also be GPU-UUIDs.
+        # CUDA stops at the first name that is no GPU, such as -1; names may also be GPU-UUIDs, or parts of one GPU.
         index = name.strip()
         if not index or index.startswith("-") or (index.isdigit() and int(index) >= present):
             break
         visible += 1
-    return min(present, visible)
+    return visible if present and "MIG-" in chosen else min(present, visible)
 
 
 def _gpus() -> list[str]:

@@ -46,6 +46,10 @@ _LAST_REAL_STEP = 0xFFFFFFF0
 GRACE_SECONDS = 8.0
 # Exit status of a run that was asked to stop: all is saved, run it again.
 EXIT_SAVED = 85
+# Statuses after which a restart is useless or unwanted: input error, saved, stopped by SIGHUP, SIGINT or SIGTERM.
+NO_FAULT = (2, EXIT_SAVED, 129, 130, 143)
+# Set for the ranks of a job that `ortlaunch submit` queued: SCHEDULER:ID.
+JOB_VARIABLE = "ORTLAUNCH_JOB"
 # Set by ortlaunch's own launchers for what they start on this host: process_space() and the launcher's process id.
 LAUNCHER_VARIABLE = "ORTLAUNCH_LAUNCHER"
 

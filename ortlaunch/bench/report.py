@@ -79,7 +79,7 @@ def _mfu(row: dict[str, Any], measured: Sequence[dict[str, Any]]) -> float | Non
         return None
     alike = [o for o in measured if all(o[key] == row[key] for key in ("precision", "matmul_precision"))]
     peak = max(other["peak_flops"] or 0.0 for other in alike)
-    return float(row["flops_per_token"] * row["tokens_per_second"] / (peak * row["ranks"]))
+    return float(row["flops_per_token"] * row["tokens_per_second"] / (peak * row["ranks"])) if peak else None
 
 
 def passes(row: dict[str, Any]) -> bool:
@@ -101,7 +101,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Figures of what was measured, and a line of reason for what was not."""
     measured = [row for row in rows if row["state"] == MEASURED]
     cells = [_HEAD, *(_cells(row) for row in measured)] if measured else []
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))] if cells else []
+    columns = [column for column in zip(*cells) if set(column[1:]) != {"-"}]  # tokens/s or MFU that no variant has
+    cells, widths = list(zip(*columns)), [max(map(len, column)) for column in columns]
     lines = [
         "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in
                   enumerate(zip(line, widths))).rstrip()
@@ -149,8 +150,8 @@ def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
             notes.append(f"{row['name']}: matmul_precision {row['matmul_precision']} {moved}")
     if measured:
         others = sorted({row["ratio_to"] for row in measured})
-        notes.append(f"ratio: to {', '.join(others)}; memory: the highest of the ranks; parity: largest relative "
-                     "difference from plain PyTorch")  # fmt: skip
+        notes.append(f"ratio: to {', '.join(others)}; memory: of the largest rank; parity: largest relative "
+                     "difference from PyTorch")  # fmt: skip
     return notes
 
 

@@ -120,7 +120,7 @@ def _known_words(found: Evidence) -> Cause | None:
     for kind, expression, verdict, advice in _WORDS:
         line = _line_with(expression, found.words) if found.first else None
         if line:
-            return Cause(kind, f"{verdict.format(found.place)}: {line}", advice)
+            return Cause(kind, f"{verdict.format(found.place)}: {line}{found.raised_at}", advice)
     return None
 
 
@@ -178,14 +178,15 @@ def _input(found: Evidence) -> Cause | None:
     """What the user wrote, or the data, is wrong."""
     if found.first.get("exit_status") != 2 or not found.first.get("message"):
         return None
-    return Cause("bad-input", str(found.first["message"]).partition("\n")[0][:400], ("mend that, and start again",))
+    return Cause("bad-input", str(found.first["message"]).partition("\n")[0][:400] + found.raised_at)
 
 
 def _raised(found: Evidence) -> Cause | None:
     if not found.first:
         return None
     kind, message = found.first.get("type"), str(found.first.get("message", "")).strip().partition("\n")[0]
-    return Cause("raised", f"{found.place} raised {kind}: {message}"[:400], ("its traceback is in its log",))
+    said = f"{found.place} raised {kind}: {message}"[:400]
+    return Cause("raised", f"{said}{found.raised_at}", ("the whole traceback is in its log",))
 
 
 def _launch_failures(found: Evidence) -> Cause | None:
@@ -201,6 +202,7 @@ _OUTSIDE = ("who sends signals: a person, a scheduler's limit, a watchdog; see t
 _ENDS: tuple[tuple[str, re.Pattern[str], tuple[str, ...]], ...] = (
     ("command-killed", re.compile(r"the command .* disappeared"), (*_OUTSIDE, "start it again with --run-dir")),
     ("launcher-killed", re.compile(r"was ended by SIG\w+, and the ranks with it"), _OUTSIDE),
+    ("launcher-failed", re.compile(r"failed with .*, and ended the ranks"), ("its traceback is above its last line",)),
     ("signalled", re.compile(r"was ended by SIG\w+, sent to it"), _OUTSIDE),
     ("rank-vanished", re.compile(r"vanished without a word"), ("dmesg on that host: was it out of memory?", *_OUTSIDE)),
     ("never-began", re.compile(r"no rank began|ended before it began|no rank says why"),

@@ -47,6 +47,11 @@ class Evidence:
         return f"rank {self.first['rank']} on host {self.first['host']}"
 
     @property
+    def raised_at(self) -> str:
+        """The line of the user's own files that raised it, for a person; "" where there is none."""
+        return f", at {self.first['raised_at']}" if "raised_at" in self.first else ""
+
+    @property
     def words(self) -> str:
         """All that the cause's account says, else what the command said."""
         names = ("type", "summary", "message", "traceback")

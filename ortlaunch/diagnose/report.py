@@ -12,6 +12,7 @@ from ortlaunch.diagnose.causes import Cause, cause_of
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import what_would_fit
 from ortlaunch.run import status
+from ortlaunch.run.finished import CONTINUE
 from ortlaunch.run.folder import RunDir, json_text
 from ortlaunch.units import human, number
 
@@ -65,6 +66,8 @@ def with_verdict(run: RunDir, exit_status: int, text: str) -> str:
     more = what_would_fit(about) if cause.kind == "out-of-memory" else []
     lines = [f"verdict: {cause.verdict}", *more, *(f"try: {each}" for each in cause.advice)]
     before, mark, last = text.rpartition("ortlaunch: ")
+    if before.startswith(cause.verdict):  # else the same message would be printed twice
+        before, lines[0] = "", f"verdict: {before.rstrip()}"
     return "\n".join([*([before.rstrip("\n")] if before.strip() else []), *lines, f"{mark}{last}"])
 
 
@@ -78,8 +81,8 @@ def _evidence(found: Evidence, cause: Cause) -> Iterator[str]:
     if others:
         yield f"  rank {', '.join(others[:16])} ended after that: {len(others)} in all"
     if not found.records and found.text:
-        said = found.text.strip().splitlines()
-        yield f"  the command said: {said[-1] if code else said[0]}"  # what follows a success is how to train on
+        said = [line for line in found.text.strip().splitlines() if not line.startswith(CONTINUE)]
+        yield f"  the command said: {said[-1] if code else said[0]}"
     yield from _progress(found)
     yield from _storage(found, cause)
     yield from (f"  {line}" for line in (what_would_fit(found) if cause.kind == "out-of-memory" else ()))

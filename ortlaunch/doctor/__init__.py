@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from ortlaunch import start
+from ortlaunch import machine, start
 from ortlaunch.errors import MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
@@ -35,12 +35,13 @@ def lacking(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.launcher == "mpi" and len(plan.nodes) > 1 and not _installed("mpi4py"):
         yield "launcher mpi on more than one host: mpi4py is not installed", 'pip install "ortlaunch[mpi]"'
     if recipe.engine.name == "ort":
-        yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort())
+        on_gpu = plan.device == "cuda" and machine.visible_gpus(os.environ) > 0  # else planned for another host
+        yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(on_gpu))
 
 
-def lacking_for_ort() -> Iterator[tuple[str, str]]:
+def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:
     """What engine ort needs and is not here, each with what mends it where that is not said already."""
-    from ortlaunch.ortmodule import extensions
+    from ortlaunch.ortmodule import cuda_libraries, extensions
 
     try:
         extensions.ort_package()
@@ -49,6 +50,11 @@ def lacking_for_ort() -> Iterator[tuple[str, str]]:
         what, _, mend = str(error).partition(" Type: ")
         yield what.rstrip("."), mend
         return
+    if on_gpu and extensions.ort_package() == "onnxruntime-training-cpu":
+        yield "onnxruntime-training-cpu has no CUDA", 'pip install "ortlaunch[ort-cuda]", in an environment without it'
+    elif on_gpu and (libraries := cuda_libraries.missing()):
+        names = ", ".join(library.name for library in libraries)
+        yield f"CUDA libraries of onnxruntime-training are absent ({names})", cuda_libraries.hint(libraries)
     if absent:
         why = "; ".join([", ".join(absent), *extensions.damage()])
         yield f"its torch extensions are not built for this torch ({why})", "run `ortlaunch setup` once"

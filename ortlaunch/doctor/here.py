@@ -51,9 +51,12 @@ def _torch(versions: dict[str, str]) -> Finding:
 
 
 def _ort() -> Iterator[Finding]:
-    from ortlaunch.ortmodule import extensions
+    from ortlaunch.ortmodule import cuda_libraries, extensions
 
-    wrong = list(doctor.lacking_for_ort())
+    gpus = bool(probe.gpus())
+    wrong = list(doctor.lacking_for_ort(gpus))
+    if gpus and not wrong and (why := cuda_libraries.check()):
+        wrong = [(why, "see nvidia-smi for the driver, and docs/gpu.md for the libraries")]
     yield from (Finding(HERE, "ort", WARNING, what, mend) for what, mend in wrong)
     if not wrong:
         yield Finding(HERE, "ort", OK, f"{extensions.ort_package()} {extensions.ORT_VERSION}, its extensions are built")

@@ -167,7 +167,7 @@ def told(question: dict[str, Any]) -> dict[str, Any]:
         "token": token(str(folder)) if folder else None,
         "free": free(str(folder or os.getcwd())),
         "shm": free("/dev/shm"),
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband")),
         "stale": stale(),

@@ -18,6 +18,8 @@ from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir
 
+_LOST_SECONDS, _STALL_SECONDS = 2.0, 15.0
+
 
 class Request(NamedTuple):
     """What will be sent, exactly: files to write, variables to add to the environment, the command."""
@@ -28,13 +30,15 @@ class Request(NamedTuple):
     tells_ranks: bool = True  # SIGUSR1 and SIGUSR2 to the command reach the ranks
     notice_ends: bool = False  # SIGUSR1 to the command ends all, for it is a part of what is asked to stop
     stop: Stop | None = None  # how the ranks are asked to save and stop; None: they have nothing to save
-    lost: str | None = None  # a file: where it is, a host is lost, for which the command may wait for ever
+    private: str | None = None  # a folder that is this user's alone, new for each start and removed after it
+    given_up: tuple[tuple[str, float], ...] = ()  # file, seconds: once it exists, the command is ended after so long
 
     def __str__(self) -> str:
         """What a person would type."""
+        folder = f"(umask 077; mkdir -p {shlex.quote(self.private)})\n" if self.private else ""
         files = "".join(f"cat > {shlex.quote(path)} <<'EOF'\n{text}EOF\n" for path, text in self.files)
         env = "".join(f"{key}={shlex.quote(value)} " for key, value in self.env)
-        return files + env + shlex.join(self.argv)
+        return folder + files + env + shlex.join(self.argv)
 
 
 def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
@@ -47,9 +51,9 @@ def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
     return Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds) if plan.saves else None
 
 
-def lost_of(plan: Plan, run_dir: RunDir) -> str | None:
-    """Where the ranks of several hosts tell that they have lost one."""
-    return str(run_dir.lost) if len(plan.nodes) > 1 else None
+def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, float], ...]:
+    """Verdicts of the ranks of several hosts after which a launcher may wait for ever for a host that is gone."""
+    return ((str(run_dir.lost), _LOST_SECONDS), (str(run_dir.stall), _STALL_SECONDS)) if len(plan.nodes) > 1 else ()
 
 
 class JobState(Enum):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import signal
 from typing import Any, NamedTuple
 
+from ortlaunch.errors import DamagedFile
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir, account, is_full, read_json
 
+_OURS = re.compile(
+    r"^(?=ortlaunch: |verdict: |try: )", re.MULTILINE
+)  # a line of the user's exception that is like ours
 _OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
 
 
@@ -18,6 +24,7 @@ class End(NamedTuple):
 
     status: int
     text: str
+    stopped: bool = False  # on request, with a checkpoint to continue from
 
 
 def explain_end(
@@ -41,6 +48,11 @@ def explain_end(
     records = _records(run)
     first = _first(records)
     by_wish = first is not None and first.get("type") == "Stopped"
+    own = _launcher_failure(run)
+    nobody_asked = stopped_by is None and not run.stop_request.exists()
+    if own and nobody_asked and (first is None or by_wish or first["secondary"]):
+        what = f"{_program(Plan.read(run.plan))} failed with {own}, and ended the ranks"
+        return End(1, f"ortlaunch: {what}; its traceback is above; logs: {run.logs}")
     if first is not None and by_wish and not _unheard(run, records, stopped_by):
         return End(130 if stopped_by == signal.SIGINT else first["exit_status"], _text(first))
     if stopped_by is not None and (status or first is not None):
@@ -50,6 +62,15 @@ def explain_end(
     if first is None and status == 0:
         return End(0, f"done: {run}")
     return _without_cause(run, status, ended_by, oom_kills, records)
+
+
+def _launcher_failure(run: RunDir) -> str:
+    """An exception of torchrun itself, its first line; nothing where it has none, or ended by a signal."""
+    with contextlib.suppress(OSError, DamagedFile):
+        found = read_json(run.launcher_error).get("message")
+        said = str(found.get("message") if isinstance(found, dict) else found)
+        return "" if said.startswith("SignalException") else said.splitlines()[0][:300]
+    return ""
 
 
 def _unheard(run: RunDir, records: list[dict[str, Any]], stopped_by: int | None) -> set[int]:
@@ -69,7 +90,8 @@ def _saved(run: RunDir, stopped_by: int | None) -> End:
     done = f"stopped by {how['by']}, saved after step {how['step']} of {how['steps']}"
     return End(
         130 if stopped_by == signal.SIGINT else how["exit_status"],
-        f"ortlaunch: {done}; to go on, give --run-dir {run}",
+        f"ortlaunch: {done}",
+        stopped=True,
     )
 
 
@@ -89,6 +111,7 @@ def _without_cause(
 ) -> End:
     """The end of a run of which no rank tells a failure of its own."""
     plan, asked = Plan.read(run.plan), _asked(run)
+    status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
     if ended_by is not None and plan.launcher != "local":
         what = f"{_program(plan)} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
         return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
@@ -142,7 +165,7 @@ def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _order(record: dict[str, Any]) -> tuple[bool, bool, int, float]:
     """Hosts' clocks differ: what could read another's account came after it, and times count only where none could."""
-    return record["secondary"], record.get("type") != "Outlived", len(record.get("after", ())), record["time"]
+    return record["secondary"], record.get("type") != "Outlived", record.get("after", 0), record["time"]
 
 
 def ranks_that_began(run: RunDir) -> set[int]:
@@ -173,7 +196,8 @@ def _stopped(run: RunDir, first: dict[str, Any] | None, number: int) -> End:
     lost = " before it had saved, and what was trained since its newest checkpoint is lost" if again else ""
     return End(
         EXIT_SAVED if again else 128 + number,
-        f"{said}{lost}; to go on after step {saved[-1][0]}, give --run-dir {run}",
+        f"{said}{lost}; the newest checkpoint is after step {saved[-1][0]}",
+        stopped=True,
     )
 
 
@@ -209,5 +233,6 @@ def _names(plan: Plan, ranks: list[int]) -> str:
 
 def _text(first: dict[str, Any], shown: bool = False) -> str:
     seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
-    said = f"{first['traceback'].rstrip()}\n\n" if first["traceback"] and not seen else ""
+    told = _OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
+    said = f"{told}\n\n" if told and not seen else ""
     return f"{said}ortlaunch: {first['summary']}"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch.errors import MissingDependency, PlanError
-from ortlaunch.launch import Request, lost_of, stop_of, store_file
+from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import LOCAL_NAMES, Node, Plan
 from ortlaunch.run.folder import RunDir
@@ -33,7 +33,8 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     plan = _with_abi(plan, family(mpirun))
     env = {**dict(plan.env), **(_root(plan) if build is argv_open_mpi else {})}
     argv = (*build(plan, run_dir, mpirun), str(run_dir))
-    return Request(argv, tuple(sorted(env.items())), files, stop=stop_of(plan, run_dir), lost=lost_of(plan, run_dir))
+    stop, given_up = stop_of(plan, run_dir), given_up_of(plan, run_dir)
+    return Request(argv, tuple(sorted(env.items())), files, stop=stop, given_up=given_up)
 
 
 def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:

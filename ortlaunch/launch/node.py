@@ -21,7 +21,8 @@ from ortlaunch.rank import EXIT_SAVED, GRACE_SECONDS, VARIABLES
 
 _NODE = ("JOB_COMPLETION_INDEX", "PET_NODE_RANK", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK")
 _PORT = "29500"
-_NAME_SECONDS = 300  # until the first node's name is known to the others: images are pulled
+_NAME_SECONDS = 1800  # until the first node's name is known to the others: a node may have to be added to the cluster
+_QUIET_SECONDS = 30
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -31,12 +32,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True, help="on each node")
     parser.add_argument("--master", default=os.environ.get("PET_MASTER_ADDR", ""), help="rank 0's host")
+    parser.add_argument(
+        "--name-seconds", type=float, default=_NAME_SECONDS, help="how long rank 0's host may be unknown to the others"
+    )
     parser.add_argument("command", nargs="+")
     asked = parser.parse_args(words)
     try:
         shared = shared_variables(asked.nodes, asked.ranks, asked.master)
         node = number(asked.nodes, os.environ)
-        _wait_for_name(asked.master if asked.nodes > 1 and node else "")
+        _wait_for_name(asked.master if asked.nodes > 1 and node else "", asked.name_seconds)
         return _wait(_started(asked.command, shared, node, asked.ranks))
     except (LaunchError, RankError) as error:
         print(f"ortlaunch: {error}", file=sys.stderr)
@@ -69,18 +73,20 @@ def shared_variables(nodes: int, ranks: int, master: str) -> dict[str, str]:
     return {**sizes, "MASTER_ADDR": master or "127.0.0.1", "MASTER_PORT": port}
 
 
-def _wait_for_name(host: str) -> None:
-    deadline = time.monotonic() + _NAME_SECONDS
+def _wait_for_name(host: str, seconds: float) -> None:
+    began, is_quiet = time.monotonic(), True
     while host:
         try:
             socket.getaddrinfo(host, None)
             return
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"the first node's name {host} is not known after {_NAME_SECONDS} s: {error}"
-                ) from None
-            time.sleep(1)
+            passed = time.monotonic() - began
+            if passed > seconds:
+                raise LaunchError(f"the first node's name {host} is not known after {seconds:g} s: {error}") from None
+            if is_quiet and passed > min(_QUIET_SECONDS, seconds / 2):
+                is_quiet = False
+                print(f"ortlaunch: waits for the first node's name {host}, at most {seconds:g} s", flush=True)
+            time.sleep(min(1.0, seconds / 4))
 
 
 def _started(command: Sequence[str], shared: Mapping[str, str], node: int, ranks: int) -> list[subprocess.Popen[bytes]]:

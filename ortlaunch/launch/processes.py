@@ -21,6 +21,7 @@ from ortlaunch import machine
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.orphans import Orphans, descendants_of, send
+from ortlaunch.launch.private import make_private
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import Stop
 from ortlaunch.process import Process, heeded
@@ -59,7 +60,8 @@ class Job:
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.notice_ends = False
-        self.lost: str | None = None
+        self.private: str | None = None
+        self.given_up: tuple[tuple[str, float], ...] = ()
         self.early: list[int] = []
         self.signal: int | None = None
         self.is_ended = self.is_killed = False  # by SIGTERM, by SIGKILL from here
@@ -77,6 +79,8 @@ class Job:
 
 def submit(request: Request, output: Path | None = None) -> Job:
     """Write the request's files and start its command; what it says goes to the end of `output` if that is given."""
+    if request.private:
+        make_private(Path(request.private))
     for path, text in request.files:
         write_text(Path(path), text)
     program = shutil.which(request.argv[0])
@@ -91,7 +95,7 @@ def submit(request: Request, output: Path | None = None) -> Job:
         process = subprocess.Popen(argv, env=environ, start_new_session=True, stdout=sink, stderr=sink)
     orphans.belong_to(process.pid)
     job = Job(process, orphans, request.tells_ranks, request.stop)
-    job.notice_ends, job.lost = request.notice_ends, request.lost
+    job.notice_ends, job.given_up, job.private = request.notice_ends, request.given_up, request.private
     return job
 
 
@@ -120,14 +124,15 @@ def wait(job: Job) -> int:
 
 
 def _wait_for_command(job: Job) -> int:
-    """Wait for it, where a host is lost only for a moment: mpirun waits for its daemon there."""
-    while job.lost is not None and job.process.poll() is None:
+    """Wait for it, but only seconds after the ranks gave up: mpirun waits for its daemon on a lost host."""
+    while job.given_up and job.process.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return job.process.wait(_LOOK_SECONDS)
-        if os.path.exists(job.lost):
-            for number in (signal.SIGTERM, signal.SIGKILL):
+        grace = next((seconds for path, seconds in job.given_up if os.path.exists(path)), None)
+        if grace is not None:
+            for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, _LOST_SECONDS)):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    return job.process.wait(_LOST_SECONDS)
+                    return job.process.wait(seconds)
                 _signal_group(job, number)
             break
     return job.process.wait()
@@ -259,6 +264,8 @@ def _end_rest(job: Job) -> None:
         job.process.poll()
         time.sleep(0.05)
     job.orphans.done()
+    if job.private:
+        shutil.rmtree(job.private, ignore_errors=True)
 
 
 def _signal_group(job: Job, number: int) -> None:

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.process import Process
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run.folder import RunDir, read_json, write_json
 
-# What ranks find in their environment: SCHEDULER:ID of the job that `ortlaunch submit` queued.
-JOB_VARIABLE = "ORTLAUNCH_JOB"
 _T = TypeVar("_T")
 _NONE = type(None)
 # What the fields below may hold.
@@ -103,7 +102,8 @@ class JobRecord:
         if not number:
             return cls.of_this_process(backend, state)
         queued = cls.read(run)
-        return cls(scheduler, number, socket.gethostname(), "", "", queued.started if queued else now(), state)
+        started, failed = (queued.started, queued.attempts) if queued else (now(), ())
+        return cls(scheduler, number, socket.gethostname(), "", "", started, state, attempts=failed)
 
     @classmethod
     def read(cls, run: RunDir) -> JobRecord | None:

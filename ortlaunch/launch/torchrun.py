@@ -1,19 +1,22 @@
 """The ranks through torchrun: one on this host, or one on each of several, started through ssh (launch/over_ssh.py).
 
-Its rendezvous would listen on every interface and unpickle what anybody puts there. Here it is a file of the run
-folder, new for each start; ranks of one host meet in another, those of several at a port of rank 0's address that is
-told through the folder (worker/distributed.py). A world of several hosts has as many ranks on each: torchrun
+Its rendezvous would listen on every interface and unpickle what anybody puts there. Here it is a file, new for each
+start: on one host in a folder that this user alone can write to, on several in the run folder, which they share. Ranks
+of one host meet in another file, those of several at a port of rank 0's address that is told through the run folder
+(worker/distributed.py). A world of several hosts has as many ranks on each: torchrun
 documents no other.
 """
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import PlanError
-from ortlaunch.launch import Request, lost_of, stop_of, store_file
+from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.over_ssh import is_far
+from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
 from ortlaunch.rank import GRACE_SECONDS
@@ -26,14 +29,25 @@ _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a
 
 
 def request(plan: Plan, run_dir: RunDir) -> Request:
-    """torchrun with a rendezvous in the run folder; it never restarts ranks by itself."""
+    """torchrun with a rendezvous in a file; it never restarts ranks by itself."""
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
-    env = {"OMP_NUM_THREADS": str(plan.threads or 1), **_grace(plan), **_NO_STORE, **dict(plan.env)}
+    env = {
+        "OMP_NUM_THREADS": str(plan.threads or 1),
+        **_grace(plan),
+        **_NO_STORE,
+        **_error_file(run_dir),
+        **dict(plan.env),
+    }
     if len(plan.nodes) > 1 or is_far(plan.nodes[0].host):
         return _on_hosts(plan, run_dir, env)
-    argv = _torchrun(plan, run_dir, "localhost")
-    files = ((str(run_dir.rendezvous), ""), *store_file(plan, run_dir))
-    return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False, stop=stop_of(plan, run_dir))
+    private = private_folder(run_dir)
+    rendezvous = private / run_dir.rendezvous.name
+    argv = _torchrun(
+        plan, run_dir, "localhost", rendezvous, (f"--log-dir={private}",)
+    )  # else a folder for good in /tmp
+    files = ((str(rendezvous), ""), *store_file(plan, run_dir))
+    stop = stop_of(plan, run_dir)
+    return Request(argv, tuple(sorted(env.items())), files, tells_ranks=False, stop=stop, private=str(private))
 
 
 def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
@@ -47,7 +61,7 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
     if plan.threads is None:
         env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS" or name in dict(plan.env)}
     agents = [
-        {"host": node.host, "argv": _torchrun(plan, run_dir, f"{number:05d}.{node.host}")}
+        {"host": node.host, "argv": _torchrun(plan, run_dir, f"{number:05d}.{node.host}", run_dir.rendezvous)}
         for number, node in enumerate(plan.nodes)
     ]
     work = {"agents": agents, "env": dict(sorted(env.items())), "forward": plan.forward}
@@ -58,24 +72,30 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
         *store_file(plan, run_dir),
     )
     argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
-    return Request(argv, files=files, stop=stop_of(plan, run_dir), lost=lost_of(plan, run_dir))
+    return Request(argv, files=files, stop=stop_of(plan, run_dir), given_up=given_up_of(plan, run_dir))
 
 
-def _torchrun(plan: Plan, run_dir: RunDir, name: str) -> tuple[str, ...]:
+def _torchrun(plan: Plan, run_dir: RunDir, name: str, rendezvous: Path, more: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The command on one host; ranks are counted in the order of `name`."""
     return (
         *start.command("torch.distributed.run", plan.argv[0]),
         f"--nnodes={len(plan.nodes)}",
         f"--nproc-per-node={plan.nodes[0].slots}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={run_dir.rendezvous}",
+        f"--rdzv-endpoint={rendezvous}",
         f"--rdzv-conf=store_type=file,keep_alive_interval={_KEEP_ALIVE_SECONDS}",
         f"--local-addr={name}",
+        *more,
         "--max-restarts=0",
         "--no-python",
         *plan.argv,
         str(run_dir),
     )
+
+
+def _error_file(run_dir: RunDir) -> dict[str, str]:
+    """Where torchrun writes an exception of its own, which ranks cannot tell from a stop; they get other files."""
+    return {"TORCHELASTIC_ERROR_FILE": str(run_dir.launcher_error)}
 
 
 def _grace(plan: Plan) -> dict[str, str]:

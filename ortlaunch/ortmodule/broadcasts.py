@@ -17,8 +17,7 @@ import torch
 from ortlaunch.ortmodule import patching
 from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.graph import replace_nodes
-from ortlaunch.ortmodule.model_state import forget_graph
-from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.source_guard import TRANSITION, owner
 
 _SIZES = "ortlaunch.sizes"
 _BROADCASTING = {
@@ -34,8 +33,6 @@ def keep_broadcast_sizes() -> None:
     patching.wrap_method(inference, "_check_merged_dims", _merged_where_equal)
     patching.wrap_method(inference, "_onnx_infer_single_node", _with_broadcast_sizes)
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_hidden_shapes)
-    for manager in (TRAINING, EVALUATION):
-        patching.wrap_method(owner(manager), "forward", _exporting_when_apart)
 
 
 def note_sizes(export: Export, model: Any) -> None:
@@ -215,12 +212,10 @@ def _may_differ(*shapes: Sequence[Any]) -> bool:
 # ------------------------------------------------------------------------------------------- in later batches
 
 
-def _exporting_when_apart(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sizes of inputs that were equal in the batch of the export, of which one is 1 in this one, make another graph."""
+def apart(manager: Any, args: Any, kwargs: Any) -> bool:
+    """Whether of sizes of inputs that were equal in the batch of the export one is 1 in this batch, of equal form."""
     info = manager._graph_transition_manager._post_export_processed_model_info
-    if info is not None and any(_are_apart(info, group, args, kwargs) for group in _groups(info)):
-        forget_graph(manager)
-    return original(manager, *args, **kwargs)
+    return any(_are_apart(info, group, args, kwargs) for group in _groups(info))
 
 
 def _are_apart(info: Any, group: Sequence[tuple[str, int]], args: Any, kwargs: Any) -> bool:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from ortlaunch.errors import MissingDependency
-from ortlaunch.ortmodule import custom_functions, extensions, registry
+from ortlaunch.ortmodule import cuda_libraries, custom_functions, extensions, registry
 from ortlaunch.ortmodule.patching import Seen, environment
 from ortlaunch.ortmodule.registry import Repair
 
@@ -79,6 +79,16 @@ def _take_back(name: str) -> bool:
     if current is not before:
         module.checkpoint = current
     return current is not before
+
+
+def load_cuda_libraries() -> bool:
+    """The CUDA wheel needs libraries of CUDA 11 and cuDNN 8, which torch's wheels do not bring."""
+    import torch
+
+    wanted = extensions.ort_package() == "onnxruntime-training" and torch.cuda.is_available()
+    if wanted:
+        cuda_libraries.preload()
+    return wanted
 
 
 # ---------------------------------------------------------------------------------- repairs after the import
@@ -178,6 +188,7 @@ _SDPA = "torch.onnx.symbolic_opset14:scaled_dot_product_attention"
 _BEFORE_IMPORT: tuple[Repair, ...] = (
     Repair("alias_moved_exporter_modules", install=alias_moved_exporter_modules),
     Repair("forget_failed_import", install=forget_failed_import),
+    Repair("load_cuda_libraries", install=load_cuda_libraries),
 )
 # Those without more than a name are steps of an export (pipeline.py), for every torch.
 _AFTER_IMPORT: tuple[Repair, ...] = (
@@ -194,6 +205,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("fix_bernoulli_export"),
     Repair("drop_redundant_casts"),
     Repair("keep_constants_apart"),
+    Repair("trace_swapped_weights"),
     Repair("export_diff_and_bool_cumsum"),
     Repair("export_rnn_as_gru"),
     Repair("stop_gradient_at_detach"),

@@ -30,7 +30,7 @@ class Tally:
     exports: int = 0
     """Runs of torch.onnx.export."""
     re_exports: int = 0
-    """Graphs thrown away, because a call or what is frozen had changed."""
+    """Exports beyond a model's first ones for training and evaluation, because a call, mode or value had changed."""
     export_seconds: float = 0.0
     """Spent in those exports, with the passes of the model that they take."""
     label_density: float | None = None

@@ -56,6 +56,15 @@ _INTEROP_FILES = ("ctx_pool", "custom_function_shared", "custom_function_bw", "c
 
 # The installed file -> texts in it and what each becomes.
 _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
+    "torch_gpu_allocator": {
+        # emptyCache has an argument from torch 2.7 on, and ORT calls this address without one.
+        "torch_gpu_allocator.cc": (
+            (
+                "&c10::cuda::CUDACachingAllocator::emptyCache)",
+                "+[]() { c10::cuda::CUDACachingAllocator::emptyCache(); })",
+            ),
+        ),
+    },
     "aten_op_executor": {
         "aten_op_executor.cc": (("#include <torch/torch.h>", _EXECUTOR_INCLUDES),),
     },

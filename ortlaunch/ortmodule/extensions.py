@@ -31,6 +31,7 @@ ORT_VERSION = "1.19.2"
 EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}
 _OTHER_WHEELS = ("onnxruntime", "onnxruntime-gpu")
 NEWEST_PYTHON = (3, 11)
+_FIRST_WITHOUT_VOLTA = 13  # CUDA's major version whose nvcc no longer compiles for 7.0
 
 # Without it custom autograd functions are refused, and all else works.
 INTEROP = "torch_interop_utils"
@@ -180,7 +181,7 @@ def _install_hint() -> str:
         )
     return (
         "the ort engine needs ONNX Runtime Training. "
-        'Type: pip install "ortlaunch[ort-cpu]" (with CUDA 12: "ortlaunch[ort-cuda]")'
+        'Type: pip install "ortlaunch[ort-cpu]" (on a GPU machine: "ortlaunch[ort-cuda]")'
     )
 
 
@@ -221,7 +222,10 @@ def _cuda_versions() -> tuple[str, str] | None:
 def _key() -> str:
     ort = f"{ort_package()}-{ORT_VERSION}"  # first: that it has no wheel for this Python matters more than torch
     python = sys.implementation.cache_tag or "python"
-    return "_".join((python, f"torch-{_torch_version()}", ort, sysconfig.get_platform(), extension_sources.revision()))
+    cuda = _cuda_versions()
+    gpus = (re.sub(r"[^\w.+]+", "-", _architectures(cuda[0])),) if cuda else ()
+    platform = sysconfig.get_platform()
+    return "_".join((python, f"torch-{_torch_version()}", ort, platform, extension_sources.revision(), *gpus))
 
 
 # ------------------------------------------------------------------------------------------------ the build
@@ -304,9 +308,16 @@ def _build_environment() -> dict[str, str]:
     if cuda is not None:
         # What torch_cpp_extensions/install.py sets for their setup.py.
         values["ONNXRUNTIME_CUDA_VERSION"] = cuda[1]
+        values["TORCH_CUDA_ARCH_LIST"] = _architectures(cuda[0])
         values["ONNXRUNTIME_ROCM_VERSION"] = ""
         values["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] = "-lineinfo,-O3,--use_fast_math,--threads,0"
     return values
+
+
+def _architectures(cuda: str) -> str:
+    """The GPUs to compile for: the user's, else all that this CUDA knows, for a login node has none to look at."""
+    oldest = "7.0;7.5" if int(cuda.partition(".")[0]) < _FIRST_WITHOUT_VOLTA else "7.5"
+    return os.environ.get("TORCH_CUDA_ARCH_LIST") or f"{oldest};8.0;8.6;9.0+PTX"
 
 
 def _publish(built: Path, destination: Path) -> None:

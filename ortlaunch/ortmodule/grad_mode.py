@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -19,9 +20,32 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ortlaunch.ortmodule import export as ort_export
+
 _T = torch.Tensor
+_GRAD_MODE = torch.autograd.grad_mode.__file__
 _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
 Export = Callable[..., Any]
+_begins: list[bool] = []
+_reads: list[None] = []
+
+
+@contextlib.contextmanager
+def begins(gradients: bool) -> Iterator[None]:
+    """While open, an export's forward pass begins with gradients on or off."""
+    _begins.append(gradients)
+    try:
+        yield
+    finally:
+        _begins.pop()
+
+
+@contextlib.contextmanager
+def noted(export: ort_export.Export) -> Iterator[None]:
+    """Note whether the model reads the grad mode: its graph is then one of this mode only."""
+    _reads.clear()
+    yield
+    export.seen["grad_mode"] = bool(_reads)
 
 
 def following_grad_mode(export: Export) -> Export:
@@ -46,8 +70,9 @@ class _GradMode(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module, training: bool) -> None:
         super().__init__()
-        self._training = training
-        self._enabled = training  # for the model; gradients are off for torch throughout an export
+        begin = _begins[-1] if _begins else training
+        self._training = training and begin
+        self._enabled = begin  # for the model; gradients are off for torch throughout an export
         self._trained = WeakTensorKeyDictionary()
         self._stopped = WeakTensorKeyDictionary()  # made of trained ones with gradients off; each with its detached one
         for tensor in (*model.parameters(), *model.buffers()):
@@ -67,6 +92,11 @@ class _GradMode(TorchFunctionMode):
             given = tuple(tensors((args, kwargs)))
             return apply(*args, **kwargs)
 
+        def is_enabled() -> bool:
+            if sys._getframe(1).f_code.co_filename != _GRAD_MODE:  # no_grad reads it, to restore it
+                _reads.append(None)
+            return self._enabled
+
         def enter(inference: Any) -> None:
             inference.prev = self._enabled
             self._enabled = not inference.mode
@@ -76,7 +106,7 @@ class _GradMode(TorchFunctionMode):
 
         with contextlib.ExitStack() as patches:
             for owner, name, new in (
-                (torch, "is_grad_enabled", lambda: self._enabled),
+                (torch, "is_grad_enabled", is_enabled),
                 (torch.autograd.Function, "apply", classmethod(applied)),
                 (torch.inference_mode, "__enter__", enter),
                 (torch.inference_mode, "__exit__", leave),
@@ -94,6 +124,9 @@ class _GradMode(TorchFunctionMode):
             raise RuntimeError("the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none")
         if func == _T.data.__get__:
             func, args = _T.detach, args[:1]  # a trace has .data as a constant
+        if any(isinstance(value, complex) for value in args) and (given := tensors(args)):
+            # A trace refuses Python's complex numbers, as 1j * x has.
+            args = tuple(_complex(value, given[0]) if isinstance(value, complex) else value for value in args)
         if func in _SCATTER:  # torch's exporter knows none of True and False
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
         return self._call(func, args, kwargs or {})
@@ -157,6 +190,12 @@ def changed_since(values: Sequence[torch.Tensor], versions: Sequence[int]) -> li
 def _differentiable(tensor: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _complex(value: complex, like: torch.Tensor) -> torch.Tensor:
+    """Computed in the graph, for ONNX has no complex constants."""
+    parts = [like.new_zeros((), dtype=torch.get_default_dtype()) + part for part in (value.real, value.imag)]
+    return torch.complex(parts[0], parts[1])
 
 
 CHANGED_WEIGHT = "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"

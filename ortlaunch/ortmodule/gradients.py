@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ortlaunch.ortmodule.differentiable import STOPS
 from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.model_state import forget_graph
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.source_guard import TRAINING, owner
-
-
-def rebuild_when_unfrozen() -> None:
-    """A parameter that is unfrozen later has no gradient in a graph built while it was frozen: build another."""
-    wrap_method(owner(TRAINING), "forward", _rebuilding_when_unfrozen)
 
 
 def without_frozen(export: Export, model: Any, names: list[str]) -> list[str]:
@@ -28,15 +19,6 @@ def without_unreached(export: Export, model: Any, names: list[str]) -> list[str]
     found = reached(model.graph)
     used = {name for node in model.graph.node for name in node.input}
     return [name for name in names if name in found or name not in used]
-
-
-def _rebuilding_when_unfrozen(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    frozen = getattr(manager, "_ortlaunch_frozen", None)
-    if frozen is None or any(parameter.requires_grad for parameter in frozen):
-        forget_graph(manager)
-        parameters = manager._flattened_module.parameters()
-        manager._ortlaunch_frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    return original(manager, *args, **kwargs)
 
 
 def reached(graph: Any) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -18,21 +18,11 @@ from torch import nn
 
 from ortlaunch.ortmodule import torch_modules
 from ortlaunch.ortmodule.buffers import kept_buffers
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.export import Export, seen_of
-from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.python_state import GLOBAL, GONE, Reads, Values, drawn, noted, same
-from ortlaunch.ortmodule.settings import settings_of
-from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, owner
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
-
-
-def follow_model_state() -> None:
-    """A layer's `eval()`, a changed number or hook, a replaced weight or buffer: ORT's graph stayed as it was."""
-    for manager in (TRAINING, EVALUATION):
-        wrap_method(owner(manager), "forward", _exporting_when_other)
 
 
 # ---------------------------------------------------------------------------------------------- in the export
@@ -106,7 +96,7 @@ def _plain(path: str) -> str:
 # ------------------------------------------------------------------------------------------------ in each pass
 
 
-class _Seen:
+class Seen:
     """A model as it was when its graph was made."""
 
     def __init__(self, module: nn.Module, seen: dict[str, Any]) -> None:
@@ -117,39 +107,10 @@ class _Seen:
         # With the objects, because an id is another's once its object is gone.
         self._parts = [(group, tuple(map(id, group.values())), tuple(group.values())) for group in groups if group]
 
+    def replaced(self) -> bool:
+        """Whether a weight, buffer, layer or hook is another object."""
+        return any(self._empty) or any(tuple(map(id, group.values())) != ids for group, ids, _ in self._parts)
+
     def changed(self) -> str:
-        """What is not as it was; empty for nothing."""
-        for place in self._values.changed():
-            return _told(*place)
-        if any(self._empty) or any(tuple(map(id, group.values())) != ids for group, ids, _ in self._parts):
-            return "a weight, buffer, layer or hook of the model"
-        return ""
-
-
-def _exporting_when_other(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    if not settings_of(manager).follow_model_state:
-        return original(manager, *args, **kwargs)
-    seen: _Seen | None = getattr(manager, "_ortlaunch_seen", None)
-    changed = seen.changed() if seen and manager._execution_agent is not None else ""
-    if changed:
-        tally.note(f"exported again, because {changed} had changed")
-        forget_graph(manager)
-        for name in ("_ortlaunch_norms", "_ortlaunch_frozen"):
-            vars(manager).pop(name, None)
-    agent = manager._execution_agent
-    output = original(manager, *args, **kwargs)
-    if manager._execution_agent is not agent or seen is None:
-        manager._ortlaunch_seen = _Seen(manager._flattened_module, seen_of(manager._graph_transition_manager))
-    return output
-
-
-def forget_graph(manager: Any) -> None:
-    """Let the next forward export and build anew."""
-    if manager._execution_agent is not None:
-        tally.re_exports += 1
-    manager._graph_transition_manager._exported_model_info = None
-    manager._execution_agent = None
-    # These belong to the old graph; levels 1 and 2 of memory optimization would choose from them.
-    observer = manager._runtime_inspector.memory_ob
-    observer.cluster_id_combination_to_saving_symbolics_map.clear()
-    observer.symbolic_dim_collecting_completed = False
+        """Which of the values that a pass reads is not as it was; empty for none."""
+        return next((_told(*place) for place in self._values.changed()), "")

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import options, registry
+from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule import cuda_libraries, options, registry
 from ortlaunch.ortmodule.buffers import kept_modes
 from ortlaunch.ortmodule.compat import import_ortmodule
 from ortlaunch.ortmodule.patching import environment, wrap_method
 from ortlaunch.ortmodule.registry import Repair
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.settings import Settings, settings_of
+from ortlaunch.ortmodule.unsupported import without_compile
+from ortlaunch.ortmodule.wrapper import wrapper_class
 
 
 def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
@@ -29,13 +32,13 @@ def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
         MissingDependency: ONNX Runtime Training or its extensions are not here; it says what to type.
         SettingError: this stack has not what a setting needs.
     """
-    settings = settings or Settings()
+    settings, model = settings or Settings(), without_compile(model)
     options.prepare(settings)
-    ortmodule = import_repaired()
+    import_repaired()
     deepcopy = options.settle_deepcopy(model, settings)
     # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
     with environment(**options.variables(settings, deepcopy)), kept_modes(model):
-        wrapped = ortmodule.ORTModule(model, options.debug_options(settings))
+        wrapped = wrapper_class()(model, options.debug_options(settings))
     options.set_attributes(wrapped, settings)
     settle(wrapped, settings)
     # This logger of ORT's is under no option; it says what it guessed about shapes.
@@ -61,10 +64,17 @@ def import_repaired() -> Any:
 
 def _set_sessions_and_exports() -> None:
     # On the classes, with the settings on the instances: ORT pickles its managers, and a function of one would not be.
-    from onnxruntime.training.ortmodule import _graph_execution_manager, _graph_transition_manager
+    from onnxruntime.training.ortmodule import (
+        _graph_execution_manager,
+        _graph_transition_manager,
+        _inference_manager,
+        _training_manager,
+    )
 
     wrap_method(_graph_execution_manager.GraphExecutionManager, "_get_session_config", _as_set)
     wrap_method(_graph_transition_manager.GraphTransitionManager, "get_post_processed_model", _with_settings)
+    for manager in (_training_manager.TrainingManager, _inference_manager.InferenceManager):
+        wrap_method(manager, "_create_execution_agent", _on_its_device)
 
 
 def _as_set(original: Callable[..., Any], manager: Any) -> Any:
@@ -77,6 +87,17 @@ def _as_set(original: Callable[..., Any], manager: Any) -> Any:
     if manager._device.type == "cuda":
         provider_options[0]["use_tf32"] = str(int(settings.tf32))
     return session_options, providers, provider_options
+
+
+def _on_its_device(original: Callable[..., Any], manager: Any) -> None:
+    """ORT computes on the CPU, with a line in its log, where its CUDA provider does not load."""
+    original(manager)
+    provider = manager._execution_agent._inference_session.get_providers()[0]
+    if manager._device.type == "cuda" and provider != cuda_libraries.PROVIDER:
+        raise EngineError(
+            f"the model is on {manager._device}, and ONNX Runtime's session runs on {provider}: "
+            f"{cuda_libraries.check() or 'its CUDA provider was not loaded in this process'}"
+        )
 
 
 def _with_settings(original: Callable[..., Any], manager: Any, *args: Any) -> Any:

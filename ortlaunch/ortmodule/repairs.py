@@ -6,11 +6,8 @@ source (source_guard.py), and is told as not applied elsewhere. What importing O
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from ortlaunch.ortmodule import patching
 from ortlaunch.ortmodule.broadcasts import keep_broadcast_sizes
@@ -18,10 +15,8 @@ from ortlaunch.ortmodule.buffers import keep_buffers_exact
 from ortlaunch.ortmodule.checkpointing import see_ort_checkpoints
 from ortlaunch.ortmodule.copies import fix_deepcopy_and_pickle
 from ortlaunch.ortmodule.cross_entropy import skip_ignored_labels
-from ortlaunch.ortmodule.gradients import rebuild_when_unfrozen
-from ortlaunch.ortmodule.model_state import follow_model_state, forget_graph
+from ortlaunch.ortmodule.graphs import choose_graphs
 from ortlaunch.ortmodule.outputs import restore_output_dtypes
-from ortlaunch.ortmodule.python_values import fixed_buffers, fixed_sizes, tell_again
 from ortlaunch.ortmodule.registry import Repair, apply
 from ortlaunch.ortmodule.source_guard import EVALUATION, MANAGER, PROCESSED, SHAPES, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.splits import cut_unequal_parts
@@ -33,86 +28,6 @@ from ortlaunch.ortmodule.vectors import keep_vanishing_sizes
 def apply_repairs(*left_out: str) -> None:
     """Make every repair, once in a process; `left_out` names those a test wants to miss."""
     apply(REPAIRS, *left_out)
-
-
-# ---------------------------------------------------------------------------------------------- changed calls
-
-
-def export_for_changed_calls() -> None:
-    """ORT takes every call for one like the first: a new argument is ignored, a changed number stays as it was.
-
-    Shapes may change freely; everything else about a call that an export depends on makes another graph.
-    """
-    for manager in (TRAINING, EVALUATION):
-        patching.wrap_method(owner(manager), "forward", _exporting_when_changed)
-
-
-def _exporting_when_changed(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    call, before = _call(manager, args, kwargs), getattr(manager, "_ortlaunch_call", None)
-    if call != before:
-        if before and call[:-2] == before[:-2]:
-            tell_again(manager._graph_transition_manager)
-        forget_graph(manager)
-    output = original(manager, *args, **kwargs)
-    manager._ortlaunch_call = _call(manager, args, kwargs)  # now that a trace has shown whether sizes are part of it
-    return output
-
-
-def _call(manager: Any, args: Any, kwargs: Any) -> tuple[object, ...]:
-    return _form(args), _form(kwargs), _autocast(manager), fixed_buffers(manager), fixed_sizes(manager, (args, kwargs))
-
-
-def _form(value: Any) -> object:
-    """What of an argument an exported graph depends on; cheap, because every forward asks."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.dim(), value.device, value.requires_grad
-    if isinstance(value, Mapping):
-        return type(value), tuple((name, _form(inner)) for name, inner in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(_form(inner) for inner in value)
-    return type(value), repr(value)  # repr, because True == 1 == 1.0 and nan is not nan
-
-
-def _autocast(manager: Any) -> object:
-    """The casts that an export would put into the graph."""
-    device = manager._device.type if manager._device else "cpu"
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-_GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
-
-
-def keep_graphs_for_backward() -> None:
-    """ORT runs every backward pass in the newest graph, also that of a forward pass in an earlier one."""
-    patching.wrap_method(owner(TRAINING), "_create_autofunction_class", _with_own_graph)
-
-
-def _with_own_graph(original: Callable[..., Any], manager: Any) -> Any:
-    function = original(manager)
-
-    class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            outputs = function.forward(ctx, *inputs)
-            ctx.ortlaunch_graph = tuple(getattr(manager, name) for name in _GRAPH)
-            return outputs
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            with _graph(manager, ctx.ortlaunch_graph):
-                return function.backward(ctx, *gradients)
-
-    return _ORTModuleFunction
-
-
-@contextlib.contextmanager
-def _graph(manager: Any, graph: tuple[Any, ...]) -> Iterator[None]:
-    newest = tuple(getattr(manager, name) for name in _GRAPH)
-    vars(manager).update(zip(_GRAPH, graph))
-    try:
-        yield
-    finally:
-        vars(manager).update(zip(_GRAPH, newest))
 
 
 # ------------------------------------------------------------------------------------------------------- settings
@@ -141,17 +56,19 @@ _INFERENCE = tuple(
 _SIZES = tuple(f"{SHAPES}.{name}" for name in ("_infer_Slice", "_infer_aten_upsample", "_get_int_or_float_values"))
 # Of those that replace one method the later ones stand around the earlier ones.
 REPAIRS = (
-    Repair("skip_frozen_gradients", (*_EXPORT, f"{TRAINING}.forward"), rebuild_when_unfrozen),
+    Repair("skip_frozen_gradients", _EXPORT),
     Repair("skip_unreached_weights", _EXPORT),
     Repair(
-        "export_for_changed_calls",
-        (f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
-        export_for_changed_calls,
-    ),
-    Repair(
-        "keep_graphs_for_backward",
-        (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward"),
-        keep_graphs_for_backward,
+        "choose_graphs",
+        (
+            "_utils:patch_torch_module_ort_forward_method",
+            f"{TRAINING}._create_autofunction_class",
+            f"{TRAINING}.forward",
+            f"{EVALUATION}.forward",
+            f"{TRANSITION}.get_post_processed_model",
+            f"{MANAGER}.__getstate__",
+        ),
+        choose_graphs,
     ),
     Repair(
         "keep_buffers_exact",
@@ -166,11 +83,7 @@ REPAIRS = (
     ),
     Repair("restore_output_dtypes", (f"{PROCESSED}.restore_outputs",), restore_output_dtypes),
     Repair("fix_deepcopy_and_pickle", (f"{MANAGER}.__getstate__",), fix_deepcopy_and_pickle),
-    Repair(
-        "follow_model_state",
-        (*_EXPORT, f"{TRAINING}.forward", f"{EVALUATION}.forward", f"{TRANSITION}.get_post_processed_model"),
-        follow_model_state,
-    ),
+    Repair("follow_model_state", _EXPORT),
     Repair(
         "map_gradient_checkpointing",
         (
@@ -204,7 +117,7 @@ REPAIRS = (
     Repair("concatenate_constants", _EXPORT),
     Repair(
         "keep_broadcast_sizes",
-        (*_EXPORT, *_INFERENCE, f"{TRAINING}.forward", f"{EVALUATION}.forward"),
+        (*_EXPORT, *_INFERENCE),
         keep_broadcast_sizes,
     ),
     Repair("keep_vanishing_sizes", _EXPORT, keep_vanishing_sizes),

@@ -45,6 +45,7 @@ KNOWN = {
     f"{TRAINING}._create_execution_agent": "d25d6cd3c6333ed3",
     f"{EVALUATION}.forward": "1f8e3538efd4c23d",
     f"{MANAGER}.__getstate__": "8c59e5cbc2348a1c",
+    "_utils:patch_torch_module_ort_forward_method": "1367e8c025932ee9",
     "_io:parse_outputs_for_onnx_export_and_extract_schema": "c83275c7f572b599",
     "_custom_autograd_function_exporter:_default_export": "aa1d3d1bf6199e03",
     "__init__:_override_gradient_checkpoint": "cec15e65a7037fcf",

@@ -42,14 +42,18 @@ def with_attention_dropout(export: Export) -> Export:
     Torch writes an ONNX Dropout without a mask, for which ORT cannot build a gradient, and without its training flag,
     with which it would drop nothing. Where the source is another, `refusing_attention_dropout` takes the place of this.
     A row that a boolean mask leaves nothing, such as that of padding, is nan in torch's form until its end, and the
-    gradient stays so: here such a row attends to everything first, and is then set to zero.
+    gradient stays so: here such a row attends to everything first, and is then set to zero. Torch writes masks as
+    float32: in a float16 model the exporter would then lift the scores and all that follows them to float32.
     """
     attention = importlib.import_module("torch.onnx.symbolic_opset14").scaled_dot_product_attention
     source = inspect.getsource(attention)
     knows_nan = "IsNaN" in source  # of an empty row, from torch 2.7 on
 
     def symbolic(g: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        own: dict[str, Callable[..., Any]] = {"Dropout": functools.partial(_training_dropout, g)}
+        own: dict[str, Callable[..., Any]] = {
+            "Dropout": functools.partial(_training_dropout, g),
+            "Where": functools.partial(_where_of_type, g, type_of(query)),
+        }
         if _is_bool(mask):
             empty = _empty_rows(g, mask)
             filled = g.op("Or", mask, empty)
@@ -137,6 +141,19 @@ def _training_dropout(graph: Any, *inputs: Any) -> Any:
     """With its training flag and its mask."""
     training = graph.op("Constant", value_t=torch.tensor(True))
     return graph.op("Dropout", *inputs, training, outputs=2)[0]
+
+
+def _where_of_type(g: Any, dtype: torch.dtype, condition: Any, *choices: Any) -> Any:
+    """A Where whose constant choices, such as 0 and -inf of a mask, have the type of the attention's query."""
+    from torch.onnx._type_utils import JitScalarType
+
+    target = JitScalarType.from_dtype(dtype)
+    known = [JitScalarType.from_value(choice, target) for choice in choices]
+    typed = [
+        choice if found == target else g.op("Cast", choice, to_i=int(target.onnx_type()))
+        for choice, found in zip(choices, known)
+    ]
+    return g.op("Where", condition, *typed)
 
 
 class Graph:

@@ -115,6 +115,17 @@ def _ours(draft: Draft, key: str, node: Tree, path: str) -> None:
         draft.put(path, node, key)
 
 
+def _offload(draft: Draft, key: str, node: Tree, path: str) -> None:
+    """Devices are words; DeepSpeed's older keys say true for cpu."""
+    if node.scalar in (None, False, "none"):
+        draft.account.empty.append(key)
+    elif node.scalar == "auto":
+        draft.needless(key, node, _AUTO)
+    else:
+        older = node.scalar is True and not path.endswith("pin_memory")
+        draft.put(path, node, key, "cpu" if older else node.scalar)
+
+
 def _is_off(node: Tree) -> bool:
     enabled = node.find(("enabled",))
     return enabled is not None and is_empty(enabled)
@@ -207,6 +218,8 @@ def _raw(draft: Draft, key: str, node: Tree, path: str) -> None:
         draft.drop(
             key, node, "it needs DeepSpeed's own Adam on the CPU; the optimizer here is torch's or ONNX Runtime's"
         )
+    elif DEEPSPEED_OWNED.get(path, "").startswith("zero.offload."):
+        _offload(draft, key, node, DEEPSPEED_OWNED[path])
     elif path == "zero_optimization.stage" or (path == "zero_optimization" and node.scalar is True):
         draft.needless(key, node, "zero.stage has it")
     elif node.scalar == "auto" or (node.kind == "mapping" and "auto" in json.dumps(node.plain())):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.models import Offload
 
 NEVER = 10**9
 
@@ -21,7 +22,7 @@ def deepspeed_config(recipe: Recipe, micro_samples: int, accumulation_steps: int
         "train_batch_size": micro_samples * accumulation_steps * ranks,
         "train_micro_batch_size_per_gpu": micro_samples,
         "gradient_accumulation_steps": accumulation_steps,
-        "zero_optimization": {"stage": recipe.zero.stage},
+        "zero_optimization": {"stage": recipe.zero.stage, **_offload(recipe.zero.offload)},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": NEVER,
@@ -30,6 +31,15 @@ def deepspeed_config(recipe: Recipe, micro_samples: int, accumulation_steps: int
     if recipe.precision != "fp32":
         config[recipe.precision] = {"enabled": True}
     return _merged(config, recipe.zero.deepspeed)
+
+
+def _offload(offload: Offload | None) -> dict[str, Any]:
+    """DeepSpeed's sections for what is kept off the GPU."""
+    if offload is None:
+        return {}
+    common = {"pin_memory": offload.pin_memory} | ({"nvme_path": offload.nvme_path} if offload.nvme_path else {})
+    devices = {"offload_optimizer": offload.optimizer, "offload_param": offload.parameters}
+    return {section: {"device": device, **common} for section, device in devices.items() if device}
 
 
 def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:

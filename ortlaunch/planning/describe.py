@@ -55,8 +55,8 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     if not most:
         return []
     if plan.launcher == INSIDE:
-        return ["  launch.max_restarts does nothing here: this launcher is not ortlaunch's; start the same command "
-                "again from the batch script (it goes on from the last checkpoint)"]  # fmt: skip
+        return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch submit` restarts the run; "
+                "else start the same command again from the batch script"]  # fmt: skip
     times, nodes = counted(most, "time"), recipe.launch.elastic
     lost = [f"  a lost host is left out, and taken back at a restart; hosts: {nodes} (launch.nodes)"] if nodes else []
     return [

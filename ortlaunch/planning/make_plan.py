@@ -18,8 +18,8 @@ from ortlaunch.units import counted
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "XDG_CACHE_HOME", "HTTPS_PROXY", "NO_PROXY")
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "I_MPI_", "MPI4PY_", "OMP_", "MKL_", "KMP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_",
-    "ORTMODULE_", "ORTLAUNCH_", "TORCH_", "TORCHINDUCTOR_", "DS_", "CUDA_LAUNCH_BLOCKING", "PYTORCH_",
-    "WANDB_", "MLFLOW_",
+    "ORTMODULE_", "ORTLAUNCH_", "TORCH_", "TORCHINDUCTOR_", "DS_", "PYTORCH_", "WANDB_", "MLFLOW_",
+    "CUDA_CACHE_", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING",
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def replan(recipe: Recipe, plan: Plan) -> Plan:
 def _interface(recipe: Recipe) -> dict[str, str]:
     """What tells gloo and NCCL where to listen."""
     name = recipe.launch.interface
-    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name) if name else {}
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}  # NCCL: exactly this one
 
 
 def _forwarded(recipe: Recipe, world: World, environ: Mapping[str, str]) -> tuple[str, ...]:

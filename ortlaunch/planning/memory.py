@@ -114,7 +114,7 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
     stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
     activations = _activations(recipe, config, micro_samples, _width(recipe), device)
     for stage in range(4):
-        exact = _zero(recipe, tensors, trainable, activations, stage, ranks)
+        exact = _off_gpu(recipe, _zero(recipe, tensors, trainable, activations, stage, ranks), stage, device)
         stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     chunk = chunked(recipe, micro_samples * (recipe.data.sequence_length or 0), int(config["vocab_size"]), device)
@@ -166,6 +166,15 @@ def _zero(recipe: Recipe, tensors: list[int], trainable: int, activations: int, 
         optimizer=-(-optimizer // (ranks if stage >= 1 else 1)),
         activations=activations,
     )
+
+
+def _off_gpu(recipe: Recipe, whole: Bytes, stage: int, device: str) -> Bytes:
+    """What stays on the GPU of a stage's bytes; on a CPU what is offloaded lies in the same memory."""
+    offload = recipe.zero.offload if recipe.zero and device == "cuda" else None
+    if offload is None or not stage:
+        return whole
+    weights = 0 if offload.parameters and stage == 3 else whole.weights
+    return whole._replace(weights=weights, optimizer=0 if offload.optimizer else whole.optimizer)
 
 
 def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:

@@ -40,19 +40,19 @@ class Corpus(Section):
     """Commit, tag or branch of the hub data set; null: its newest. A whole commit also finds cached tokens offline."""
     document: Literal["paragraph", "line", "file"] = "paragraph"
     """What one document is in format text: a `paragraph`, up to a blank line (BERT's own form: a sentence a line, a
-    blank line between documents) and about 16 million characters long at most, a `line`, or a `file`. Rows of the other
-    formats are documents. An end mark of causal language models, the pairs of pretraining and `attend_across_documents`
+    blank line between documents), a `line`, or a `file`. Rows of the other formats are documents. None is longer than
+    16 million characters. An end mark of causal language models, the pairs of pretraining and `attend_across_documents`
     go by them. One document at a time has to fit into memory."""
     split: Text = "train"
     """Split of the hub data set."""
     text_column: Text = "text"
     """Column that holds the text; for token-classification a list of words."""
     label_column: Text = "label"
-    """Column that holds the class, for sequence-classification: an integer from 0, or a word; words are numbered as
-    the model that is trained on numbers them, else in the order of the alphabet. They, or the names that a hub data set
-    or Parquet file has for its integers (ClassLabel), stand in the exported model's config (`id2label`). For
-    sequence-regression a number. For token-classification a list of classes, one for each word; of a word's pieces the
-    first is counted."""
+    """Column that holds the class, for sequence-classification: an integer from 0 to 999,999, or a word; words are
+    numbered as the model that is trained on numbers them, else in the order of the alphabet. They, or the names that a
+    hub data set or Parquet file has for its integers (ClassLabel), stand in the exported model's config (`id2label`).
+    For sequence-regression a number. For token-classification a list of classes, one for each word; of a word's pieces
+    the first is counted."""
     messages_column: Optional[Text] = None
     """Column that holds a chat, for instruction tuning with causal-lm: a list of messages, each with `role` and
     `content`. The tokenizer's chat template writes it (`data.chat_template`), a chat a sample, and the loss is that of

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.models import Recipe, Zero
 from ortlaunch.recipe.place import Problem
 from ortlaunch.recipe.words import closest
 
@@ -23,6 +23,15 @@ DEEPSPEED_OWNED = {
     "scheduler": "schedule",
     "steps_per_print": "log.every_steps",
     "zero_optimization.stage": "zero.stage",
+    "zero_optimization.cpu_offload": "zero.offload.optimizer",
+    "zero_optimization.cpu_offload_param": "zero.offload.parameters",
+    "zero_optimization.cpu_offload_use_pin_memory": "zero.offload.pin_memory",
+    "zero_optimization.offload_optimizer.device": "zero.offload.optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": "zero.offload.nvme_path",
+    "zero_optimization.offload_optimizer.pin_memory": "zero.offload.pin_memory",
+    "zero_optimization.offload_param.device": "zero.offload.parameters",
+    "zero_optimization.offload_param.nvme_path": "zero.offload.nvme_path",
+    "zero_optimization.offload_param.pin_memory": "zero.offload.pin_memory",
     "fp16.enabled": "precision",
     "bf16.enabled": "precision",
     "bfloat16": "precision",
@@ -91,9 +100,28 @@ SETTINGS = {
 
 
 def deepspeed_rules(recipe: Recipe) -> Iterator[Problem]:
-    """What is wrong with the raw settings."""
+    """What is wrong with the raw settings, and with what is offloaded."""
     if recipe.zero:
         yield from _settings(recipe.zero.deepspeed, "")
+        yield from _offloads(recipe.zero)
+
+
+def _offloads(zero: Zero) -> Iterator[Problem]:
+    offload = zero.offload
+    if offload is None:
+        return
+    devices = {"optimizer": offload.optimizer, "parameters": offload.parameters}
+    for name, device in devices.items():
+        least = 3 if name == "parameters" or device == "nvme" else 1
+        if device and zero.stage < least:
+            paths = (f"zero.offload.{name}", "zero.stage")
+            yield paths, f"got {device} with ZeRO {zero.stage}; DeepSpeed offloads so from stage {least} on"
+    if not any(devices.values()):
+        yield ("zero.offload",), "offloads nothing; give optimizer: cpu or parameters: cpu, or write null"
+    elif "nvme" in devices.values() and not offload.nvme_path:
+        yield ("zero.offload.nvme_path",), "is missing: nvme needs a folder on a fast local disk of every host"
+    elif offload.nvme_path and "nvme" not in devices.values():
+        yield ("zero.offload.nvme_path",), "does nothing without nvme; leave it out"
 
 
 def _settings(settings: dict[str, Any], section: str) -> Iterator[Problem]:

@@ -63,15 +63,18 @@ class Engine(Section):
     opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
     """ort: ONNX opset of the export; null: ORTModule's own (17)."""
     parity_steps: CountOrAuto = "auto"
-    """ort and inductor: before each of the first N steps, one micro batch a rank also runs in plain PyTorch, on the
-    same weights, dropout off in both; loss and every gradient are compared (parity.jsonl, engine.json). Training
-    itself stays bit for bit what it is without. Costs two passes a step, memory for two sets of gradients, and for a
-    model with dropout a second export. Not with ZeRO 3. `auto`: on ort 1 where the model is your own (`factory`) or of
-    a family that ortlaunch's tests do not train (other than BERT and Llama), else 0; a model that cannot be compared
-    is trained, and the run says so."""
+    """ort and inductor: before each of the first N steps, one micro batch a rank also runs in plain PyTorch, on
+    the same weights, dropout off in both; loss, every gradient and the weights and buffers that a pass changes are
+    compared (parity.jsonl, engine.json). Training itself stays bit for bit what it is without. Costs two passes a
+    step, memory for two sets of gradients and a copy of the weights, and for a model with dropout a second export.
+    Not with ZeRO 3. `auto`: on ort 1 where the model is your own (`factory`) or of a family that ortlaunch's tests
+    do not train (other than BERT and Llama), else 0; a model that cannot be compared is trained, and the run says
+    so."""
     parity_tolerance: Optional[Annotated[float, Field(gt=0)]] = None
-    """The run stops, naming the parameters, where the loss or a gradient differs by more than this: norm of the
-    difference / norm of PyTorch's gradient. null: 1e-3 in fp32, 0.05 in fp16, 0.2 in bf16."""
+    """The run stops, naming the parameters, where the loss, a gradient or a buffer differs by more than this: norm of
+    the difference / norm of PyTorch's gradient, or 1 % of that of all gradients if that is more (fp16, bf16: 5 %). In
+    fp32 a pass in float64 judges such a difference: it is rounding where the engine is at most 10 times as far from
+    float64 as PyTorch is. null: 1e-4 in fp32, 0.05 in fp16, 0.2 in bf16."""
     deepcopy_before_export: Optional[bool] = None
     """ort: export from a copy of the model, so that the export's own passes do not touch its buffers. Costs the bytes
     of its parameters for the length of the export. null: on, unless twice those bytes exceed the free memory."""

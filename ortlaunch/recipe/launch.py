@@ -63,7 +63,9 @@ class Launch(Section):
     """Environment variables for every rank, as `{NCCL_DEBUG: WARN}`. No secrets: export those in your shell."""
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 0
     """Start a run that failed again from its last complete checkpoint, so often without progress in between. Not
-    after a stop that was asked for, an error of input, or the same failure at the same step as before."""
+    after a stop that was asked for, an error of input, or the same failure at the same step as before. A job of
+    `ortlaunch submit` is queued again by Slurm; an indexed Job of Kubernetes counts all failed pods (backoffLimit).
+    Refused with Azure ML, a TrainJob and `submit.requeue: false`."""
     forward: Words = ()
     """Names of further environment variables of your shell to hand to every rank (values are never shown)."""
 

@@ -19,7 +19,8 @@ _COUNTS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
     "max_position_embeddings", "type_vocab_size", "head_dim", "num_labels",
 )  # fmt: skip
-_MOST = {"num_hidden_layers": 10_000}  # the plan counts the tensors of each
+MOST_CLASSES = 1_000_000  # transformers' config names each
+_MOST = {"num_hidden_layers": 10_000, "num_labels": MOST_CLASSES}  # the plan counts the tensors of each layer
 _CONFIG = "model.config"
 
 

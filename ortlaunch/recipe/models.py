@@ -128,6 +128,20 @@ class Optimizer(Section):
     NVIDIA's FusedLAMB and Google's BERT."""
 
 
+class Offload(Section):
+    """Where DeepSpeed keeps what the GPU has no room for."""
+
+    optimizer: Literal["cpu", "nvme"] | None = None
+    """Master weights, optimizer state and the optimizer step: in host memory, or in files below `nvme_path` (stage 3
+    alone). Stages 1 to 3. The step is torch's AdamW on the CPU."""
+    parameters: Literal["cpu", "nvme"] | None = None
+    """Weights that no layer uses now: in host memory, or in files below `nvme_path`. Stage 3."""
+    nvme_path: Text | None = None
+    """Folder on a fast local disk of every host, for `nvme`."""
+    pin_memory: bool = False
+    """Host memory that the GPU reads directly: faster copies, and memory that cannot be swapped out."""
+
+
 class Zero(Section):
     """DeepSpeed ZeRO. null in its place: no DeepSpeed, DistributedDataParallel."""
 
@@ -138,6 +152,8 @@ class Zero(Section):
     """Stages 1 and 2: the overflow check and the gradient norm from one pass over the gradients, in place of
     DeepSpeed's several, by ONNX Runtime's FP16_Optimizer where it can, else by ortlaunch. Several times faster,
     equal to double precision within 1e-6, no memory. engine.json says whose runs, and why. False: DeepSpeed's own."""
+    offload: Offload | None = None
+    """Keep optimizer state or weights in host memory or on a disk; null: all of it is on the GPU."""
     deepspeed: dict[str, Any] = {}
     """Raw DeepSpeed settings, merged last; keys that the recipe owns are refused."""
 

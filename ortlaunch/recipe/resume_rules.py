@@ -73,7 +73,8 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "cast_propagation cast_propagation_level conv_algorithm_search triton triton_config", "engine"),
     **_all(_EFFECT, "flash_attention efficient_attention aten_sdpa tuning tuning_duration_ms tuning_results", "engine"),
     **_all(_EFFECT, "matmul_precision onednn chunked_loss torch_matmul torch_operators torch_modules", "engine"),
-    **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed"),
+    **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed zero.offload"),
+    **_all(_EFFECT, "optimizer parameters nvme_path pin_memory", "zero.offload"),
     **_all(Rule(EFFECT, why="the schedule runs over the new length"), "max_steps epochs", "train"),
     **_all(_EFFECT, "max_grad_norm evaluate_every_steps on_nonfinite max_skips max_rollbacks stall_seconds", "train"),
     **_all(_EFFECT, "on_spike on_spike.action on_spike.deviations on_spike.window", "train"),
@@ -91,7 +92,7 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "signal_seconds container container.runtime container.image container.mounts", "submit"),
     **_all(_EFFECT, "setup options kubernetes azureml", "submit"),
     **_all(_EFFECT, "kind image runs volumes workdir namespace queue runtime secret gpu cpu", "submit.kubernetes"),
-    **_all(_EFFECT, "memory shared_memory node_selector service_account", "submit.kubernetes"),
+    **_all(_EFFECT, "memory shared_memory node_selector service_account trainer", "submit.kubernetes"),
     **_all(_EFFECT, "compute environment runs data code distribution experiment shared_memory", "submit.azureml"),
     **_all(_EFFECT, "workspace resource_group", "submit.azureml"),
 }

@@ -28,7 +28,10 @@ class Kubernetes(Section):
     """A run in pods, one for each node (`submit.scheduler: kubernetes`)."""
 
     kind: Literal["job", "trainjob"] = "job"
-    """`job`: an indexed Job, as every cluster has it; `trainjob`: Kubeflow Trainer 2.2's TrainJob."""
+    """`job`: an indexed Job, as every cluster has it; `trainjob`: the TrainJob of Kubeflow Trainer 2.2 or later."""
+    trainer: Literal["v2.2", "v2.3"] = "v2.3"
+    """Version of Kubeflow Trainer for `trainjob`; v2.3 is for later ones, too. A manifest for v2.2 has no grace period
+    of the pods: the runtime's is in force (30 s by default), and `launch.grace_seconds` must fit into it."""
     image: Text
     """Image of the pods; it must hold ortlaunch."""
     runs: Path

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch import doctor
+from ortlaunch.cache import foreign
 from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.doctor import hosts
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request, backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.output import terminal_width
+from ortlaunch.output import ERASE, terminal_width
 from ortlaunch.planning.describe import describe
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.recipe import Recipe
 from ortlaunch.run import checkup, elastic, micro_size, provenance, registry, resume
 from ortlaunch.run.finished import nothing_left, with_next
@@ -32,7 +34,7 @@ from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.units import duration
 
-_JOIN_SECONDS = 120
+_JOIN_SECONDS, _POD_SECONDS = 120, 1800  # a pod's image may have to be pulled
 
 
 def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = AUTOMATIC) -> int:
@@ -74,16 +76,17 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
             job.early = early
             run.restart_request.unlink(missing_ok=True)
             end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
-            print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
+            print(end=ERASE if width else "", flush=True)  # the live line of a rank that was killed
             return Ended(end, job.signal is not None)
 
         end, stopped = supervise(run, resolved.file.recipe.launch.max_restarts, file, start)
         took = f", in {duration(time.monotonic() - started)}"
         failed = bool(end.status)
         last = with_verdict(run, end.status, end.text) if failed else end.text + took
-        text = last if failed else with_next(last, sys.argv[1:], resolved.file.recipe, run)
-        file.end(end.status, text, stopped=stopped)
-    print(text, file=sys.stderr if end.status else sys.stdout, flush=True)
+        if end.stopped or not failed:
+            last = with_next(last, sys.argv[1:], resolved.file.recipe, run, end.stopped)
+        file.end(end.status, last, stopped=stopped)
+    print(last, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
 
@@ -154,12 +157,11 @@ def _be_a_rank(resolved: ResolvedRun, run: RunDir, before: Recipe | None, lock: 
         for path, text in request_of(resolved.plan, run).files:
             write_text(Path(path), text)
         write_text(mark, "")
-    deadline = time.monotonic() + _JOIN_SECONDS
+    seconds = _POD_SECONDS if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:") else _JOIN_SECONDS
+    deadline = time.monotonic() + seconds
     while not mark.exists():
         if time.monotonic() > deadline:
-            raise LaunchError(
-                f"rank 0 did not prepare {run} within {_JOIN_SECONDS} s; is it on a disk that all hosts share?"
-            )
+            raise LaunchError(f"rank 0 did not prepare {run} within {seconds} s; is it on a disk that all hosts share?")
         time.sleep(0.05)
     argv = request_of(resolved.plan, run).argv
     os.execve(argv[0], argv, {**os.environ, **dict(resolved.plan.env)})
@@ -178,6 +180,10 @@ def _prepare(resolved: ResolvedRun, run: RunDir) -> Request:
     request = _written(resolved, run)
     provenance.record(run, resolved.command.path)
     _say([*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"])
+    if why := foreign(run.path):
+        _say(
+            [f"run folder: {why}: who can write there can run code as this user while the ranks start (docs/trust.md)"]
+        )
     return request
 
 

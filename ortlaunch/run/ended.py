@@ -1,7 +1,8 @@
-"""`python ortlaunch/start.py ortlaunch.run.ended RUN STATUS`: what a queued run's ranks came to, for its batch script.
+"""`python ortlaunch/start.py ortlaunch.run.ended RUN RESTARTS STATUS`: a queued run's verdict, for its script.
 
 srun's status may be that of a rank that was ended because another failed. This one's is the first failing rank's, and
-it writes the verdict into job.json, as `ortlaunch train` does for the ranks that it starts itself.
+it writes the verdict into job.json, as `ortlaunch train` does for the ranks that it starts itself. Where the run
+continues in another turn it leaves `requests/requeue`, on which the script requeues the job.
 """
 
 from __future__ import annotations
@@ -9,31 +10,43 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from dataclasses import replace
 
+from ortlaunch.errors import DamagedFile
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End, explain_end, first_failure
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run.folder import RunDir, read_json, write_text
 from ortlaunch.run.queued import is_prepared
+from ortlaunch.run.restarts import failed_turn, in_vain, restarts_without_progress
 
 
 def main() -> int:
-    """Say and record how it ended; returns the run's exit status."""
-    run, status = RunDir(sys.argv[1]), int(sys.argv[2])
+    """Print and record the verdict; returns the run's exit status."""
+    run, limit, status = RunDir(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     end = _end(run, status)
     record = JobRecord.begun(run, "inside", JobState.RUNNING)
-    record.at_end(JobState.of_status(end.status), end.status, end.text).write(run)
+    if end.status == EXIT_SAVED and not _was_stopped_by_a_person(run):
+        write_text(run.requeue_request, "")
+    elif limit:
+        record, end = _after_a_fault(run, record, end, limit)
+    if record.state is not JobState.PENDING:
+        record = record.at_end(JobState.of_status(end.status), end.status, end.text)
+    record.write(run)
     print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
 
 
 def _end(run: RunDir, status: int) -> End:
-    if not is_prepared(run):
-        if status == 0 and run.request.exists():  # an earlier turn had done it all
-            return End(0, f"done: {run}")
-        return End(status or 1, f"ortlaunch: srun ended with status {status} before rank 0 prepared {run}; see above")
-    end = explain_end(run, status)
+    if is_prepared(run):
+        end = explain_end(run, status)
+    elif status == 0 and run.request.exists():  # an earlier turn had done it all
+        return End(0, f"done: {run}")
+    else:
+        why = f"srun ended with status {status} before rank 0 prepared {run}; see above"
+        end = End(status or 1, f"ortlaunch: {why}")
     if end.status == EXIT_SAVED and _is_in_vain(run):
         why = "this turn's time was over before its first step; raise submit.time or lower submit.signal_seconds"
         return End(1, f"{end.text}\nortlaunch: not queued again: {why}")
@@ -42,12 +55,41 @@ def _end(run: RunDir, status: int) -> End:
 
 def _is_in_vain(run: RunDir) -> bool:
     """Whether the signal before the time limit ended a turn after the first before a step: the next would be alike."""
-    first, turns = first_failure(run), os.environ.get("SLURM_RESTART_COUNT", "0")
-    in_time = run.stopped.exists() or first is None or first.get("signal") != signal.SIGUSR1
-    if in_time or turns in ("", "0") or run.stop_request.exists():
+    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0") or _was_stopped_by_a_person(run):
+        return False
+    if not is_prepared(run):
+        return True
+    first = first_failure(run)
+    if run.stopped.exists() or first is None or first.get("signal") != signal.SIGUSR1:
         return False
     began = run.request.stat().st_mtime_ns
     return all((path / "COMPLETE").stat().st_mtime_ns < began for _, path in run.complete_checkpoints())
+
+
+def _was_stopped_by_a_person(run: RunDir) -> bool:
+    """Whether `ortlaunch stop` or a hook asked for the end; a command of one rank leaves the same file on a signal."""
+    if not run.stop_request.exists():
+        return False
+    try:
+        return read_json(run.stop_request).get("by") not in signal.Signals.__members__
+    except DamagedFile:
+        return True
+
+
+def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tuple[JobRecord, End]:
+    """Requeue as `launch.max_restarts` allows; the attempt is recorded, and the reason where it is the last."""
+    prepared, began = is_prepared(run), run.job_script.stat().st_mtime
+    failed = failed_turn(run, end, len(record.attempts) + 1, time.time() - began, prepared)
+    if failed is None:
+        return record, end
+    attempts = (*record.attempts, failed)
+    record, reason = replace(record, attempts=attempts), in_vain(attempts, limit)
+    if reason is not None:
+        return record, End(end.status, f"{end.text}\nortlaunch: {reason}")
+    write_text(run.requeue_request, "")
+    used = f"restart {restarts_without_progress(attempts) + 1} of {limit} without progress"
+    said = f"attempt {failed.number} failed; the job is queued again ({used})"
+    return replace(record, state=JobState.PENDING), End(end.status, f"{end.text}\nortlaunch: {said}")
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class OnnxRuntime:
     exports: int
     """Runs of torch.onnx.export."""
     re_exports: int
-    """Graphs thrown away, because a call or what is frozen had changed."""
+    """Exports beyond a model's first ones for training and evaluation, because a call, mode or value had changed."""
     export_seconds: float
     """Spent in those exports, with the passes of the model that they take."""
     label_density: float | None
@@ -244,8 +244,12 @@ class Parity:
     """Largest relative difference of the loss."""
     gradient_difference: float | None = None
     """Largest relative difference of a gradient."""
+    state_difference: float | None = None
+    """Largest relative difference of a weight or buffer that a forward and backward pass changed."""
+    rounding: list[str] | None = None
+    """What differs by more than the tolerance and is rounding, as a pass in float64 shows."""
     worst: list[list[Any]] | None = None
-    """Name and difference of the gradients that differ most."""
+    """Name and difference of what differs most."""
     tolerance: float | None = None
     """The recipe's `engine.parity_tolerance`, or its default for the precision."""
     dropouts_switched_off: int | None = None

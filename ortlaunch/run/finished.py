@@ -1,18 +1,18 @@
-"""A run that ended well: what to type to train it further, and whether another start has anything left to train."""
+"""A run that ended: the command that continues it, and whether another start has anything left to train."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.best import direction
 from ortlaunch.run.folder import RunDir, read_json
 
-_EARLY = "train.stop_after"
+CONTINUE = "to continue: "
 _PLACES = ("--run-dir", "--resume")
-_LENGTHS = ("train.max_steps=", "train.epochs=")
 
 
 def nothing_left(recipe: Recipe, run: RunDir) -> str | None:
@@ -43,22 +43,40 @@ def _nothing_left(recipe: Recipe, run: RunDir) -> str | None:
     return f"nothing to train: stopped early after step {done} of {wanted} (train.stop_after)" if same else None
 
 
-def with_next(said: str, typed: Sequence[str], recipe: Recipe, run: RunDir) -> str:
-    """The text, and the command that trains for twice as long: the typed one with its folder, where it was train."""
-    if typed[:1] != ["train"] or not run.summary.exists():
+def with_next(said: str, typed: Sequence[str], recipe: Recipe, run: RunDir, stopped: bool = False) -> str:
+    """The text, and where `train` was typed the whole command that continues the run.
+
+    Args:
+        said: how the run ended.
+        typed: the words after `ortlaunch`.
+        stopped: before its last step, so that it continues to the length it has; else it gets twice that length.
+    """
+    if typed[:1] != ["train"] or not (stopped or run.summary.exists()):
         return said
-    epochs, summary = recipe.train.epochs, read_json(run.summary)
-    length = f"train.epochs={2 * epochs:g}" if epochs else f"train.max_steps={2 * summary['steps']}"
+    key, value = ("", "") if stopped else _further(recipe, read_json(run.summary))
+    change = [f"{key}={value}"] if key else []
+    command = shlex.join(["ortlaunch", *_kept(typed, key), f"--run-dir={run}", *change])
+    return f"{said}\n{CONTINUE}{command}"
+
+
+def _further(recipe: Recipe, summary: Mapping[str, Any]) -> tuple[str, str]:
+    """The override, as key and value, with which a finished run has something to train."""
     if summary.get("stopped_early"):
-        typed, length = [word for word in typed if not word.startswith(_EARLY)], f"{_EARLY}=null"
-    return f"{said}\nto train on: {shlex.join(['ortlaunch', *_kept(typed), f'--run-dir={run}', length])}"
+        return "train.stop_after", "null"
+    if recipe.train.epochs:
+        return "train.epochs", f"{2 * max(recipe.train.epochs, int(summary.get('epochs', 0))):g}"
+    return "train.max_steps", str(2 * summary["steps"])
 
 
-def _kept(typed: Sequence[str]) -> Iterator[str]:
-    """The words without the run's folder and length, and where it began: `--resume never` would begin anew."""
+def _kept(typed: Sequence[str], key: str) -> Iterator[str]:
+    """The words without the run's folder, where it began (`--resume never` would begin anew), and the key that changes.
+
+    `train.epochs=null` stays beside `train.max_steps`: the recipe's file may have epochs.
+    """
+    changed = (f"{key}=", f"{key}.") if key else ()
     words = iter(typed)
     for word in words:
         if word in _PLACES:
             next(words, None)
-        elif not word.startswith((*(f"{place}=" for place in _PLACES), *_LENGTHS)):
+        elif not word.startswith((*(f"{place}=" for place in _PLACES), *changed)):
             yield word

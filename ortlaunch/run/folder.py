@@ -4,12 +4,13 @@ runs/<name>-<timestamp>/
   recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
   commands.jsonl modules/                                              each start's command and commit; the user's code
   vocabulary.json tokenizer/                                           what words and classes the numbers stand for
-  store rendezvous                                                     how ranks of one host meet, without a port
+  store                                                                how ranks of one host meet, without a port
+  rendezvous launcher_error.json                                       of torchrun on several hosts; why torchrun failed
   submitted.yaml job.{sh,yaml} logs/slurm-12.out                       of a queued run: recipe, script or manifest
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   errors/stall.json errors/stacks_00003.txt                            the run stood still: who, and where each rank was
-  errors/lost.json                                                     a host that is lost (run/lost.py)
+  errors/lost.json errors/accounts                                     a host that is lost; a byte for each account
   slow_ranks.jsonl                                                     ranks that hold the others up, each named once
   attempts/1/{logs,errors}                                             of a failed start, once another has begun
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
@@ -45,6 +46,8 @@ PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the co
 
 
 _FULL_BYTES = 1 << 20
+_STEP = re.compile(r"step_(\d+)")
+_TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 
 class RunDir:
@@ -114,6 +117,11 @@ class RunDir:
         return self.errors / f"rank_{rank:05d}.json"
 
     @property
+    def launcher_error(self) -> Path:
+        """An exception of torchrun itself, as torchrun writes it."""
+        return self.path / "launcher_error.json"
+
+    @property
     def vocabulary(self) -> Path:
         """What the model's numbers stand for."""
         return self.path / "vocabulary.json"
@@ -134,6 +142,11 @@ class RunDir:
         return self.requests / "restart.json"
 
     @property
+    def requeue_request(self) -> Path:
+        """For a batch script: another turn is required."""
+        return self.requests / "requeue"
+
+    @property
     def fabric(self) -> Path:
         """What ranks of `ortlaunch doctor --fabric` measured."""
         return self.path / "fabric.json"
@@ -148,6 +161,18 @@ class RunDir:
         """Accounts of ends that are there: of ranks, of a run that stood still, of a lost host."""
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
+
+    @property
+    def accounts(self) -> Path:
+        """There once an account of an end is written: a byte each."""
+        return self.errors / "accounts"
+
+    def count_account(self) -> int:
+        """Count an account that is about to be written; returns how many were before it, on whatever host."""
+        with contextlib.suppress(OSError), open(self.accounts, "ab") as file:
+            file.write(b".")
+            return file.tell() - 1
+        return 0
 
     def stacks(self, rank: int) -> Path:
         """Where a rank stood when the run stood still."""
@@ -196,11 +221,23 @@ class RunDir:
         return RunDir(self.trials / str(micro_size))
 
     def complete_checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, folder) of every checkpoint that was written to its end, oldest first."""
-        found = [
-            (re.fullmatch(r"step_(\d+)", path.parent.name), path.parent) for path in self.checkpoints.glob("*/COMPLETE")
-        ]
-        return sorted((int(match[1]), path) for match, path in found if match)
+        """(step, folder) of every checkpoint that was written to its end, oldest first.
+
+        Raises:
+            OSError: the folder cannot be read; a run that took it for empty would begin anew.
+        """
+        names = os.listdir(self.checkpoints) if _exists(self.checkpoints) else []
+        found = [(int(match[1]), self.checkpoints / match[0]) for match in map(_STEP.fullmatch, names) if match]
+        return sorted((step, path) for step, path in found if _exists(path / "COMPLETE"))
+
+
+def _exists(path: Path) -> bool:
+    """Like Path.exists, which takes errors of reading for an absent file on Python 3.14."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def progress_width() -> int | None:
@@ -233,6 +270,11 @@ def write_text(path: Path, text: str) -> None:
         if isinstance(error, OSError) and error.filename is None:  # a full disk is met in a write, which has no name
             error.filename = str(path)
         raise
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether `write_text` was killed while it wrote that file."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def write_json(path: Path, value: Any) -> None:

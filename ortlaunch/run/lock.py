@@ -110,6 +110,20 @@ def _process(holder: dict[str, Any]) -> Process | None:
     return Process(**{name: holder[name] for name in Process._fields}) if holder else None
 
 
+def refuse_living(run: RunDir) -> None:
+    """Nothing, where no command of this host trains there.
+
+    Raises:
+        PlanError: one does; it is named.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        file = os.open(run.lock, os.O_RDONLY)
+        holder = _holder(file)
+        os.close(file)
+        if holder and not _has_gone(holder):
+            raise PlanError(f"--run-dir {run}: {_named(holder)} trains there; wait for its end, or give another folder")
+
+
 def command_at(run: RunDir) -> Process | None:
     """The command that last took the folder, whether it lives or not."""
     with contextlib.suppress(FileNotFoundError):

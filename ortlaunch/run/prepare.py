@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ortlaunch import recipe
-from ortlaunch.errors import LaunchError, PlanError
+from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.ort_variables import seen
 from ortlaunch.recipe.resume_rules import leaves
-from ortlaunch.run import provenance
-from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.run import lock, origin, provenance
+from ortlaunch.run.folder import RunDir, is_temporary, write_json, write_text
 from ortlaunch.run.resolve import ResolvedRun
 from ortlaunch.run.restarts import set_aside
 
@@ -26,6 +27,9 @@ from ortlaunch.run.restarts import set_aside
 def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
     """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
     name, rank = resolved.plan.name, resolved.world.inside
+    whole = os.path.abspath(chosen or ".")
+    if found := re.search(r"[\x00-\x1f\x7f-\x9f]", whole):
+        raise PlanError(f"--run-dir: {whole!r} has the control character {found[0]!r}; give a path without it")
     if chosen is not None:
         return RunDir(chosen)
     if rank is None or rank.world_size == 1:
@@ -88,7 +92,8 @@ def write_run(
     if choice is not None:
         write_json(run.choice, choice)
     set_aside(run)
-    left = (*(() if again else run.requests.glob("*")), run.stopped, run.trial)
+    killed = filter(is_temporary, run.path.iterdir())
+    left = (*(() if again else run.requests.glob("*")), *killed, run.stopped, run.trial, run.launcher_error)
     for old in (*left, *(() if choice is not None else (run.choice,))):
         old.unlink(missing_ok=True)
     return request
@@ -98,13 +103,21 @@ def earlier(run: RunDir, resolved: ResolvedRun) -> Recipe | None:
     """The recipe of an earlier start in this folder.
 
     Raises:
-        RecipeError: it is no valid one any more.
+        RecipeError: it is no valid one any more, and no checkpoint records another.
     """
     if not run.recipe.exists():
         return None
     if run.recipe.samefile(resolved.command.path):  # which was read already
         return resolved.file.with_no_overrides().recipe
-    return recipe.load(run.recipe).recipe
+    try:
+        return recipe.load(run.recipe).recipe
+    except RecipeError as error:
+        saved = run.complete_checkpoints()
+        if not saved or origin.read(saved[-1][1]) is None:
+            raise
+        compared = f"{saved[-1][1]} records its own, which is compared"
+        print(f"{error}\n{run.recipe} is replaced by the recipe given: {compared}")
+        return resolved.file.recipe
 
 
 def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> list[str]:
@@ -118,7 +131,10 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
     """
     if run.path.exists() and not run.path.is_dir():
         raise PlanError(f"--run-dir {run}: is a file; give a folder")
-    if run.path.exists() and before is None and any(path not in _written_before(run) for path in run.path.iterdir()):
+    if run.path.is_symlink() and not run.path.exists():
+        raise PlanError(f"--run-dir {run}: links to {os.readlink(run.path)}, which does not exist; create that folder")
+    if run.path.exists() and before is None and any(not _is_written_before(run, path) for path in run.path.iterdir()):
+        lock.refuse_living(run)  # it began a moment ago
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if before is None:
         return []
@@ -129,9 +145,16 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
     return [f"continuing {run}"]
 
 
-def _written_before(run: RunDir) -> tuple[Path, ...]:
-    """What is there before a run has begun: of other ranks, of trials, and of a job in a queue."""
-    return run.ready, run.trials, run.lock, run.job, run.submitted, run.job_script, run.manifest, run.logs
+def _is_written_before(run: RunDir, path: Path) -> bool:
+    """Whether it may exist before a run has begun.
+
+    Other ranks, trials, a queued job or a command that was killed write those files; a person may make `checkpoints`,
+    also as a link to another disk.
+    """
+    if path == run.checkpoints:
+        return path.is_dir() and not any(path.iterdir())
+    earlier = (run.ready, run.trials, run.lock, run.job, run.submitted, run.job_script, run.manifest, run.logs)
+    return is_temporary(path) or path in (*earlier, run.resume, run.micro_size, run.choice)
 
 
 def differences(before: Any, after: Any) -> Iterator[str]:

@@ -218,7 +218,7 @@ class MetricsLine:
     tokens_per_second: float | None = None
     """Speed in tokens, where samples have a length."""
     mfu: float | None = None
-    """Model FLOPs utilization: the share of the rate of a large matrix product, measured at the start."""
+    """Model FLOPs utilization, on a GPU: the share of the rate of a large matmul, measured at the start."""
 
 
 @dataclass
@@ -241,13 +241,20 @@ class ParityLine:
     gradient_difference: float
     """The largest of any gradient."""
     worst: list[list[Any]]
-    """The gradients that differ most: name, difference, norm on the engine, norm in PyTorch."""
+    """What differs most, of gradients and of changed weights and buffers: name, difference, norm on the engine and in
+    PyTorch."""
     parameters: int
     """Gradients that were compared."""
     tolerance: float
     """Above which the run ends."""
     passed: bool
     """Whether both differences are within it."""
+    state_difference: float = 0.0
+    """The largest of any weight or buffer that a forward and backward pass changed, such as statistics of BatchNorm."""
+    rounding: list[str] | None = None
+    """What differs by more than the tolerance and is rounding, as a pass in float64 shows; counted in no difference."""
+    not_judged: str | None = None
+    """Why float64 could not show whether a difference is rounding."""
     seconds: float | None = None
     """What the comparison took."""
 

@@ -1,7 +1,8 @@
 """`launch.max_restarts`: after a fault the ranks are started again, from their last complete checkpoint.
 
-One place for all launchers of ours; each attempt's logs and errors stay in attempts/N, its cause in job.json. Under a
-launcher of the user's own there is nobody to restart: planning/describe.py says so.
+One place for all launchers of ours; each attempt's logs and errors stay in attempts/N, its cause in job.json. In a job
+of Slurm's that `ortlaunch submit` queued, run/ended.py requeues instead. Under a launcher of the user's own there is
+nobody to restart: planning/describe.py says so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 
 from ortlaunch.launch.failure import End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
-from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.plan import Plan
+from ortlaunch.rank import EXIT_SAVED, NO_FAULT
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.lost import LOST
@@ -24,8 +26,6 @@ from ortlaunch.units import counted, duration
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds
 _FURTHER_STEPS = 100  # that count as progress, where no checkpoint was written
-# Input errors; saved and asked to be queued again; stopped by SIGHUP, SIGINT or SIGTERM from whoever it was.
-_NO_FAULT = (2, EXIT_SAVED, 129, 130, 143)
 _KILLED = 137
 
 
@@ -51,7 +51,7 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
         if _is_to_go_on(run, ended):
             checkpoint = _newest(run)
             continue
-        if ended.end.status == 0 or ended.stopped or ended.end.status in _NO_FAULT or not limit:
+        if ended.end.status == 0 or ended.stopped or ended.end.status in NO_FAULT or not limit:
             return _with_count(ended, failed)
         failed.append(_attempt(run, ended.end, len(failed) + 1, time.monotonic() - began, checkpoint))
         file.failed(failed)
@@ -160,10 +160,10 @@ def _failure(first: dict[str, Any] | None, end: End) -> str:
     return f"{first['type']}: {message[0][:200]}" if message else first["type"]
 
 
-def _newest(run: RunDir) -> int:
-    """Step of the newest complete checkpoint; 0: there is none."""
-    found = run.complete_checkpoints()
-    return found[-1][0] if found else 0
+def _newest(run: RunDir, before: float = float("inf")) -> int:
+    """Step of the newest checkpoint that was complete before a time in nanoseconds; 0: there is none."""
+    found = (step for step, path in run.complete_checkpoints() if (path / "COMPLETE").stat().st_mtime_ns < before)
+    return max(found, default=0)
 
 
 def _with_count(ended: Ended, failed: Sequence[Attempt]) -> Ended:
@@ -173,6 +173,21 @@ def _with_count(ended: Ended, failed: Sequence[Attempt]) -> Ended:
     took = duration(sum(one.seconds for one in failed))
     said = f"{ended.end.text}, after {counted(len(failed), 'restart')} (failed attempts took {took})"
     return ended._replace(end=End(0, said))
+
+
+def failed_turn(run: RunDir, end: End, number: int, seconds: float, prepared: bool) -> Attempt | None:
+    """The record of a scheduler's turn that failed; None: its end is no fault, or its command restarts ranks itself.
+
+    Args:
+        prepared: whether rank 0 of this turn wrote the folder.
+    """
+    restarted = prepared and Plan.read(run.plan).launcher != "inside"
+    if end.status == 0 or end.status in NO_FAULT or restarted or run.stop_request.exists():
+        return None
+    if prepared:
+        return _attempt(run, end, number, seconds, _newest(run, run.request.stat().st_mtime_ns))
+    newest = _newest(run)
+    return Attempt(number, round(seconds, 1), end.status, end.text, f"exit status {end.status}", None, newest, newest)
 
 
 def set_aside(run: RunDir) -> int:

@@ -17,6 +17,7 @@ from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run import lock, queued
+from ortlaunch.run.finished import CONTINUE
 from ortlaunch.run.folder import RunDir, json_text, read_json
 from ortlaunch.run.lines import json_tail
 from ortlaunch.units import counted, duration, number
@@ -78,14 +79,14 @@ class Status:
             yield f"still ending: {', '.join(f'process {pid}' for pid in self.alive)}"
         yield from self._attempts()
         yield from self.unreadable
-        yield self.job.verdict or ""
+        yield from _short(self.job.verdict or "")
 
     def _attempts(self) -> Iterator[str]:
         """Starts of the ranks that failed, and which this one is."""
         for one in self.job.attempts:
             at = "" if one.step is None else f" after step {one.step}"
             yield f"attempt {one.number} failed{at}, in {duration(one.seconds)}: {one.cause}"
-        if self.job.attempts and not self.state.is_end:
+        if self.job.attempts and self.state is JobState.RUNNING:
             yield f"attempt {len(self.job.attempts) + 1} runs"
 
     def _progress(self) -> str:
@@ -231,6 +232,15 @@ def _steps(run: RunDir) -> int | None:
         return None
     given = read_resolved(run.recipe).train.max_steps
     return given if given is not None or not run.steps.exists() else int(read_json(run.steps)["max_steps"])
+
+
+_CONCLUSION = ("verdict: ", "try: ", "ortlaunch: ", CONTINUE)
+
+
+def _short(verdict: str) -> list[str]:
+    """Of the end of a run that failed the conclusion, without tracebacks and tables: `diagnose` has those."""
+    lines = verdict.splitlines()
+    return [line for line in lines if line.startswith(_CONCLUSION)] if "verdict: " in verdict else lines
 
 
 def _time(text: str) -> str:

@@ -22,6 +22,7 @@ from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
 def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
     """What the scheduler is sent; pure."""
     chosen = resolved.file.recipe
+    _check_restarts(chosen)
     container = chosen.submit.container is not None
     command = ("ortlaunch",) if container else start.command("ortlaunch.cli")
     concluding = ("python3", "-m", "ortlaunch.run.ended") if container else start.command("ortlaunch.run.ended")
@@ -29,14 +30,33 @@ def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
         plan=resolved.plan,
         run=RunDir(os.path.abspath(run.path)),
         train=(*command, "train", os.path.abspath(run.submitted), "--run-dir", os.path.abspath(run.path)),
-        conclude=(*concluding, os.path.abspath(run.path)),
+        conclude=(*concluding, os.path.abspath(run.path), str(chosen.launch.max_restarts)),
         folder=os.getcwd(),
         variables=((MODULES_VARIABLE, os.path.abspath(resolved.command.modules)),),
         options=chosen.submit.model_dump(mode="json"),
         recipe=recipe.to_yaml(chosen),
+        restarts=chosen.launch.max_restarts,
         secrets=chosen.launch.forward,
     )
     return scheduler(name).request(job)
+
+
+def _check_restarts(chosen: recipe.Recipe) -> None:
+    """Whether this queue can start a run again after a fault, where the recipe requests it.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    submit = chosen.submit
+    why = ""
+    if submit.scheduler == "azureml":
+        why = "Azure ML has no restart of a command job"
+    elif submit.scheduler == "kubernetes" and submit.kubernetes and submit.kubernetes.kind == "trainjob":
+        why = "a TrainJob has no field for it: failurePolicy.maxRestarts of the runtime's JobSet is in force"
+    elif not submit.requeue:
+        why = "the job may not be queued again (submit.requeue: false)"
+    if why and chosen.launch.max_restarts:
+        raise PlanError(f"launch.max_restarts: {chosen.launch.max_restarts} is not possible: {why}; set it to 0")
 
 
 def without_effect(resolved: ResolvedRun) -> list[str]:

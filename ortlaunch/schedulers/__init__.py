@@ -48,6 +48,7 @@ class QueuedRun:
     variables: tuple[tuple[str, str], ...]  # for all of it; no secrets
     options: Mapping[str, Any]  # the recipe's section `submit`
     recipe: str = ""  # its text
+    restarts: int = 0  # `launch.max_restarts`
     secrets: tuple[str, ...] = ()  # names of variables that ranks need, whose values are nowhere here
 
     @property

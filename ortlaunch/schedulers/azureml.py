@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.launch import JobState, Request
-from ortlaunch.launch.record import JOB_VARIABLE
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run.folder import write_text
 from ortlaunch.schedulers import QueuedRun, Seen, wanted, yaml_text
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.launch import JobState, Request
-from ortlaunch.launch.record import JOB_VARIABLE
-from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
 from ortlaunch.run.folder import write_text
 from ortlaunch.schedulers import QueuedRun, Seen, wanted, yaml_text
 
@@ -80,20 +79,23 @@ def _job(job: QueuedRun) -> Object:
         "completionMode": "Indexed",
         "completions": count,
         "parallelism": count,
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": list(_failures(job.options["requeue"]))},
+        "backoffLimit": job.restarts,
+        "podFailurePolicy": {"rules": list(_failures(job))},
         "template": {"metadata": {"labels": {_LABEL: name_of(job)}}, "spec": pod},
     }
 
 
-def _failures(requeue: bool) -> Iterator[Object]:
-    """A pod whose ranks have saved, or whose node was taken away, is made anew; any other failure is the run's."""
-    if requeue:
+def _failures(job: QueuedRun) -> Iterator[Object]:
+    """A pod whose ranks have saved, or whose node was taken away, is made anew; any other failure is the run's.
+
+    With restarts it counts towards `backoffLimit`, unless another start could not help.
+    """
+    if job.options["requeue"]:
         codes = {"containerName": _CONTAINERS["job"], "operator": "In", "values": [EXIT_SAVED]}
         yield {"action": "Ignore", "onExitCodes": codes}
         yield {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    others = {"containerName": _CONTAINERS["job"], "operator": "NotIn", "values": [0]}
-    yield {"action": "FailJob", "onExitCodes": others}
+    final = {"operator": "In", "values": sorted(NO_FAULT)} if job.restarts else {"operator": "NotIn", "values": [0]}
+    yield {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINERS["job"], **final}}
 
 
 def _trainjob(job: QueuedRun) -> Object:
@@ -111,6 +113,8 @@ def _trainjob(job: QueuedRun) -> Object:
         "env": container.pop("env"),
     }
     pod = {**_pod(job), "containers": [{"name": _CONTAINERS["trainjob"], "volumeMounts": _mounts(job)}]}
+    if own["trainer"] == "v2.2":  # whose schema does not have it
+        del pod["terminationGracePeriodSeconds"]
     nodes = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"template": {"spec": {"replicatedJobs": [nodes]}}}
     patches = [{"manager": "ortlaunch/submit", "trainingRuntimeSpec": patch}]

@@ -12,8 +12,7 @@ from typing import Any
 
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
-from ortlaunch.launch.record import JOB_VARIABLE
-from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run.folder import write_text
 from ortlaunch.schedulers import QueuedRun, Seen
 
@@ -124,8 +123,8 @@ def _requeue(job: QueuedRun) -> str:
     if not job.options["requeue"]:
         return ""
     return f"""\
-# Stopped and saved: to go on in the next turn, but for a person's `ortlaunch stop`.
-if test "$status" = {EXIT_SAVED} && ! test -e {shlex.quote(str(job.run.stop_request))}; then
+# The command above leaves this file where the run continues in another turn.
+if rm {shlex.quote(str(job.run.requeue_request))} 2> /dev/null; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """

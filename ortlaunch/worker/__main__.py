@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.errors import InputError, LaunchError
+from ortlaunch.errors import InputError, LaunchError, printable
 from ortlaunch.file_errors import of_ours
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
@@ -33,7 +33,7 @@ def main() -> int:
             raise LaunchError(f"no {run.plan} on this host; is the run folder on a disk that all hosts share?")
         return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank)))
     except (InputError, LaunchError) as error:
-        print(f"ortlaunch: {error}", file=sys.stderr)
+        print(f"ortlaunch: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
 
 

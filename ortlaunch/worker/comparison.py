@@ -1,81 +1,24 @@
 """One micro batch through plain PyTorch and through an engine's module, on the same weights: how far apart they are.
 
-Owns the comparison, and switching dropout off around it. Leaves no trace: gradients go to nobody's `.grad`, buffers and
-random numbers are put back. Knows no engine; must not import onnxruntime or deepspeed.
+Owns the comparison, and switching dropout off around it. Leaves no trace: gradients go to nobody's `.grad`; weights,
+buffers and random numbers are put back. Knows no engine; must not import onnxruntime or deepspeed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
+from ortlaunch.worker.differences import LIMITS, Comparison, Pass, Tensors, compared, exact, judged
+from ortlaunch.worker.float64 import in_float64
 from ortlaunch.worker.matmul_precision import matmul_precision
 from ortlaunch.worker.model import whole_logits
 from ortlaunch.worker.own_numbers import loss_in
-
-Gradients = Sequence["torch.Tensor | None"]
-# A loss near zero has no relative difference; those of training are of order one.
-LEAST_LOSS = 1e-3
-
-
-class Limits(NamedTuple):
-    """What is a difference, and what is rounding, in one precision."""
-
-    tolerance: float
-    """Above it, the largest relative difference is no rounding."""
-    floor: float
-    """A gradient is measured against its own norm, or this share of the norm of all gradients if that is more.
-
-    Some gradients are zero but for rounding, as those of attention's key biases: against their own norm, rounding would
-    count as a difference of 100 %. What is left of terms that cancel is some roundings of those terms, which are at
-    most of the size of the whole gradient: tolerance x floor is about ten roundings in fp32 (1e-6), two in fp16 (2e-3)
-    and one in bf16 (1e-2). A wrong gradient smaller than that share of the whole passes unseen.
-    """
-    scale: float
-    """Factor on the loss before the backward pass, so that small gradients do not vanish in fp16."""
-
-
-LIMITS = {
-    "fp32": Limits(1e-3, 1e-3, 1.0),
-    "fp16": Limits(5e-2, 5e-2, 1024.0),
-    "bf16": Limits(2e-1, 5e-2, 1.0),
-}
-
-
-class Difference(NamedTuple):
-    """One parameter's gradient, engine against plain PyTorch."""
-
-    name: str
-    value: float
-    """Norm of the difference / norm of the reference, float64; inf where a number is not finite."""
-    norm: float
-    reference_norm: float
-
-
-class Comparison(NamedTuple):
-    """What one micro batch showed."""
-
-    loss: float
-    reference_loss: float
-    loss_difference: float
-    gradients: tuple[Difference, ...]
-    """Every trained parameter, the largest difference first."""
-
-    @property
-    def gradient_difference(self) -> float:
-        """The largest of all trained parameters."""
-        return self.gradients[0].value if self.gradients else 0.0
-
-    @property
-    def largest(self) -> float:
-        """Of loss and gradients: what a tolerance is held against."""
-        return max(self.loss_difference, self.gradient_difference)
 
 
 def compare(
@@ -85,8 +28,12 @@ def compare(
     *,
     precision: str = "fp32",
     autocast: bool = False,
+    tolerance: float | None = None,
 ) -> Comparison:
     """Forward and backward of `batch` through `reference` and `module`, dropout off and products exact in both.
+
+    Where they differ by more than the tolerance in fp32, the reference also runs in float64: what is as far from
+    PyTorch as PyTorch is from float64 is rounding.
 
     Args:
         reference: returns the loss of `batch`; its forward is called past torch.compile and hooks of its own.
@@ -94,19 +41,22 @@ def compare(
             model has any: an ONNX graph keeps the ratio that it was exported with (see `dropouts`).
         precision: fp32, fp16 or bf16, of the passes: sets what counts as rounding (`LIMITS`).
         autocast: run both passes under autocast to `precision`; else weights and batch are in it already.
+        tolerance: in place of the precision's own.
 
     Raises:
         EngineError: the model draws random numbers beside dropout, so that two passes cannot be the same.
     """
     names, parameters = zip(*((n, p) for n, p in reference.named_parameters() if p.requires_grad))
     limits, device = LIMITS[precision], parameters[0].device
+    tolerance = tolerance or limits.tolerance
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision] if autocast and precision != "fp32" else None
 
-    def passed(call: Callable[..., torch.Tensor]) -> tuple[float, Gradients]:
-        with _buffers_kept(reference), torch.autocast(device.type, dtype, enabled=dtype is not None):
-            loss = loss_in(call(**batch))
-            # Not backward(): that would run the hooks by which DistributedDataParallel and DeepSpeed take gradients.
-            return float(loss.detach()), torch.autograd.grad(loss.float() * limits.scale, parameters, allow_unused=True)
+    def passed(call: Callable[..., torch.Tensor], precisely: bool = False) -> Pass:
+        lowered = torch.autocast(device.type, dtype, enabled=dtype is not None)
+        # In this order: what is kept and put back is kept in its own precision.
+        with _state_kept(reference) as moved, lowered, in_float64(batch, precisely) as given:
+            loss, gradients = _derived(reference, call, given, parameters, limits.scale)
+        return Pass(loss, gradients, moved)
 
     devices = [device] if device.type == "cuda" else []
     # What is compared is the engine, not the unit that multiplies.
@@ -120,29 +70,68 @@ def compare(
                 "passes are the same"
             )
         ours = passed(module)
-    loss_difference = abs(ours[0] - theirs[0]) / max(abs(theirs[0]), LEAST_LOSS)
-    gradients = _differences(names, ours[1], theirs[1], limits)
-    return Comparison(ours[0], theirs[0], _or_infinite(loss_difference), gradients)
+        found = compared(names, ours, theirs, limits)
+        if precision != "fp32" or found.largest <= tolerance:
+            return found
+        try:
+            with whole_logits(reference):
+                in_wide = passed(reference.forward, precisely=True)
+        except Exception as error:  # whatever a model has against float64
+            return found._replace(not_judged=str(error) or type(error).__name__)
+        errors = compared(names, ours, in_wide, limits), compared(names, theirs, in_wide, limits)
+        return judged(found, *errors, tolerance)
 
 
-def _differences(names: Sequence[str], ours: Gradients, theirs: Gradients, limits: Limits) -> tuple[Difference, ...]:
-    """Differences of all gradients, the largest first; no gradient is one of zeros."""
-    norms = [_norm(gradient) for gradient in theirs]
-    floor = limits.floor * math.hypot(*norms)
-    found = []
-    for name, our, their, reference_norm in zip(names, ours, theirs, norms):
-        apart = _norm(our if their is None else their if our is None else our.double() - their.double())
-        value = apart / max(reference_norm, floor) if apart else 0.0
-        found.append(Difference(name, _or_infinite(value), _norm(our) / limits.scale, reference_norm / limits.scale))
-    return tuple(sorted(found, key=lambda difference: -difference.value))
+def _derived(
+    reference: nn.Module,
+    call: Callable[..., torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+    scale: float,
+) -> tuple[float, Tensors]:
+    """The loss and its gradients."""
+    loss = loss_in(call(**batch))
+    if call == reference.forward and _checkpoints_reentrantly(loss):
+        return _derived_by_backward(reference, batch, parameters, scale)
+    # Not backward(): that would run the hooks by which DistributedDataParallel and DeepSpeed take gradients.
+    return float(loss.detach()), torch.autograd.grad(loss.float() * scale, parameters, allow_unused=True)
 
 
-def _norm(gradient: torch.Tensor | None) -> float:
-    return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+def _checkpoints_reentrantly(loss: torch.Tensor) -> bool:
+    """Whether `checkpoint(use_reentrant=True)` made some of it, which hides its weights from autograd.grad."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
-def _or_infinite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+def _derived_by_backward(
+    reference: nn.Module, batch: dict[str, torch.Tensor], parameters: Sequence[nn.Parameter], scale: float
+) -> tuple[float, Tensors]:
+    """The same with tensors in place of the parameters: a reentrant checkpoint knows backward() alone."""
+    stand_ins = {id(p): p.detach().requires_grad_(p.requires_grad) for p in reference.parameters()}
+    places = {f"reference.{name}": stand_ins[id(p)] for name, p in reference.named_parameters()}
+
+    class Both(nn.Module):
+        """Forward and backward, while the tensors are in place."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.reference = reference
+
+        def forward(self) -> float:
+            loss = loss_in(self.reference.forward(**batch))
+            torch.autograd.backward(loss.float() * scale)  # the method would leave in_float64
+            return float(loss.detach())
+
+    value: float = torch.func.functional_call(Both(), places, ())
+    return value, [stand_ins[id(p)].grad for p in parameters]
 
 
 def dropouts(model: nn.Module) -> list[tuple[Any, str, float]]:
@@ -175,15 +164,30 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """BatchNorm's statistics, and other buffers, are afterwards what they were."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _state_kept(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Weights and buffers are afterwards what they were; yields, filled at the end, how far the pass had moved them."""
+    kept = {
+        name: (tensor, tensor.data, tensor.detach().clone())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    moved: dict[str, torch.Tensor] = {}
     try:
-        yield
+        yield moved
     finally:
         with torch.no_grad():
-            for buffer, value in kept:
-                buffer.copy_(value)
+            for name, (tensor, data, value) in kept.items():
+                if tensor.shape == value.shape and not _equal(
+                    tensor, value
+                ):  # one of another shape is a table that grew
+                    moved[name] = exact(tensor.detach()) - exact(value)
+                tensor.data = data
+                if not _equal(data, value):
+                    data.copy_(value)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether all values are the same; nan is nan."""
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -27,6 +28,7 @@ from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.units import counted
 from ortlaunch.worker import interface
 from ortlaunch.worker.flight_recorder import record_collectives
+from ortlaunch.worker.gpus import keep_compiled_kernels, show_planned_gpus, why_no_gpu
 from ortlaunch.worker.meeting_port import cannot_meet
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
@@ -111,13 +113,14 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
         LaunchError: the launcher started another world than the plan's; nothing was built yet.
     """
     agree(plan, rank)
+    _raise_limit_of_open_files()
     device = _device(plan, rank)
     found = detect(os.environ)
     launcher = found[1] if found else ""
     if device.type == "cuda":
         record_collectives(os.environ, run)
     _join(plan, rank, run, "nccl" if device.type == "cuda" else "gloo")
-    _export(rank)
+    _export(rank, device)
     yield DistributedContext(rank, device)
     _KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
@@ -125,6 +128,14 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
         from mpi4py import MPI
 
         MPI.Finalize()
+
+
+def _raise_limit_of_open_files() -> None:
+    """To what the host allows: gloo keeps a connection to every other rank, twice, and many shells stop at 1,024."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != most:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def agree(plan: Plan, rank: Rank) -> None:
@@ -153,15 +164,18 @@ def agree_on_files(group: DistributedContext, run: RunDir, texts: list[str]) -> 
 def _device(plan: Plan, rank: Rank) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise LaunchError(
-            f"the plan trains on cuda, and this torch ({torch.__version__}) sees no GPU on {socket.gethostname()}; "
-            "install a CUDA build of torch, or set launch.device: cpu"
-        )
     devices = plan.node_of(rank.rank).devices
-    index, present = devices[rank.local_rank], torch.cuda.device_count()
+    index = show_planned_gpus(devices, rank, os.environ)
+    keep_compiled_kernels(os.environ)
+    here = socket.gethostname()
+    if not torch.cuda.is_available():
+        raise LaunchError(f"the plan trains on cuda, and no GPU is visible on {here}: {why_no_gpu()}")
+    present = torch.cuda.device_count()
     if index >= present:
-        raise LaunchError(f"rank {rank.rank} is planned on GPU {index} of {socket.gethostname()}, which has {present}")
+        raise LaunchError(
+            f"rank {rank.rank} is planned on GPU {devices[rank.local_rank]} of {here}, and CUDA shows {present} of "
+            f"its planned GPUs ({', '.join(map(str, devices))})"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -211,9 +225,8 @@ def _join(plan: Plan, rank: Rank, run: RunDir, backend: str) -> None:
 def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
     """gloo and NCCL listen where this host's name leads, which others may reach, unless the user has said where."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if loopback:
-            environ.setdefault(variable, loopback[0])
+    for variable, value in interface.variables(loopback[0]).items() if loopback else ():
+        environ.setdefault(variable, value)
 
 
 def _through_mpi(rank: Rank) -> Any:
@@ -251,11 +264,12 @@ def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> Any:
         listener = _listener(interface.own_address(hosts, os.environ))
         write_json(path, listener.getsockname())
         return _tcp_store(rank, listener.getsockname(), listener)
-    deadline = time.monotonic() + 300
+    deadline, pause = time.monotonic() + 300, 0.05
     while not (path.exists() and path.stat().st_size):
         if time.monotonic() > deadline:
             raise LaunchError(f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?")
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.2)  # thousands of ranks look, on a shared disk
     return _tcp_store(rank, read_json(path, list), None)
 
 
@@ -276,12 +290,15 @@ def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None)
     return dist.TCPStore(where[0], where[1], rank.world_size, is_master=bool(held), timeout=JOIN_TIMEOUT, **held)
 
 
-def _export(rank: Rank) -> None:
-    """DeepSpeed and transformers read the rank here; nobody else writes these."""
+def _export(rank: Rank, device: torch.device) -> None:
+    """DeepSpeed and transformers read the rank here; nobody else writes these.
+
+    LOCAL_RANK is for both the index of the rank's GPU: 0 where CUDA shows a process one GPU alone.
+    """
     os.environ.update(
         RANK=str(rank.rank),
         WORLD_SIZE=str(rank.world_size),
-        LOCAL_RANK=str(rank.local_rank),
+        LOCAL_RANK=str(rank.local_rank if device.index is None else device.index),
         LOCAL_WORLD_SIZE=str(rank.local_world_size),
     )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

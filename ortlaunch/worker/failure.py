@@ -15,15 +15,17 @@ from typing import Any
 
 from ortlaunch import machine
 from ortlaunch.errors import OrtlaunchError
-from ortlaunch.rank import Rank
+from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run.folder import RunDir, account, is_full, write_json
 from ortlaunch.worker.pulse import Pulse
+from ortlaunch.worker.user_frames import folded, raised_at
 
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
                  "Timed out waiting", "Socket closed", "DistBackendError", "DistNetworkError")  # fmt: skip
 SEEN = ("Signal", "Exit")  # ends that a guardian saw: their traceback is the end of the rank's own output
-_SPARE_BYTES = 1 << 15
+_MOST_SPARE_BYTES, _ALL_SPARE_BYTES = 1 << 15, 1 << 26  # of a rank, and of all ranks
+_PAGE = 1 << 12
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -33,13 +35,14 @@ class Account:
     def __init__(self, rank: Rank, run: RunDir, pulse: Pulse) -> None:
         self.rank, self.run, self._pulse = rank, run, pulse
         self._path, self._spare = run.error(rank.rank), run.spare(rank.rank)
+        self._spare_bytes = max(_PAGE, min(_MOST_SPARE_BYTES, _ALL_SPARE_BYTES // rank.world_size))
 
     def open(self) -> None:
         """Take room on the disk now, for a full disk must not hide why a rank failed."""
         with contextlib.suppress(OSError, AttributeError):  # macOS has no such call
             self.run.errors.mkdir(parents=True, exist_ok=True)
             with open(self._spare, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES)
+                os.posix_fallocate(file.fileno(), 0, self._spare_bytes)
 
     def close(self) -> None:
         """There is nothing more to tell."""
@@ -69,6 +72,9 @@ class Account:
         kind = type(error).__name__
         what = f"failed with {kind}{self._no_space(error)}"
         record = {"type": kind, "message": message, "traceback": text, "secondary": secondary, "time": now}
+        where = raised_at(error)
+        if where is not None:
+            record |= {"raised_at": where, "folded": folded(text)}
         self.write(os.getpid(), what, {"exit_status": status, "signal": None, **record})
         sys.stderr.flush()
         with os.fdopen(log, "w", errors="backslashreplace") as file:
@@ -90,7 +96,7 @@ class Account:
                  "step": seen.step, "phase": seen.phase}  # fmt: skip
         limit = machine.tightest_limit()
         where["memory_limit"] = {"name": limit.name, "bytes": limit.size}
-        where["after"] = [path.name for path in self.run.told if path != self._path]
+        where["after"] = self.run.count_account()
         self._store({**where, "time": time.time(), **record})
 
     def is_an_echo(self) -> None:
@@ -103,7 +109,7 @@ class Account:
             write_json(self._path, record)
         except OSError:
             with contextlib.suppress(OSError):
-                _fill(self._spare, record)
+                _fill(self._spare, record, self._spare_bytes)
                 os.replace(self._spare, self._path)
 
     def _no_space(self, error: BaseException | None = None) -> str:
@@ -122,19 +128,29 @@ class Account:
         return ""
 
 
-def _fill(spare: Path, record: dict[str, Any]) -> None:
+def _fill(spare: Path, record: dict[str, Any], size: int) -> None:
     """Write into room that is taken already; of a long traceback the end, which tells."""
-    much = len(json.dumps(record)) - _SPARE_BYTES
+    much = len(json.dumps(record)) - size
     if much > 0:
-        record = {**record, "message": record["message"][:1000], "traceback": record["traceback"][much + 1000 :]}
+        record = {
+            **record,
+            "message": record["message"][:1000],
+            "folded": "",
+            "traceback": record["traceback"][much + 1000 :],
+        }
     with open(spare, "r+b") as file:
         file.write(json.dumps(record).encode())
         file.truncate()
+
+
+def of_own_exit(code: int) -> int:
+    """The exit status of a rank whose own code left with this one: 85 is a stop's alone, which has saved."""
+    return 1 if code in (0, EXIT_SAVED) else code
 
 
 def _status_of(error: BaseException) -> int:
     if isinstance(error, OrtlaunchError):
         return error.exit_status
     if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code:
-        return error.code & 0xFF or 1
+        return of_own_exit(error.code & 0xFF)
     return 1  # also sys.exit(0): a rank that leaves before the end has failed

@@ -53,6 +53,11 @@ def source_address(host: str) -> str | None:
     return None
 
 
+def variables(name: str) -> dict[str, str]:
+    """The environment by which gloo and NCCL use this interface alone: NCCL takes a bare name for a prefix."""
+    return {_GLOO: name, _NCCL: f"={name}"}
+
+
 def use(address: str, environ: MutableMapping[str, str]) -> None:
     """Send gloo and NCCL over the interface that has this address of ours, where the user named none.
 
@@ -62,11 +67,9 @@ def use(address: str, environ: MutableMapping[str, str]) -> None:
     told = environ.get(_GLOO)
     if told:
         _address_of(told)
-        environ.setdefault(_NCCL, told)
-        return
-    name = interface_with(address)
-    for variable in (_GLOO, _NCCL) if name else ():
-        environ.setdefault(variable, str(name))
+    name = told or interface_with(address)
+    for variable, value in variables(name).items() if name else ():
+        environ.setdefault(variable, value)
 
 
 def interface_with(address: str) -> str | None:

@@ -23,7 +23,9 @@ class Meter:
 
     def __init__(self, session: Session) -> None:
         self.group, self.batch = session.group, session.plan.batch
-        self.flops_per_token, self.numbers = session.engine.flops_per_token, session.engine.stepper.numbers
+        self.numbers = session.engine.stepper.numbers
+        # A CPU's rate, measured once for a moment, changes with every other process: a share of it says nothing.
+        self.flops_per_token = session.engine.flops_per_token if self.group.device.type == "cuda" else None
         self.has_numbers = session.engine.plain.has_numbers
         self.dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[session.recipe.precision]
         self.peak = measured_peak_flops(self.group.device, self.dtype) if self.flops_per_token else 0.0

@@ -39,16 +39,29 @@ def copy_modules(run: RunDir, again: bool = False) -> list[str]:
 
 def own_modules() -> Iterator[ModuleType]:
     """Modules that are neither Python's nor ortlaunch's, nor installed, nor made by a compiler; by name."""
-    foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1])]
-    foreign += [str(cache_root()), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")]
-    below = tuple(f"{folder}{os.sep}" for path in foreign if path for folder in {path, os.path.realpath(path)})
+    below = _foreign_folders()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and module.__name__ == name != "__main__":
-            # As it is written first: resolving the links of thousands of installed modules takes most of a second.
-            own = not _is_foreign(file, below) and not _is_foreign(os.path.realpath(file), below)
-            if own and os.path.isfile(file) and all(part.isidentifier() for part in name.split(".")):
-                yield module
+        if not isinstance(file, str) or not file.endswith(".py") or not module.__name__ == name != "__main__":
+            continue
+        if _is_own(file, below) and all(part.isidentifier() for part in name.split(".")):
+            yield module
+
+
+def is_own(file: str) -> bool:
+    """Whether a source file is the user's, not Python's, ortlaunch's or a package's."""
+    return _is_own(file, _foreign_folders())
+
+
+def _foreign_folders() -> tuple[str, ...]:
+    foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1])]
+    foreign += [str(cache_root()), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")]
+    return tuple(f"{folder}{os.sep}" for path in foreign if path for folder in {path, os.path.realpath(path)})
+
+
+def _is_own(file: str, below: tuple[str, ...]) -> bool:
+    # As it is written first: resolving the links of thousands of installed modules takes most of a second.
+    return not _is_foreign(file, below) and not _is_foreign(os.path.realpath(file), below) and os.path.isfile(file)
 
 
 def _is_foreign(file: str, below: tuple[str, ...]) -> bool:

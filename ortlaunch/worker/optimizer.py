@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ortlaunch.recipe.models import Optimizer
+
+# multi_tensor_adam.cu of ONNX Runtime 1.19.2: `int sizes[]`, and `chunk_idx * chunk_size` in int.
+_MOST_ELEMENTS = 2**31
 
 
 class Chosen(NamedTuple):
@@ -20,8 +23,24 @@ class Chosen(NamedTuple):
     notes: tuple[str, ...]
 
 
-def build_optimizer(recipe: Optimizer, model: nn.Module, engine: str, device: torch.device) -> Chosen:
-    """The recipe's optimizer over the model's trained parameters, in decay and no-decay groups."""
+def build_optimizer(
+    recipe: Optimizer,
+    model: nn.Module,
+    engine: str,
+    device: torch.device,
+    deepspeed: Mapping[str, Any] | None = None,
+    ranks: int = 1,
+) -> Chosen:
+    """The recipe's optimizer over the model's trained parameters, in decay and no-decay groups.
+
+    Args:
+        recipe: the recipe's `optimizer`.
+        model: its trained parameters are optimized.
+        engine: the engine that runs the model.
+        device: where the model is.
+        deepspeed: DeepSpeed's config, which divides and moves parameters; None without DeepSpeed.
+        ranks: over which DeepSpeed divides them.
+    """
     groups, notes = parameter_groups(recipe, model.named_parameters())
     rate: dict[str, Any] = {"lr": recipe.learning_rate}
     adam: dict[str, Any] = {**rate, "betas": recipe.betas, "eps": recipe.epsilon}
@@ -33,7 +52,7 @@ def build_optimizer(recipe: Optimizer, model: nn.Module, engine: str, device: to
         return Chosen(torch.optim.SGD(groups, momentum=recipe.momentum, **rate), "torch.optim.SGD", "", notes)
     if recipe.name == "adamw":
         return Chosen(torch.optim.AdamW(groups, **adam), "torch.optim.AdamW", "", notes)
-    why = _why_not_ort(engine, device)
+    why = _why_not_ort(engine, device) or _why_not_these(groups, (deepspeed or {}).get("zero_optimization"), ranks)
     if why:
         return Chosen(torch.optim.AdamW(groups, fused=True, **adam), "torch.optim.AdamW(fused=True)", why, notes)
     from ortlaunch.ortmodule.fused_adam import fused_adam
@@ -46,6 +65,19 @@ def _why_not_ort(engine: str, device: torch.device) -> str:
         return "ONNX Runtime's FusedAdam runs on CUDA only"
     if engine != "ort":
         return f"ONNX Runtime is not loaded with engine {engine}"
+    return ""
+
+
+def _why_not_these(groups: Sequence[Mapping[str, Any]], zero: Mapping[str, Any] | None, ranks: int) -> str:
+    """Why ONNX Runtime's FusedAdam cannot update these parameters as DeepSpeed's ZeRO holds them; empty if it can."""
+    if zero and (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+        return "ONNX Runtime's FusedAdam runs on CUDA only, and zero.offload keeps the optimizer off the GPU"
+    sizes = [[parameter.numel() for parameter in group["params"]] for group in groups]
+    if zero:  # flattens each group, and gives each rank a part
+        sizes = [[-(-sum(group) // (ranks if zero.get("stage") else 1))] for group in sizes]
+    largest = max((size for group in sizes for size in group), default=0)
+    if largest >= _MOST_ELEMENTS:
+        return f"ONNX Runtime's FusedAdam counts in int32, and a tensor has {largest:,} elements on a rank"
     return ""
 
 

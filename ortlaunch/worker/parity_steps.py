@@ -14,7 +14,8 @@ from ortlaunch.recipe.parity import Compared, compared_steps
 from ortlaunch.run.engine_report import Parity
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.run.records import ParityLine, as_json
-from ortlaunch.worker.comparison import LIMITS, Comparison, Difference, compare, dropouts
+from ortlaunch.worker.comparison import compare, dropouts
+from ortlaunch.worker.differences import LIMITS, Comparison, Difference
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
 from ortlaunch.worker.session import Session
@@ -97,6 +98,7 @@ class ParitySteps:
                     batch,
                     precision=self.recipe.precision,
                     autocast=self.recipe.zero is None,
+                    tolerance=self.tolerance,
                 )
         except Exception as error:  # whatever a pass raises; the other ranks are waiting
             told, random = str(error) or type(error).__name__, isinstance(error, EngineError)
@@ -117,7 +119,10 @@ class ParitySteps:
             reference_loss=found.reference_loss,
             loss_difference=found.loss_difference,
             gradient_difference=found.gradient_difference,
-            worst=[[_name(each), *each[1:]] for each in found.gradients[:_SHOWN]],
+            state_difference=found.state_difference,
+            worst=[[_name(each.name), *each[1:4]] for each in _largest_of(found, self.tolerance)],
+            rounding=[_name(name) for name in found.rounding] or None,
+            not_judged=found.not_judged or None,
             parameters=len(found.gradients),
             tolerance=self.tolerance,
             passed=found.largest <= self.tolerance,
@@ -131,6 +136,8 @@ class ParitySteps:
             steps=[record["step"] for record in self.records],
             loss_difference=max(record["loss_difference"] for record in self.records),
             gradient_difference=max(record["gradient_difference"] for record in self.records),
+            state_difference=max(record.get("state_difference", 0.0) for record in self.records),
+            rounding=sorted({name for record in self.records for name in record.get("rounding", ())}) or None,
             worst=[[name, value] for name, value, *_ in worst["worst"]],
             tolerance=self.tolerance,
             dropouts_switched_off=self.dropouts,
@@ -146,14 +153,15 @@ class ParitySteps:
             f"engine {used} and plain PyTorch differ by more than {self.tolerance:g} in step {record['step']}, on the "
             f"same weights and batch (rank {record['rank']})\n"
             f"loss: {record['loss']:.6g} on {used}, {record['reference_loss']:.6g} in PyTorch\n"
-            f"{table(record, used)}\n{_ADVICE}{_OFF if self.why else ''}"
+            f"{table(record, used)}{_not_judged(record)}\n{_ADVICE}{_OFF if self.why else ''}"
         )
 
     def _automatic(self, record: Record) -> str:
         """One line for a comparison that nobody asked for."""
         return (
             f"parity: step 1 was also run in plain PyTorch ({self.why}): loss within {record['loss_difference']:.2g}, "
-            f"gradients within {record['gradient_difference']:.2g}; took {record['seconds']:.1f} s, once"
+            f"gradients within {record['gradient_difference']:.2g}{_rounding(record)}; took "
+            f"{record['seconds']:.1f} s, once"
         )
 
     def _verdict(self) -> str:
@@ -199,15 +207,40 @@ def _line(record: Record) -> str:
     return (
         f"parity, step {record['step']}: the loss differs from plain PyTorch's by {record['loss_difference']:.2g}, "
         f"gradients by at most {record['gradient_difference']:.2g} ({name}); tolerance {record['tolerance']:g}"
+        f"{_rounding(record)}"
     )
 
 
 def _worst(records: list[Record]) -> Record:
-    return max(records, key=lambda record: max(record["loss_difference"], record["gradient_difference"]))
+    def badness(record: Record) -> tuple[bool, float]:
+        differences = (record["loss_difference"], record["gradient_difference"], record.get("state_difference", 0.0))
+        return not record["passed"], max(map(float, differences))
+
+    return max(records, key=badness)
 
 
-def _name(difference: Difference) -> str:
-    return difference.name.removeprefix("model.")  # that of LossModule: the rest is the model's own name
+def _largest_of(found: Comparison, tolerance: float) -> list[Difference]:
+    """The gradients that differ most, after what a pass left of weights and buffers where that is no rounding."""
+    state = [
+        each._replace(name=f"{each.name} (changed by the pass)")
+        for each in found.state
+        if each.value > tolerance and not each.rounding
+    ]
+    return [*state[:_SHOWN], *(each for each in found.gradients if not each.rounding)][:_SHOWN]
+
+
+def _rounding(record: Record) -> str:
+    names = record.get("rounding")
+    return f"; float64 shows that the difference of {', '.join(names[:_SHOWN])} is rounding" if names else ""
+
+
+def _not_judged(record: Record) -> str:
+    why = record.get("not_judged")
+    return f"\nfloat64 could not show whether this is rounding: {why}" if why else ""
+
+
+def _name(name: str) -> str:
+    return name.removeprefix("model.")  # that of LossModule: the rest is the model's own name
 
 
 def _records_until(run: RunDir, step: int) -> list[Record]:

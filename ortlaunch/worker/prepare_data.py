@@ -35,8 +35,9 @@ def main() -> int:
         print(note)
     for name, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         if samples is not None:
-            classes = getattr(samples, "classes", 0)
-            print(f"{name}: {len(samples):,} samples" + (f", {classes:,} classes" if classes else ""))
+            print(f"{name}: {len(samples):,} samples")
+    for note in data.class_lines():
+        print(note)
     print(f"ready in {cache_root()}")
     return 0
 

@@ -20,14 +20,16 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ortlaunch import machine
+from ortlaunch.errors import printable
 from ortlaunch.plan import Plan
-from ortlaunch.rank import EXIT_SAVED, Rank
+from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run import lock
 from ortlaunch.run.folder import RunDir, progress_width
+from ortlaunch.run.folder import account as recorded
 from ortlaunch.run.lost import EXIT_STATUS as LOST_STATUS
 from ortlaunch.run.lost import LOST
 from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
-from ortlaunch.worker.failure import SEEN, Account
+from ortlaunch.worker.failure import SEEN, Account, of_own_exit
 from ortlaunch.worker.lost_host import end_launcher
 from ortlaunch.worker.rank_log import RankLog
 from ortlaunch.worker.requests import ASKS, DEAF, LISTENING, Requests
@@ -38,6 +40,7 @@ from ortlaunch.worker.watchdog import Watchdog
 _FINISHED = b"finished"
 _STOPS = tuple(number for number, ask in ASKS.items() if ask.stops)
 _EXIT_SECONDS = 30
+_PIECES_A_TURN = 16  # a pipe's 1 MiB: a rank may print faster than it is copied, and heartbeats are due between
 _FORWARDED_SECONDS = 0.3  # mpirun may drop the last words of a rank that has left already
 _CAUSE_SECONDS = 5.0  # and drops those of all others once one rank has left: the echo waits for the cause
 
@@ -75,11 +78,23 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     code = _conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
     account.close()
-    if watchdog.lost is not None and plan.launcher == "mpi":
+    if watchdog.is_cut_off and plan.launcher == "mpi":
         end_launcher()
     if finished and plan.launcher != "inside":
         return 0  # the command knows of a stop; its launcher would take another status for a failure
-    return _end_alike(code)
+    return _end_alike(EXIT_SAVED if code and _is_made_anew(account, watchdog) else code)
+
+
+def _is_made_anew(account: Account, watchdog: Watchdog) -> bool:
+    """Whether this rank's pod of an indexed Job is to be replaced without being counted: it ended for another's fault.
+
+    That fault is recorded and counted elsewhere, or it left no pod, as a lost node, and there is a checkpoint.
+    """
+    in_pod = os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:") and "/job.batch/" in os.environ[JOB_VARIABLE]
+    if not in_pod or watchdog.verdict is not None or not account.read()["secondary"]:
+        return False
+    run = account.run
+    return bool(run.complete_checkpoints()) or any(not recorded(path)["secondary"] for path in run.told)
 
 
 def _be_the_rank(
@@ -166,16 +181,13 @@ def _relay(
 
 
 def _read(end: int) -> bytes | None:
-    """All that is there: b"" at the end of the stream, None when there is nothing now."""
-    data = b""
-    while True:
-        try:
-            piece = os.read(end, 1 << 16)
-        except BlockingIOError:
-            return data or None
-        if not piece:
-            return data
-        data += piece
+    """What has arrived, a turn's share at most: b"" at the end of the stream, None when there is nothing now."""
+    pieces: list[bytes] = []
+    with contextlib.suppress(BlockingIOError):
+        while len(pieces) < _PIECES_A_TURN and (piece := os.read(end, 1 << 16)):
+            pieces.append(piece)
+        return b"".join(pieces)
+    return b"".join(pieces) or None
 
 
 def _copy(taken: Taken, name: str, log: RankLog, screen: Screen | None) -> None:
@@ -210,7 +222,7 @@ def _conclude(
         what = f"was ended by {_name(number)}{_memory(child.pid, number, oom_kills)}"
     else:
         what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
-    code = 128 + number if number else os.WEXITSTATUS(status) or 1  # os._exit(0) in the middle of training
+    code = 128 + number if number else of_own_exit(os.WEXITSTATUS(status))
     if not account.is_written:
         record = {"exit_status": code, "signal": number, "type": kind if number else "Exit"}
         account.of_end(child.pid, what, {**record, "secondary": echo})
@@ -301,7 +313,7 @@ def _tell(account: Account, child: Child) -> None:
             return
         shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
         said = "" if shown else f"{record['traceback']}\n"
-        print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
+        print(printable(f"{said}ortlaunch: {record['summary']}"), file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
         run.failure_printed.touch()
 

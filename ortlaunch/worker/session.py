@@ -21,6 +21,7 @@ from ortlaunch.worker.data.vocabulary import goes_on_with, keep
 from ortlaunch.worker.deepspeed.take_in import take_in
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
+from ortlaunch.worker.gpus import exporting
 from ortlaunch.worker.identity import identity
 from ortlaunch.worker.length import with_steps
 from ortlaunch.worker.memory_use import MemoryUse
@@ -91,7 +92,7 @@ def build_session(
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))
     if not measures:
         recipe = with_steps(recipe, plan.batch, run, group, len(samples), found)
-    progress.doing("exporting to ONNX Runtime" if recipe.engine.name == "ort" else "building the engine")
+    progress.doing(exporting(group.device) if recipe.engine.name == "ort" else "building the engine")
     engine = build_engine(recipe, plan, model, group, batches.micro_batch(0, 0, group.rank))
     engine.memory = memory
     if run.choice.exists():

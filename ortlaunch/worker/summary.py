@@ -16,7 +16,8 @@ def announce(session: Session) -> None:
     """Before step 1, by rank 0: what will run, for how long, and what is kept of the user's code."""
     engine, length = session.engine, length_line(session.recipe, session.plan.batch, len(session.data.train))
     if session.group.rank == 0:
-        lines = [*plan_lines(engine.report()), *engine.notes, length, *copy_modules(session.run)]
+        data = [length, *session.data.class_lines()]
+        lines = [*plan_lines(engine.report()), *engine.notes, *data, *copy_modules(session.run)]
         print(*lines, sep="\n", flush=True)
 
 

@@ -25,14 +25,15 @@ from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.lines import append_line
 from ortlaunch.run.lost import Lost
 from ortlaunch.worker.child import Child
-from ortlaunch.worker.exchange import Exchange
+from ortlaunch.worker.exchange import Exchange, beat_seconds
 from ortlaunch.worker.lost_host import LostHosts
 from ortlaunch.worker.pulse import AUTO, NEVER, Activity, Pulse, state_of
 from ortlaunch.worker.slow import SlowRanks
 from ortlaunch.worker.stall import EXIT_STATUS, Beat, Verdict, judge
 
-_BEAT_SECONDS = 1.0
-_ASLEEP_SECONDS = 5.0  # without a look: this guardian itself was stopped
+_JUDGE_SECONDS = 1.0  # of rank 0's guardian, which judges; the others beat (exchange.beat_seconds)
+_UNHEARD_SECONDS = 10.0  # after the ranks have met
+_ASLEEP_SECONDS = 4.0  # without a look in time: this guardian itself was stopped
 _STACK_SECONDS, _ALL_STACKS_SECONDS, _ORDER_SECONDS = 1.0, 2.0, 5.0
 _PY_SPY_SECONDS = 3
 _SHOWN_LINES = 12
@@ -49,8 +50,11 @@ class Watchdog:
         self.ended_it = False
         self._plan = Plan.read(run.plan)
         self._stacks = _memory_file()
-        self._beat_at = self._since = time.monotonic()
+        self._every = _JUDGE_SECONDS if rank.rank == 0 else beat_seconds(rank.world_size)
+        self._since = time.monotonic()
+        self._beat_at = self._since - self._every * rank.rank / rank.world_size  # so that beats are spread
         self._asked_at: float | None = None
+        self._unheard_at = float("inf")  # when to report the ranks that no beat came from
         self._activity: Activity | None = None
         self._slow, self._lost_hosts = SlowRanks(), LostHosts(socket.gethostname(), rank.rank)
         if self._plan.task not in _WATCHED_TASKS:
@@ -70,23 +74,26 @@ class Watchdog:
         self.exchange.receive()
         if self._asked_at is not None or self.exchange.orders:
             self._go_on_ending(child)
-        elif time.monotonic() - self._beat_at >= _BEAT_SECONDS:
+        elif time.monotonic() - self._beat_at >= self._every:
             self._beat(child)
 
     def _beat(self, child: Child) -> None:
         now = time.monotonic()
-        if now - self._beat_at > _ASLEEP_SECONDS:
+        if now - self._beat_at > self._every + _ASLEEP_SECONDS:
             self._since = now
             self.exchange.wake()
         self._beat_at = now
         if self.pulse.place and not self.exchange.has_met:
             self._since = now
             self.exchange.meet(self.pulse.place)
+            self._unheard_at = now + _UNHEARD_SECONDS
         mine = self._seen(child.pid)
         self.exchange.tell(mine)
         beats = self.exchange.beats(mine)
         self._look_for_lost_hosts(beats, child)
         self._look_for_slow_ranks(beats, now)
+        if now > self._unheard_at:
+            self._report_unheard()
         found = judge(beats, self.pulse.limit, now - self._since) if beats else None
         if found and not self.ended_it:
             self._begin_ending(found, child)
@@ -104,6 +111,23 @@ class Watchdog:
             print(f"ortlaunch: {slow.summary}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 append_line(self.run.slow_ranks, {"time": time.time(), **slow._asdict()})
+
+    def _report_unheard(self) -> None:
+        """Print once from whom no beat came: a host that is lost later is then seen as a stall alone."""
+        self._unheard_at = float("inf")
+        if hosts := self._never_heard():
+            what = f"no heartbeat of {hosts} within {_UNHEARD_SECONDS:.0f} s: is UDP closed between the hosts?"
+            print(f"ortlaunch: {what} A host that is lost will be noticed as a stall only", file=sys.stderr, flush=True)
+
+    def _never_heard(self) -> str:
+        never = self.exchange.never_heard() if self.exchange.is_hub and self.exchange.has_met else []
+        hosts = ", ".join(f"rank {rank} on host {self._plan.node_of(rank).host}" for rank in never[:4])
+        return f"{hosts}{' and more' if len(never) > 4 else ''}"
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the launcher's word cannot reach this host: it is lost, or this rank gave up alone."""
+        return self.lost is not None or (self.verdict is not None and not self.exchange.is_hub)
 
     def _seen(self, pid: int) -> Beat:
         self._activity = self._activity or Activity(pid)
@@ -152,9 +176,7 @@ class Watchdog:
     def summary(self) -> str:
         """The verdict's line, with what was never heard of."""
         assert self.verdict is not None
-        never = self.exchange.never_heard() if self.exchange.is_hub and self.exchange.has_met else []
-        hosts = ", ".join(f"rank {rank} on host {self._plan.node_of(rank).host}" for rank in never[:4])
-        unknown = f"; no beat ever came from {hosts}{' and more' if len(never) > 4 else ''}" if never else ""
+        unknown = f"; no beat ever came from {hosts}" if (hosts := self._never_heard()) else ""
         return f"{self.verdict.summary}{unknown}; exit status {EXIT_STATUS}; stacks: {self.run.errors}"
 
     def record(self) -> None:
@@ -177,7 +199,7 @@ class Watchdog:
             "exit_status": EXIT_STATUS, "signal": None, "secondary": False, "time": time.time(),
             "still_seconds": round(verdict.seconds, 1), "behind": late,
             "never_heard": self.exchange.never_heard() if self.exchange.is_hub else [],
-            "after": [path.name for path in self.run.told], "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
+            "after": self.run.count_account(), "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
         }  # fmt: skip
 
     def leave(self) -> None:

@@ -176,6 +176,20 @@ class Lab:
         """Take a host off the network, or back."""
         self._outside("ip", "link", "set", f"to-{host}", "up" if up else "down")
 
+    @contextlib.contextmanager
+    def firewall(self, rule: str, *hosts: str) -> Iterator[None]:
+        """Drop packets that come in to these hosts from the others, as a rule of nftables selects them."""
+        chain = "add chain inet lab in { type filter hook input priority 0 ; }"
+        for host in hosts:
+            for words in ("add table inet lab", chain, f"add rule inet lab in iif eth0 {rule} drop"):
+                done = self.run(host, "nft", words)
+                assert done.returncode == 0, done.stderr
+        try:
+            yield
+        finally:
+            for host in hosts:
+                self.run(host, "nft", "delete table inet lab")
+
     def processes(self, host: str) -> list[str]:
         """Command lines of the living processes on a host, without its daemons."""
         words = self.run(host, "ps", "-eo", "args=").stdout.splitlines()

@@ -39,6 +39,39 @@ def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
     assert (train.returncode, f"on host {lost} is lost, and all others" in said, named < 15) == (1, True, True)
 
 
+@pytest.mark.long
+def test_a_stalled_run_whose_guardians_hear_nothing_of_each_other(home: Home) -> None:
+    """UDP closed between hosts is printed; a link that is lost then is a stall, and no launcher outlives it."""
+    words = ["train", "recipe.yaml", "train.stall_seconds=12", "--hostfile", "hosts", "--launcher", "mpi"]
+    command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words, "--run-dir", "my run"])
+    before = {host: set(everything(home, host)) for host in ("host1", "host2")}
+    with home.lab.firewall("meta l4proto udp", "host1", "host2"):
+        train = subprocess.Popen(command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            assert train.stderr is not None
+            told = []
+            for line in train.stderr:
+                told.append(line)
+                if "no heartbeat" in line:
+                    break
+            home.reach(3)
+            home.lab.link("host2", up=False)
+            began = time.monotonic()
+            _, errors = train.communicate(timeout=70)
+            ended = time.monotonic() - began
+            for host, known in before.items():
+                while left := [line for line in everything(home, host) if line not in known]:
+                    assert time.monotonic() - began < 90, left
+                    time.sleep(0.2)
+        finally:
+            train.kill()
+            home.lab.link("host2", up=True)
+    print(f"{told[-1].strip()} -> {ended:.1f} s, nothing left {time.monotonic() - began:.1f} s")
+    assert "no heartbeat of rank 1 on host host2" in told[-1], told
+    assert train.returncode == 124
+    assert "the run has stood still" in errors
+
+
 def everything(home: Home, host: str) -> list[str]:
     """Processes of a host, its own daemons and this look apart; sshd itself notices a dead link after minutes."""
     lines = home.lab.run(host, "ps", "-eo", "pid=,args=").stdout.splitlines()

@@ -39,9 +39,10 @@ def check(home: Home, job: str, losses: dict[int, float], steps: int) -> None:
     assert "going on after step" in said
 
 
-def test_a_signal(home: Home, undisturbed: dict[int, float]) -> None:
-    """`scancel --signal`, as a person or a site's script sends it."""
-    job = submitted(home, 12)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_signal(nodes: int, home: Home, undisturbed: dict[int, float]) -> None:
+    """`scancel --signal`, as a person or a site's script sends it; the command of one rank gets it itself."""
+    job = submitted(home, 12, f"launch.nodes={nodes}")
     home.reach(3)
     home.lab.run(LOGIN, "scancel", "--signal=USR1", job)
     check(home, job, undisturbed, 12)
@@ -54,6 +55,18 @@ def test_preemption(home: Home, undisturbed: dict[int, float]) -> None:
     urgent = ("--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
     assert home.lab.run(LOGIN, "sbatch", *urgent).returncode == 0
     check(home, job, undisturbed, 12)
+
+
+def test_a_rank_that_was_killed(home: Home, undisturbed: dict[int, float]) -> None:
+    """`launch.max_restarts` requeues the job after a fault, and the run continues from its newest checkpoint."""
+    job = submitted(home, 12, "launch.max_restarts=1", "checkpoint.every_steps=2")
+    home.reach(5)
+    assert home.lab.run("host2", "pkill", "-KILL", "-f", "ortlaunch.worker.*my run").returncode == 0
+    home.well("status", home.run.name, "--wait", timeout=220)
+    assert home.losses() == pytest.approx({step: undisturbed[step] for step in range(1, 13)}, abs=1e-5)
+    said = (home.run / "logs" / f"slurm-{job}.out").read_text()
+    assert "attempt 1 failed; the job is queued again (restart 1 of 1 without progress)" in said
+    assert home.status()["job"]["attempts"][0]["exit_status"] == 137
 
 
 @pytest.mark.long

@@ -28,10 +28,10 @@ srun --kill-on-bad-exit=1 --distribution=block --mpi=none --cpus-per-task=12 \
     python start.py ortlaunch.cli train /runs/x/submitted.yaml --run-dir /runs/x || status=$?
 
 # Which rank failed and why; the status is that rank's, where srun's may be an echo.
-python start.py ortlaunch.run.ended /runs/x "$status"
+python start.py ortlaunch.run.ended /runs/x 0 "$status"
 status=$?
-# Stopped and saved: to go on in the next turn, but for a person's `ortlaunch stop`.
-if test "$status" = 85 && ! test -e /runs/x/requests/stop.json; then
+# The command above leaves this file where the run continues in another turn.
+if rm /runs/x/requests/requeue 2> /dev/null; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

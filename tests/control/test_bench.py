@@ -139,6 +139,15 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
     assert [row["mfu"] for row in rows(*made)] == [pytest.approx(200 / 100), pytest.approx(200 / 600)]
 
 
+def test_the_table_has_no_column_without_a_value() -> None:
+    """On a CPU there is no MFU, and a custom model has no tokens; its lines fit 100 columns."""
+    lines = report.table(rows(player("eager", [[1.0]]), player("inductor", [[123.4, 125.6, 130.2]]))).splitlines()
+    assert "tokens/s" not in lines[0]
+    assert "MFU" not in lines[0]
+    assert len(lines[1].split()) == len(lines[2].split())
+    assert max(map(len, lines)) <= 100
+
+
 def test_the_table_shows_what_lower_precision_does_to_the_loss() -> None:
     """Parity is compared at highest, so it cannot."""
     moved = {"verdict": "passes", "largest": 1e-6, "loss_from_highest": 2.5e-4}

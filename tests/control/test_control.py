@@ -18,10 +18,10 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run import control
-from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.lock import RunLock
-from ortlaunch.run.prepare import check_folder, claimed, differences, earlier, run_folder
+from ortlaunch.run.prepare import check_folder, claimed, differences, earlier, run_folder, write_run
 from ortlaunch.run.resolve import ResolvedRun, resolve
 from ortlaunch.run.resume import AUTOMATIC
 from tests.makers import CUSTOM, OWN_MODULE, host
@@ -116,6 +116,12 @@ def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
     return run
 
 
+def test_a_run_folder_without_control_characters() -> None:
+    """A newline would end a line of a job's script, and escapes would reach terminals."""
+    with pytest.raises(PlanError, match=r"^--run-dir: '.*/a\\ntouch P' has the control character '\\n'; give a path"):
+        run_folder(Path("a\ntouch P"), resolved(), {})
+
+
 def test_a_file_is_no_run_folder() -> None:
     """--run-dir with a file's name is refused."""
     Path("mine").write_text("")
@@ -140,6 +146,46 @@ def test_a_folder_of_a_run_that_never_began() -> None:
             file.end(143, "ortlaunch: stopped by SIGTERM", stopped=True)
     assert sorted(path.name for path in run.path.iterdir()) == ["job.json", "lock"]
     assert check_folder(run, None, resolved()) == []
+
+
+def test_a_folder_of_a_command_that_was_killed_while_it_wrote() -> None:
+    """Between resume.json and recipe.yaml, or in a write: the next start uses the folder, and removes half files."""
+    run = RunDir("mine")
+    for path in (run.resume, run.path / ".recipe.yaml.4321-0123abcd", run.path / ".engine.json.77-0123abcd"):
+        write_text(path, "{}")
+    run.checkpoints.mkdir()  # made beforehand, as a link to another disk is
+    made = resolved()
+    assert check_folder(run, None, made) == []
+    write_run(run, made.file.recipe, made.plan)
+    assert not list(run.path.glob(".*"))
+
+
+def test_a_command_that_began_a_moment_ago_is_named() -> None:
+    """Of several on a new folder one trains, and the others name it."""
+    run = RunDir("mine")
+    with RunLock() as lock:
+        lock.take(run)
+        write_text(run.plan, "{}")
+        with pytest.raises(PlanError, match=f"^--run-dir mine: process {os.getpid()} on host .* trains there; wait"):
+            check_folder(run, None, resolved())
+
+
+def test_a_link_to_nowhere_is_no_run_folder() -> None:
+    """The link's target is named: creating the folder would fail with `File exists`."""
+    Path("mine").symlink_to("gone/disk")
+    with pytest.raises(PlanError, match=r"^--run-dir mine: links to gone/disk, which does not exist; create that fold"):
+        control.train(resolved(), Path("mine"))
+
+
+def test_a_damaged_recipe_beside_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkpoint records its own recipe, with which the one given is compared: one flipped bit blocks nothing."""
+    run, made = older("mine", steps=2), resolved()
+    run.recipe.write_text("\x01" + run.recipe.read_text()[1:])
+    with pytest.raises(RecipeError):
+        earlier(run, made)
+    write_json(run.checkpoint(2) / "training.json", {"format": 1})
+    assert earlier(run, made) == made.file.recipe
+    assert "mine/recipe.yaml is replaced by the recipe given: mine/checkpoints/step" in capsys.readouterr().out
 
 
 def test_an_edited_recipe_in_a_run_folder() -> None:

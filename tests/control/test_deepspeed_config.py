@@ -48,6 +48,23 @@ def config(**sections: Any) -> dict[str, Any] | None:
             {**PLAIN, "fp16": {"enabled": True, "initial_scale_power": 8}},
         ),
         (
+            {"zero": {"stage": 2, "offload": {"optimizer": "cpu"}}},
+            {
+                **PLAIN,
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            },
+        ),
+        (
+            {"zero": {"stage": 3, "offload": {"parameters": "nvme", "nvme_path": "/scratch", "pin_memory": True}}},
+            {
+                **PLAIN,
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "pin_memory": True, "nvme_path": "/scratch"},
+                },
+            },
+        ),
+        (
             {"zero": {"deepspeed": {"zero_allow_untested_optimizer": False}}},
             {**PLAIN, "zero_allow_untested_optimizer": False},
         ),

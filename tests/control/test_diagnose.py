@@ -112,13 +112,14 @@ def test_the_account_of_a_rank(name: str, tmp_path: Path) -> None:
 
 ENDS = {
     "ortlaunch: mpirun was ended by SIGKILL, and the ranks with it; none of them had failed": "launcher-killed",
+    "ortlaunch: torchrun failed with EOFError: Ran out of input, and ended the ranks; its": "launcher-failed",
     "ortlaunch: the command (process 7 on host a) disappeared without an error record (usually": "command-killed",
     "ortlaunch: rank 1 on host a vanished without a word, as a process killed by SIGKILL does": "rank-vanished",
     "ortlaunch: rank 1 on host a vanished without a word; the kernel's out-of-memory killer ended 1": "out-of-memory",
     "ortlaunch: no rank began (rank 0 on host a), and the launcher ended with status 213": "never-began",
     "ortlaunch: no space left on device (run), where no rank could write how it ended": "disk-full",
     "ortlaunch: rank 1 on host a was ended by SIGTERM, sent to it from outside this run": "signalled",
-    "ortlaunch: stopped by SIGTERM; to go on after step 4, give --run-dir x": "stopped",
+    "ortlaunch: stopped by SIGTERM; the newest checkpoint is after step 4": "stopped",
     "ortlaunch: something new": "unknown",
 }
 
@@ -180,7 +181,7 @@ def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_and_one_that_ended_well(tmp_path: Path) -> None:
     """There is nothing to explain; a folder that is none is refused."""
     run = RunDir(tmp_path)
-    ended(run, "done: run, in 0:09\nto train on: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
+    ended(run, "done: run, in 0:09\nto continue: ortlaunch train x.yaml", 0, JobState.SUCCEEDED)
     assert diagnose(run).kind == "ended-well"
     assert "  the command said: done: run, in 0:09" in diagnose(run).evidence
     replace(JobRecord.of_this_process("torchrun", JobState.RUNNING)).write(run)

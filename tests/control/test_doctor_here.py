@@ -29,7 +29,7 @@ def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
 
 def test_each_part_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is absent is said with what installs it."""
-    monkeypatch.setattr(doctor, "lacking_for_ort", lambda: [("no wheel", "pip install it")])
+    monkeypatch.setattr(doctor, "lacking_for_ort", lambda on_gpu: [("no wheel", "pip install it")])
     assert {"python", "torch", "ort", "deepspeed", "mpi", "gpus", "disk", "/dev/shm", "open files", "stale"} == set(
         verdicts()
     )

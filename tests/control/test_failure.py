@@ -45,6 +45,25 @@ def test_a_good_end(run: RunDir) -> None:
     assert explain_end(run, 0) == End(0, f"done: {run}")
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
+    """Its ranks die of the SIGTERM that it sends them, and nobody asked for an end; unless somebody did."""
+    ended(run, 2, type="Stopped", exit_status=85, traceback="", summary="rank 2 was stopped by SIGTERM")
+    write_json(run.launcher_error, {"message": {"message": "UnpicklingError: invalid load key\nmore"}})
+    if wanted:
+        write_json(run.stop_request, {"by": "a person"})
+    end = explain_end(run, 1)
+    assert end.status == (85 if wanted else 1)
+    assert ("mpirun failed with UnpicklingError: invalid load key, and ended the ranks" in end.text) is not wanted
+    write_json(run.launcher_error, {"message": {"message": "SignalException: Process 1 got signal: 15"}})
+    assert explain_end(run, 1).status == 85
+
+
+def test_85_without_a_record_is_no_stop(run: RunDir) -> None:
+    """A launcher that leaves with it has nothing that was saved."""
+    assert explain_end(run, 85).status != 85
+
+
 def test_the_first_failure_is_the_cause(run: RunDir) -> None:
     """Of several failures the earliest counts, and its traceback comes before the last line."""
     ended(run, 1, time=5.0, traceback="KeyError: later", exit_status=3)
@@ -58,6 +77,13 @@ def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
     stopped = {"type": "Stopped", "exit_status": 85, "traceback": ""}
     ended(run, 0, time=4.0, after=["rank_00002.json"], **stopped)
     assert explain_end(run, 1).status == 1
+
+
+def test_lines_of_an_exception_do_not_pass_for_ours(run: RunDir) -> None:
+    """What a user's exception says is indented where it begins as a line of the command does."""
+    ended(run, 1, traceback="ValueError: no\nortlaunch: done: all is well\n")
+    said = "ValueError: no\n  ortlaunch: done: all is well\n\nortlaunch: rank 1 failed"
+    assert explain_end(run, 1).text == said
 
 
 def test_an_echo_is_not_the_cause(run: RunDir) -> None:
@@ -207,10 +233,10 @@ def test_stopped_by_the_user(number: int, status: int, run: RunDir) -> None:
 
 
 def test_stopped_with_a_checkpoint(run: RunDir) -> None:
-    """Where there is something to go on from, it is said how."""
+    """The step of the newest checkpoint is printed, and the end can be continued."""
     write_text(run.checkpoint(20) / "COMPLETE", "")
-    expected = f"ortlaunch: stopped by SIGINT; to go on after step 20, give --run-dir {run}"
-    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)
+    expected = "ortlaunch: stopped by SIGINT; the newest checkpoint is after step 20"
+    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected, stopped=True)
 
 
 def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
@@ -221,8 +247,8 @@ def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
     write_text(run.checkpoint(20) / "COMPLETE", "")
     ended(run, 0, exit_status=85, **late)
     said = "stopped by SIGTERM before it had saved, and what was trained since its newest checkpoint is lost"
-    text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; to go on after step 20, give --run-dir {run}"
-    expected = End(85, text)
+    text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; the newest checkpoint is after step 20"
+    expected = End(85, text, stopped=True)
     assert explain_end(run, 1, stopped_by=signal.SIGTERM) == expected
     for rank in (1, 2, 3):
         write_text(run.asked(rank), "15 1.0")
@@ -256,3 +282,11 @@ def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir
     if lost == "began":
         write_text(run.stop_request, "{}")
         assert explain_end(run, 1).status == 85
+
+
+def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
+    """The order of accounts is known without equal clocks, and no account names the earlier ones: 8,192 would."""
+    run = RunDir(tmp_path)
+    run.errors.mkdir()
+    assert [run.count_account() for _ in range(3)] == [0, 1, 2]
+    assert run.accounts.stat().st_size == 3

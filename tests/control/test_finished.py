@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ortlaunch.recipe import load
 from ortlaunch.run.finished import nothing_left, with_next
 from ortlaunch.run.folder import RunDir, write_json
-from tests.makers import recipe
+from tests.makers import OWN_MODULE, recipe
 
 
 @pytest.fixture
@@ -77,7 +79,51 @@ def test_an_earlier_checkpoint_is_gone_on_from(ended: RunDir) -> None:
 def test_the_command_that_trains_further(typed: list[str], train: dict[str, Any], expected: str, ended: RunDir) -> None:
     """What was typed, with this run's folder in place of another, from its newest checkpoint, and twice the length."""
     command = expected.format(f"--run-dir={ended}")
-    assert with_next("done", typed, recipe(train=train), ended) == f"done\nto train on: ortlaunch {command}"
+    assert with_next("done", typed, recipe(train=train), ended) == f"done\nto continue: ortlaunch {command}"
+
+
+RECIPE = """\
+name: x
+model: {task: custom, factory: "mine:model"}
+data: {train: {format: custom, factory: "mine:data"}}
+batch: {micro_size: 2, accumulation_steps: 1}
+optimizer: {name: sgd, learning_rate: 0.1}
+engine: {name: eager}
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize(
+    ("train", "typed", "expected"),
+    [
+        ("{epochs: 2}", [], "train.epochs=4"),
+        ("{epochs: 2}", ["train.max_steps=26", "train.epochs=null"], "train.epochs=null train.max_steps=20"),
+        ("{max_steps: 26}", ["train.max_steps=null", "train.epochs=1.5"], "train.max_steps=null train.epochs=3"),
+        ("{epochs: 2}", ["train={max_steps: 10}"], "'train={max_steps: 10}' train.max_steps=20"),
+        ("{max_steps: 5}", ["train.max_steps=7", "train.max_steps=10", "seed=3"], "seed=3 train.max_steps=20"),
+        ("{epochs: 1}", ["--resume", "last", "optimizer.learning_rate=0.2"], "optimizer.learning_rate=0.2"),
+    ],
+)
+def test_the_command_that_continues_is_a_valid_one(
+    train: str, typed: list[str], expected: str, stopped: bool, ended: RunDir, tmp_path: Path
+) -> None:
+    """Pasted, the printed command passes validation, in the run's folder, with each override that has an effect."""
+    path = tmp_path / "x.yaml"
+    path.write_text(RECIPE + f"train: {train}\n")
+    (tmp_path / "mine.py").write_text(OWN_MODULE)
+    overrides = [word for word in typed if "=" in word]
+    before = load(path, overrides).recipe
+    said = with_next("end", ["train", str(path), *typed], before, ended, stopped)
+    words = shlex.split(said.partition("\nto continue: ")[2])
+    folder = f"--run-dir={ended}"
+    assert words[:3] == ["ortlaunch", "train", str(path)]
+    assert folder in words
+    after = load(path, [word for word in words[3:] if word != folder]).recipe
+    if stopped:
+        assert after == before
+    else:
+        assert all(word in words for word in shlex.split(expected))
+        assert (after.train.max_steps, after.train.epochs) in ((20, None), (None, 2 * (before.train.epochs or 0)))
 
 
 def test_another_verb_has_no_next_command(ended: RunDir) -> None:
@@ -95,4 +141,4 @@ def test_a_run_that_stopped_early_is_finished(ended: RunDir) -> None:
     assert nothing_left(recipe(train={"max_steps": 20}), ended) is None
     typed = ["train", "r.yaml", "train.stop_after.evaluations=2"]
     command = f"ortlaunch train r.yaml --run-dir={ended} train.stop_after=null"
-    assert with_next("done", typed, recipe(), ended) == f"done\nto train on: {command}"
+    assert with_next("done", typed, recipe(), ended) == f"done\nto continue: {command}"

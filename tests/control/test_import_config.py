@@ -68,7 +68,9 @@ def test_what_the_recipes_hold(tmp_path: Path) -> None:
     one = recipe(imported("deepspeed.json"), tmp_path)
     assert one.zero is not None
     assert (one.batch.global_size, one.batch.micro_size, one.zero.stage) == (4, None, 2)
-    assert one.zero.deepspeed["zero_optimization"] == {"overlap_comm": True, "cpu_offload": True}
+    assert one.zero.deepspeed["zero_optimization"] == {"overlap_comm": True}
+    assert one.zero.offload is not None
+    assert (one.zero.offload.optimizer, one.zero.offload.parameters) == ("cpu", None)
     assert one.zero.deepspeed["fp16"]["initial_scale_power"] == 15
     one = recipe(imported("run_mlm.json"), tmp_path)
     assert (one.optimizer.betas, one.train.evaluate_every_steps, one.log.trackers) == (

@@ -19,7 +19,7 @@ ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
 SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.lines", "run.device_folder", "run.records",
-          "run.export_records", "run.engine_report", "run.lock", "run.lost", "run.origin", "recipe", "plan",
+          "run.export_records", "run.engine_report", "run.held", "run.lock", "run.lost", "run.origin", "recipe", "plan",
           "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors", "user_modules",
           "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
@@ -49,7 +49,18 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "planning.memory": ({"recipe", "plan", "planning.activations"}, set()),
     "planning.activations": ({"recipe"}, set()),
     "doctor": (
-        {"errors", "recipe", "plan", "units", "machine", "ortmodule.extensions", "start", "launch", "doctor"},
+        {
+            "errors",
+            "recipe",
+            "plan",
+            "units",
+            "machine",
+            "start",
+            "launch",
+            "doctor",
+            "ortmodule.extensions",
+            "ortmodule.cuda_libraries",
+        },
         set(),
     ),
     "doctor.probe": (set(), set()),
@@ -65,7 +76,21 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.export": ({"errors", "start", "run"}, set()),
     "run.provenance": ({"__init__", "machine", "run.folder", "run.lines"}, set()),
     "run.control": (
-        {"errors", "units", "output", "recipe", "plan", "planning", "launch", "bench", "doctor", "diagnose", "run"},
+        {
+            "cache",
+            "errors",
+            "units",
+            "output",
+            "rank",
+            "recipe",
+            "plan",
+            "planning",
+            "launch",
+            "bench",
+            "doctor",
+            "diagnose",
+            "run",
+        },
         set(),
     ),
     "diagnose": ({"errors", "units", "plan", "recipe", "planning", "run", "diagnose"}, set()),
@@ -81,6 +106,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.export_records": (set(), set()),
     "run.engine_report": ({"run.records"}, set()),
     "run.reference": ({"plan", "run"}, set()),
+    "run.held": ({"process", "run.folder"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "run.lost": ({"run.folder"}, set()),
     "launch": (
@@ -99,6 +125,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "ortmodule.settings": ({"errors"}, set()),
     "ortmodule.extensions": ({"errors", "cache", "machine", "ortmodule.extension_sources"}, {"filelock"}),
     "ortmodule.extension_sources": (set(), set()),
+    "ortmodule.cuda_libraries": ({"start"}, {"numpy", "onnx", "onnxruntime"}),
     "worker": ({*SHARED, "worker", "ortmodule"}, ANY),
 }
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

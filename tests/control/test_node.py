@@ -82,6 +82,16 @@ def test_a_stop_reaches_every_rank() -> None:
     assert time.monotonic() - began < 5
 
 
+def test_a_first_node_that_takes_its_time() -> None:
+    """Its name may be unknown for as long as the platform adds nodes; the wait is printed, and has an end."""
+    node = start("echo up", "--nodes=2", "--ranks=1", "--master=no.such.host.invalid", "--name-seconds=0.4",
+                 JOB_COMPLETION_INDEX="1")  # fmt: skip
+    said = node.communicate(timeout=30)[0]
+    assert node.returncode == 1
+    assert "waits for the first node's name no.such.host.invalid, at most 0.4 s" in said
+    assert "the first node's name no.such.host.invalid is not known after 0.4 s" in said
+
+
 @pytest.mark.parametrize(
     ("environ", "said"),
     [

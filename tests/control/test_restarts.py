@@ -161,5 +161,5 @@ def test_the_plan_says_what_follows_a_fault() -> None:
     """Under a launcher of the user's own nobody restarts."""
     made = recipe(launch={"max_restarts": 3})
     assert "started again from the last complete checkpoint, at most 3 times without" in describe(plan(made), made)
-    assert "launch.max_restarts does nothing here" in describe(plan(made, launcher="inside"), made)
+    assert "launch.max_restarts: the launcher is not ortlaunch's" in describe(plan(made, launcher="inside"), made)
     assert "restart" not in describe(plan(recipe()), recipe())

@@ -14,8 +14,9 @@ import yaml
 
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import JobState
-from ortlaunch.launch.record import JOB_VARIABLE, JobRecord
+from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run import ended, listing, queued, registry
 from ortlaunch.run.cancel import cancel
 from ortlaunch.run.folder import RunDir, write_json, write_text
@@ -209,7 +210,7 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     """Its script has said 85, and the queue has it again."""
     run = put(queue)
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "85"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85"])
     assert ended.main() == 85
     record = JobRecord.read(run)
     assert record is not None
@@ -237,11 +238,29 @@ def test_a_turn_without_a_step(
         write_text(path, "")
     write_json(run.error(0), STOPPED)
     monkeypatch.setenv("SLURM_RESTART_COUNT", turn)
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "85"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85"])
     assert ended.main() == status
     record = JobRecord.read(run)
     assert record is not None
     assert (record.state, "not queued again" in str(record.verdict)) == (state, turn == "1")
+
+
+def test_restarts_of_a_queued_run_are_counted(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts are kept from turn to turn; the same failure twice, or the last restart, ends the job."""
+    run = put(queue)
+    queue.seen = Seen(JobState.PENDING, "PENDING (BeginTime)")
+    monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
+    for turn, status, requeued in ((1, 137, True), (2, 137, True), (3, 137, False)):
+        monkeypatch.setattr("sys.argv", ["ended", str(run), "2", str(status)])
+        assert ended.main() == status
+        record = JobRecord.read(run)
+        assert record is not None
+        assert [one.number for one in record.attempts] == list(range(1, turn + 1))
+        assert run.requeue_request.exists() == requeued
+        assert look(run).state is (JobState.PENDING if requeued else JobState.FAILED)
+        run.requeue_request.unlink(missing_ok=True)
+    assert record.verdict is not None
+    assert record.verdict.endswith("2 restarts without progress (launch.max_restarts: 2)")
 
 
 def test_a_turn_that_never_began_is_no_earlier_ones_end(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,30 +269,43 @@ def test_a_turn_that_never_began_is_no_earlier_ones_end(queue: Queue, monkeypatc
     write_text(run.plan, resolved().plan.to_json())
     write_text(run.request, "")
     write_json(run.stopped, {"step": 3, "steps": 9, "by": "SIGUSR1", "exit_status": 85})
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "85"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "85"])
     assert ended.main() == 85
     os.utime(run.job_script, (later := time.time() + 1, later))  # as the script does by touch
-    monkeypatch.setattr("sys.argv", ["ended", str(run), "1"])
+    monkeypatch.setattr("sys.argv", ["ended", str(run), "0", "1"])
     assert ended.main() == 1
     assert look(run).state is JobState.FAILED
 
 
-@pytest.mark.parametrize(("stop", "requeued"), [(False, True), (True, False)])
-def test_what_goes_back_into_the_queue(stop: bool, requeued: bool, tmp_path: Path) -> None:
-    """The script as it is, with an srun whose ranks leave with 85: on, but where a person stopped it."""
+@pytest.mark.parametrize(
+    ("status", "stop", "restarts", "requeued"),
+    [
+        (85, None, 0, True),
+        (85, "`ortlaunch stop` of me on host here", 0, False),
+        (85, "SIGUSR1", 0, True),  # which the command of a job of one rank got and wrote down
+        (137, None, 0, False),
+        (137, None, 1, True),
+        (2, None, 1, False),
+    ],
+)
+def test_what_goes_back_into_the_queue(
+    status: int, stop: str | None, restarts: int, requeued: bool, tmp_path: Path
+) -> None:
+    """The script as it is, with an srun of this status: a saved run unless a person stopped it, and a fault."""
     run, tools = RunDir(tmp_path / "my run"), tmp_path / "tools"
     tools.mkdir()
-    for name, body in (("srun", "exit 85"), ("scontrol", f"echo $* > {tools}/asked")):
+    for name, body in (("srun", f"exit {status}"), ("scontrol", f"echo $* > {tools}/asked")):
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
         (tools / name).chmod(0o755)
-    text = request_of(resolved(), run, "slurm").files[0][1]
+    text = request_of(resolved(f"launch.max_restarts={restarts}"), run, "slurm").files[0][1]
     write_text(run.job_script, text)
     if stop:
-        write_text(run.stop_request, "{}")
+        write_json(run.stop_request, {"by": stop})
     environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run(["bash", str(run.job_script)], env=environ, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 85, done.stderr
+    assert done.returncode == status, done.stderr
     assert (tools / "asked").exists() == requeued
+    assert not run.requeue_request.exists()
     assert f"#SBATCH --output='{run.logs}/slurm-%j.out'" in text
 
 

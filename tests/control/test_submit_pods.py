@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from ortlaunch import recipe
-from ortlaunch.errors import InputError, LaunchError, MissingDependency
+from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run.cancel import cancel
@@ -104,6 +105,28 @@ def test_kubernetes_knows_every_field(name: str, kind: str) -> None:
     assert [path.rpartition(".")[2] for path in unknown(wrong)] == ["backofLimit", "volume"]
 
 
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """A resource's schema as JSON Schema that refuses unknown fields, as `kubectl create` does by default."""
+    made = {key: strict(value) if isinstance(value, dict) else value for key, value in schema.items()}
+    if isinstance(made.get("properties"), dict) and not made.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+@pytest.mark.parametrize(("version", "trainer"), [("2.2.1", "v2.2"), ("2.3.0", "v2.3"), ("2.3.0", "v2.2")])
+def test_kubeflow_trainer_accepts_the_manifest(version: str, trainer: str) -> None:
+    """By the schema of that version's own resource definition (tests/control/crds), strictly."""
+    schema = json.loads((GOLDEN.with_name("crds") / f"trainjob-{version}.json").read_text(encoding="utf-8"))
+    more = (f"submit.kubernetes.trainer={trainer}", "submit.kubernetes.node_selector={gpu: h100}",
+            "submit.kubernetes.service_account=me", "submit.kubernetes.memory=100Gi")  # fmt: skip
+    job = documents("llama2-7b", "trainjob", *more)[-1]
+    jsonschema.validate(job, strict(schema))
+    nodes = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    nodes["template"]["spec"]["template"]["spec"]["terminationGracePeriod"] = 75
+    with pytest.raises(jsonschema.ValidationError, match="'terminationGracePeriod' was unexpected"):
+        jsonschema.validate(job, strict(schema))
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_azure_ml_reads_the_job(name: str, tmp_path: Path) -> None:
     """By azure-ai-ml's own loader; a typo is refused."""
@@ -127,9 +150,30 @@ def test_what_a_failure_means() -> None:
              for more in ((), ("submit.requeue=false",))]  # fmt: skip
     assert [[rule["action"] for rule in each] for each in rules] == [["Ignore", "Ignore", "FailJob"], ["FailJob"]]
     assert rules[0][0]["onExitCodes"]["values"] == [85]
+    spec = documents("bert-large", "job", "launch.max_restarts=3")[-1]["spec"]
+    assert (spec["backoffLimit"], [rule["action"] for rule in spec["podFailurePolicy"]["rules"]]) == (
+        3, ["Ignore", "Ignore", "FailJob"],
+    )  # fmt: skip
+    assert spec["podFailurePolicy"]["rules"][2]["onExitCodes"] == {
+        "containerName": "train", "operator": "In", "values": [2, 85, 129, 130, 143],
+    }  # fmt: skip
     alone = documents("bert-large", "job", "launch.nodes=1")
     assert [each["kind"] for each in alone] == ["ConfigMap", "Job"]
     assert not any("--master" in word for word in alone[-1]["spec"]["template"]["spec"]["containers"][0]["command"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "why"),
+    [
+        ("azureml", (), "Azure ML has no restart of a command job"),
+        ("trainjob", (), "a TrainJob has no field for it: failurePolicy.maxRestarts of the runtime's JobSet"),
+        ("job", ("submit.requeue=false",), "the job may not be queued again (submit.requeue: false)"),
+    ],
+)
+def test_restarts_that_no_queue_does(kind: str, more: tuple[str, ...], why: str) -> None:
+    """`launch.max_restarts` is refused where nothing would restart the run."""
+    with pytest.raises(PlanError, match=re.escape(f"launch.max_restarts: 3 is not possible: {why}")):
+        requested("bert-large", kind, "launch.max_restarts=3", *more)
 
 
 def test_names_fit_hosts() -> None:

@@ -171,7 +171,7 @@ def test_the_end_says_what_came_out(full: Run) -> None:
     assert lines[-5] == f"final loss {loss:.4f}, evaluation loss {evaluation:.4f}"
     assert lines[-4] == "export: full/export"
     assert lines[-3] == '  safetensors.torch.load_model(your_model, "full/export/model.safetensors")'
-    assert lines[-1] == "to train on: ortlaunch train full.yaml --run-dir=full train.max_steps=20"
+    assert lines[-1] == "to continue: ortlaunch train full.yaml --run-dir=full train.max_steps=20"
 
 
 # --------------------------------------------------------------------------------------------------------- resuming

@@ -74,7 +74,8 @@ def test_a_launcher_that_waits_for_a_lost_host(tmp_path: Path, monkeypatch: pyte
     """mpirun would wait for its daemon there for ever: it is ended, and where it does not listen killed."""
     monkeypatch.setattr(processes, "_LOST_SECONDS", 0.3)
     deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
-    (tmp_path / "lost.json").touch()
+    (tmp_path / "stall.json").touch()
+    given_up = ((str(tmp_path / "lost.json"), 60.0), (str(tmp_path / "stall.json"), 0.3))
     began = time.monotonic()
-    status = processes.wait(processes.submit(Request((sys.executable, "-c", deaf), lost=str(tmp_path / "lost.json"))))
+    status = processes.wait(processes.submit(Request((sys.executable, "-c", deaf), given_up=given_up)))
     assert (status in (137, 143), time.monotonic() - began < 20) == (True, True)

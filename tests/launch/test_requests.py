@@ -6,8 +6,10 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 
 from ortlaunch import launchers, start
-from ortlaunch.errors import MissingDependency, PlanError
+from ortlaunch.errors import LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import Backend, JobState, Request, backend, mpi
 from ortlaunch.launch.failure import explain_end
+from ortlaunch.launch.private import make_private, private_folder
 from ortlaunch.launch.stop import Stop
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host
@@ -38,7 +41,7 @@ NAMES = ("NCCL_DEBUG", "NOTE", "API_KEY", "HF_TOKEN", "PATH")
 ENV = (("NCCL_DEBUG", "WARN"), ("NOTE", "two words"))
 ABI = "MPI4PY_MPIABI"  # of the family that mpi4py is to load, where ranks meet through it
 STOP = Stop("runs/x/requests/stop.json", "runs/x/requests/cancel", 60)
-LOST = "runs/x/errors/lost.json"
+GIVEN_UP = (("runs/x/errors/lost.json", 2.0), ("runs/x/errors/stall.json", 15.0))
 ROOT = (("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"))
 
 
@@ -127,6 +130,7 @@ GRACE = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "62")  # launch.grace_seconds, and a 
 
 def test_torchrun() -> None:
     """torchrun meets in an empty file, opens no port, restarts nothing, and starts the worker as it is."""
+    private = private_folder(RUN)
     request = backend("torchrun").request(made("torchrun", (host("localhost", 2),)), RUN)
     argv = (
         "/venv/bin/python",
@@ -135,18 +139,42 @@ def test_torchrun() -> None:
         "--nnodes=1",
         "--nproc-per-node=2",
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=runs/x/rendezvous",
+        f"--rdzv-endpoint={private}/rendezvous",
         "--rdzv-conf=store_type=file,keep_alive_interval=3600",
         "--local-addr=localhost",
+        f"--log-dir={private}",
         "--max-restarts=0",
         "--no-python",
         *WORKER,
         "runs/x",
     )
-    env = (*ENV, ("OMP_NUM_THREADS", "2"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"), GRACE)
-    assert request == Request(
-        argv, env, (("runs/x/rendezvous", ""), ("runs/x/store", "")), tells_ranks=False, stop=STOP
-    )
+    torch = (("TORCHELASTIC_ERROR_FILE", "runs/x/launcher_error.json"), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"))
+    env = tuple(sorted((*ENV, ("OMP_NUM_THREADS", "2"), *torch, GRACE)))
+    files = ((f"{private}/rendezvous", ""), ("runs/x/store", ""))
+    assert request == Request(argv, env, files, tells_ranks=False, stop=STOP, private=str(private))
+
+
+def test_the_private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's alone whatever the umask, empty at each start, and refused below a folder that others can write to."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = private_folder(RUN)
+    assert folder != private_folder(RunDir("runs/y"))
+    before = os.umask(0)
+    try:
+        make_private(folder)
+        (folder / "rendezvous").write_text("of a command that was killed")
+        make_private(folder)
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
+    assert list(folder.iterdir()) == []
+    folder.parent.chmod(0o777)
+    with pytest.raises(LaunchError, match=r"must be a folder of user .*drwxrwxrwx.*or set TMPDIR"):
+        make_private(folder)
+    shutil.rmtree(folder.parent)
+    folder.parent.symlink_to(tmp_path)
+    with pytest.raises(LaunchError, match="must be a folder of user"):
+        make_private(folder)
 
 
 @pytest.mark.parametrize(("task", "seconds"), [("train", "302"), ("parity", "10")])
@@ -172,7 +200,7 @@ def test_open_mpi(installed: Any) -> None:
     hostfile = ("runs/x/hostfile", "a slots=2\nme@b slots=1\n")
     request = backend("mpi").request(made("mpi"), RUN)
     assert request == Request(
-        (*argv, *names, *WORKER, "runs/x"), ((ABI, "openmpi"), *ENV), (hostfile,), stop=STOP, lost=LOST
+        (*argv, *names, *WORKER, "runs/x"), ((ABI, "openmpi"), *ENV), (hostfile,), stop=STOP, given_up=GIVEN_UP
     )
 
 
@@ -217,7 +245,9 @@ def test_mpich(installed: Any) -> None:
     argv = (MPIRUN, "-n", "3", "-f", "runs/x/hostfile", "-bind-to", "none", "-genvlist", ",".join((ABI, *NAMES)))
     hostfile = ("runs/x/hostfile", "a:2\nb:1 user=me\n")
     request = backend("mpi").request(made("mpi"), RUN)
-    assert request == Request((*argv, *WORKER, "runs/x"), ((ABI, "mpich"), *ENV), (hostfile,), stop=STOP, lost=LOST)
+    assert request == Request(
+        (*argv, *WORKER, "runs/x"), ((ABI, "mpich"), *ENV), (hostfile,), stop=STOP, given_up=GIVEN_UP
+    )
 
 
 def test_mpich_without_variables(installed: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -15,10 +17,13 @@ import pytest
 import torch
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.process import Process
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.held import held, is_held
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import transaction
+from ortlaunch.worker.checkpoint.saving import prune
 from ortlaunch.worker.distributed import DistributedContext
 
 GROUP: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
@@ -156,6 +161,68 @@ def test_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
         checkpoint.set_aside_damaged(run, GROUP)
     with pytest.raises(CheckpointError, match=r"No whole checkpoint is left in .*00010.broken, step_00000020.broken"):
         checkpoint.set_aside_damaged(run, GROUP)  # a second start, as a scheduler makes it
+
+
+@pytest.mark.parametrize("name", ["part/weights", "manifest.json", "COMPLETE"])
+def test_an_error_of_reading_is_no_damage(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk or a server that fails for a moment ends the run; no checkpoint is renamed for it."""
+    run, real = RunDir(tmp_path), io.open
+    for step in (10, 20):
+        save(run, step)
+
+    def fails(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith(name):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", fails)
+    monkeypatch.setattr("io.open", fails)
+    with pytest.raises(CheckpointError, match=r"could not be read, and was left as it is: .*Stale file handle"):
+        checkpoint.set_aside_damaged(run, GROUP)
+    monkeypatch.undo()
+    assert [step for step, _ in run.complete_checkpoints()] == [10, 20]
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose checkpoints cannot be read does not begin anew beside them."""
+    run = RunDir(tmp_path)
+    save(run, 10)
+    monkeypatch.setattr(os, "listdir", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error", str(path))))
+    with pytest.raises(OSError, match="I/O error"):
+        run.complete_checkpoints()
+
+
+def test_a_whole_one_that_was_set_aside_is_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a run gives up it reads again what an earlier start renamed: the newest whole one is used."""
+    run = RunDir(tmp_path)
+    for step in (9, 10, 100_000_000, 200_000_000):
+        folder = save(run, step)
+        folder.rename(f"{folder}.broken")
+    flip(run.checkpoints / "step_200000000.broken" / "state")
+    checkpoint.set_aside_damaged(run, GROUP)
+    assert run.complete_checkpoints() == [(100_000_000, run.checkpoint(100_000_000))]
+    assert "is whole when read again: renamed back to step_100000000\n" in capsys.readouterr().out
+
+
+def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
+    """`ortlaunch export` of a living run: what it chose stays until it has ended, however it ended."""
+    run = RunDir(tmp_path)
+    for step in (1, 2):
+        save(run, step)
+    chosen = iter((1, 2))
+    shutil.rmtree(run.checkpoint(1))  # pruned since it was chosen: it is chosen again
+    with held(run, lambda: next(chosen)) as step:
+        assert step == 2
+        for later in (3, 4):
+            save(run, later)
+            prune(run, 1, None)
+        assert [step for step, _ in run.complete_checkpoints()] == [2, 4]
+        assert is_held(run.checkpoint(2))
+    gone = Process.this()._replace(began="of an earlier process")
+    (run.checkpoint(2) / "held_here_7").write_text(json.dumps(gone))  # killed
+    (run.checkpoint(2) / "held_here_8").write_text("{")
+    prune(run, 1, None)
+    assert [step for step, _ in run.complete_checkpoints()] == [4]
 
 
 def test_one_of_a_version_without_sums_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

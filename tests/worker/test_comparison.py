@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.worker.comparison import LIMITS, compare, dropouts, without_dropout
+from ortlaunch.worker.comparison import compare, dropouts, without_dropout
+from ortlaunch.worker.differences import LIMITS
 
 BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(3))}
 
@@ -164,6 +165,135 @@ def test_rounding_of_a_zero_gradient_is_no_difference() -> None:
     shift = next(d for d in found.gradients if d.name == "shift")
     assert abs(shift.norm - shift.reference_norm) > 0.1 * shift.reference_norm
     assert found.largest < 1e-4
+
+
+class Moving(nn.Module):
+    """MoCo's two encoders: the second follows the first by `.data =` in the forward pass."""
+
+    def __init__(self, moves: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.moves = nn.Linear(8, 1), nn.Linear(8, 1), moves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.moves:
+            self.key.weight.data = self.key.weight.data * 0.9 + self.query.weight.data * 0.1
+            self.key.bias.data.mul_(0.5)
+        return (self.query(x) - self.key(x)).square().mean()
+
+
+def test_weights_that_a_pass_moves_are_put_back_and_compared() -> None:
+    """The reference moves them for nobody, and an engine that does not move them differs, though its loss is equal."""
+    net, stays = Moving(), Moving(moves=False)
+    stays.query, stays.key = net.query, net.key
+    before, storage = copy.deepcopy(net.state_dict()), net.key.weight.data_ptr()
+    assert compare(net, net, BATCH).largest == 0
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert net.key.weight.data_ptr() == storage
+
+    def late(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            moved = net.key.weight * 0.9 + net.query.weight * 0.1, net.key.bias * 0.5
+        weight, bias = (p + (m - p).detach() for p, m in zip((net.key.weight, net.key.bias), moved))
+        return (net.query(x) - nn.functional.linear(x, weight, bias)).square().mean()
+
+    found = compare(net, late, BATCH)
+    assert max(found.loss_difference, found.gradient_difference) < 1e-6
+    assert {(each.name, each.value) for each in found.state} == {("key.weight", 1.0), ("key.bias", 1.0)}
+    assert found.largest == 1.0
+    assert compare(net, stays, BATCH).loss_difference > 0.01
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.2])
+def test_statistics_that_a_pass_leaves_are_compared(momentum: float) -> None:
+    """BatchNorm's buffers are put back; an engine that updates them by another share differs."""
+    net, other = Net(), Net()
+    other.load_state_dict(net.state_dict())
+    other.norm.momentum = momentum
+    for name in ("first", "second", "unused", "frozen"):
+        setattr(other, name, getattr(net, name))
+    other.norm.weight, other.norm.bias = net.norm.weight, net.norm.bias
+    other.norm._buffers = net.norm._buffers
+    other.drop.p = other.attention_dropout = 0.0
+    found = compare(net, other, BATCH)
+    assert (found.state_difference > 0.5) == (momentum != 0.1)
+    assert found.gradient_difference < 1e-6
+
+
+class BeforeNorm(nn.Module):
+    """A convolution's bias before BatchNorm: its gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3))).square().mean()
+
+
+def off_by(net: BeforeNorm, error: float) -> Any:
+    """An engine whose gradient of the bias is off by this much."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x)
+        return loss + error / math.sqrt(8) * (net.conv.bias - net.conv.bias.detach()).sum()
+
+    return run
+
+
+@pytest.mark.parametrize(("roundings", "judgement"), [(0, "equal"), (5, "rounding"), (100, "wrong")])
+def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) -> None:
+    """A few of eager's own roundings are no difference; what is many times as far from float64 as eager is one."""
+    net, tolerance = BeforeNorm(), 1e-9
+    images = {"x": torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1)) * 30 + 100}
+    own = next(each for each in compare(net, net, images).gradients if each.name == "conv.bias")
+    assert 0 < own.reference_norm < 1e-8
+    found = compare(net, off_by(net, roundings * own.reference_norm), images, tolerance=tolerance)
+    bias = next(each for each in found.gradients if each.name == "conv.bias")
+    assert not found.not_judged
+    assert found.rounding == (["conv.bias"] if judgement == "rounding" else [])
+    assert (bias.value > tolerance, bias.rounding) == (judgement != "equal", judgement == "rounding")
+    assert (found.largest > tolerance) == (judgement == "wrong")
+    assert net.conv.bias.dtype == torch.float32
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_what_cannot_run_in_float64_is_not_judged() -> None:
+    """A difference stays one, with the reason."""
+
+    class Scripted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.jit.script(self.first)
+
+    net = Scripted()
+    found = compare(net, lambda x: net(x) * 1.01, BATCH)
+    assert found.largest == pytest.approx(0.01, rel=1e-2)
+    assert "dtype" in found.not_judged
+
+
+def test_a_reentrant_checkpoint_is_compared() -> None:
+    """It knows backward() alone; nobody's `.grad` gets anything, and hooks of parameters are not called."""
+
+    class Checkpointed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+
+    net, plain = Checkpointed(), Net()
+    plain.norm = net.norm = nn.LayerNorm(8)
+    plain.attention_dropout = 0.0
+    for name, module in plain.named_children():
+        setattr(net, name, module)
+    called: list[int] = []
+    net.first.weight.register_post_accumulate_grad_hook(lambda _: called.append(1))
+    batch = {"x": BATCH["x"].clone().requires_grad_()}
+    found = compare(net, plain, batch)
+    assert found.largest < 1e-6
+    assert found.gradients[0].reference_norm > 0
+    assert compare(net, lambda x: plain(x) * 1.01, batch).not_judged == ""
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert called == []
 
 
 def test_a_model_with_randomness_of_its_own_is_refused() -> None:

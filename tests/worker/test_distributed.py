@@ -102,27 +102,42 @@ def on_cuda() -> Any:
     )
 
 
-def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that sees no GPU is named with its version."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(LaunchError) as caught:
-        distributed._device(on_cuda(), Rank(2, 4, 0, 2))
-    assert str(caught.value) == (
-        f"the plan trains on cuda, and this torch ({torch.__version__}) sees no GPU on box; install a CUDA build of "
-        "torch, or set launch.device: cpu"
-    )
-
-
 def test_gpus_are_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank takes the device that its slot names, and refuses one that is not there."""
+    """CUDA shows a host's planned GPUs alone, so that a rank's is the one that DeepSpeed takes by LOCAL_RANK."""
     chosen: list[int] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert distributed._device(on_cuda(), Rank(2, 4, 0, 2)) == torch.device("cuda", 1)
-    assert chosen == [1]
-    with pytest.raises(LaunchError, match=r"^rank 3 is planned on GPU 3 of box, which has 2$"):
+    rank = Rank(3, 4, 1, 2)
+    device = distributed._device(on_cuda(), rank)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert (device, chosen) == (torch.device("cuda", 1), [1])
+    monkeypatch.setattr(os, "environ", {})
+    distributed._export(rank, device)
+    assert os.environ["LOCAL_RANK"] == "1"
+
+
+def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that shows fewer GPUs than its slots name is named, with the GPU and those that there are."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        LaunchError, match=r"^rank 3 is planned on GPU 3 of box, and CUDA shows 1 of its planned GPUs \(1, 3\)$"
+    ):
         distributed._device(on_cuda(), Rank(3, 4, 1, 2))
+
+
+def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that sees no GPU is named with its version and host."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr(distributed, "keep_compiled_kernels", lambda environ: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LaunchError, match=r"^the plan trains on cuda, and no GPU is visible on box: torch 2\."):
+        distributed._device(on_cuda(), Rank(2, 4, 0, 2))
 
 
 def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None:
@@ -219,7 +234,7 @@ def test_the_interface_that_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"GLOO_SOCKET_IFNAME": "lo"}
     assert interface.own_address(["b"], environ) == "127.0.0.1"
     interface.use("10.0.0.1", environ)
-    assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     with pytest.raises(LaunchError, match=r"is ib7, and box has no such interface with an address; it has lo"):
         interface.use("10.0.0.1", {"GLOO_SOCKET_IFNAME": "ib7"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,19 @@ def test_a_paragraph_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DataError, match=r"a\.txt:3: no blank line ends this paragraph .*`document: line`"):
         list(documents(source))
     assert len(list(documents(source.model_copy(update={"document": "line"})))) == 10
+
+
+@pytest.mark.parametrize(
+    ("form", "word"), [("jsonl", "a.file:2: this row is longer than 64 b"), ("text", ":1: text has ")]
+)
+def test_a_text_that_no_tokenizer_takes(form: Any, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of 100 MB is refused with its place, in each format, before memory is filled."""
+    monkeypatch.setattr("ortlaunch.worker.data.reading._LONGEST_ROW", 64)
+    monkeypatch.setattr("ortlaunch.worker.data.corpus.LONGEST_TEXT", 32)
+    rows = {"jsonl": '{"text": "a"}\n{"text": "' + "b" * 99 + '"}\n', "text": "b" * 33}
+    (tmp_path / "a.file").write_text(rows[form])
+    with pytest.raises(DataError, match=f"{word}.*split its text into several rows"):
+        list(documents(Corpus(format=form, path=(str(tmp_path / "a.file"),), document="file")))
 
 
 def test_documents_of_a_compressed_file(tmp_path: Path) -> None:

@@ -156,6 +156,16 @@ def test_unchanged_sources_do_not_build_on_newer_torch(monkeypatch: pytest.Monke
     assert "error" in (tmp_path / f"{extensions.INTEROP}.refused").read_text().lower()
 
 
+@needs_ort
+def test_the_allocator_calls_empty_cache_as_torch_declares_it(tmp_path: Path) -> None:
+    """ORT calls the address without arguments, and emptyCache of newer torch has one: a function of ours is between."""
+    source = next(extensions._package("onnxruntime").glob("training/ortmodule/*/cuda/torch_gpu_allocator"))
+    shutil.copytree(source, tmp_path / "work")
+    extensions.extension_sources.adapt("torch_gpu_allocator", tmp_path / "work")
+    code = (tmp_path / "work" / "torch_gpu_allocator.cc").read_text()
+    assert "reinterpret_cast<size_t>(+[]() { c10::cuda::CUDACachingAllocator::emptyCache(); });" in code
+
+
 def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With CUDA builds of both, ORT's allocator and FusedAdam's kernels are built as well, as install.py does."""
     (tmp_path / "capi").mkdir()
@@ -166,6 +176,11 @@ def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch,
     assert extensions.wanted() == ["aten_op_executor", "torch_interop_utils", "torch_gpu_allocator", "fused_ops"]
     environment = extensions._build_environment()
     assert environment["ONNXRUNTIME_CUDA_VERSION"] == "12.2"
+    assert environment["TORCH_CUDA_ARCH_LIST"] == "7.0;7.5;8.0;8.6;9.0+PTX"
+    assert extensions.cache_dir().name.endswith("_7.0-7.5-8.0-8.6-9.0+PTX")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    assert extensions._build_environment()["TORCH_CUDA_ARCH_LIST"] == "9.0"
+    assert extensions.cache_dir().name.endswith("_9.0")
     assert environment["ONNXRUNTIME_ROCM_VERSION"] == ""
     assert environment["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] == "-lineinfo,-O3,--use_fast_math,--threads,0"
 

@@ -12,6 +12,7 @@ from torch.optim import AdamW
 
 pytest.importorskip("deepspeed")
 from deepspeed.comm import comm
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups
 
 from ortlaunch.planning.deepspeed_config import deepspeed_config
@@ -73,3 +74,24 @@ def test_the_first_step_in_bf16_is_the_optimizers_first(stage: int, name: str, k
     stepper.apply(RATE)
     for parameter, master in zip(model.parameters(), masters):
         assert torch.equal(parameter, master.bfloat16())
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize(("stage", "parameters"), [(1, None), (2, None), (3, None), (3, "cpu")])
+def test_an_offloaded_optimizer_trains_as_one_that_is_not(stage: int, parameters: str | None) -> None:
+    """Weights after three steps of `zero.offload` are those without, within float32's rounding."""
+
+    def trained(offload: dict[str, Any] | None) -> list[torch.Tensor]:
+        made = recipe(zero={"stage": stage, "offload": offload}, optimizer={"name": "fused_adam", **ADAM})
+        model, generator = Mean(), torch.Generator().manual_seed(1)
+        config: Any = deepspeed_config(made, 4, 1, 1)
+        chosen = build_optimizer(made.optimizer, model, "eager", CPU, config, 1)
+        stepper = DeepSpeedStepper(model, chosen.optimizer, GROUP, config)
+        for _ in range(3):
+            stepper.micro_step({"x": torch.randn(4, 8, generator=generator)}, last=True)
+            stepper.apply(RATE)
+        with GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for ours, plain in zip(trained({"optimizer": "cpu", "parameters": parameters}), trained(None)):
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-7)

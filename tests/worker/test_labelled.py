@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords, label_rows
 from ortlaunch.worker.data import labelled as labelled_module
-from ortlaunch.worker.data.labelled import class_names, number_labels
+from ortlaunch.worker.data.labelled import class_lines, class_names, number_labels
 from ortlaunch.worker.data.reading import DataError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -55,6 +55,16 @@ def test_labelled_texts(tmp_path: Path) -> None:
 GOOD = '{"text": "a", "label": 1}\n'
 
 
+def test_a_label_from_the_cache_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been read already, and is refused all the same."""
+    lines = GOOD + '{"text": "b", "label": 1000000000000}\n'
+    monkeypatch.setattr("ortlaunch.worker.data.label_rows.MOST_CLASSES", 10**15)
+    assert labelled(tmp_path / "x.jsonl", lines).classes == 10**12 + 1
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="label 1000000000000 is too large"):
+        LabelledTexts(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), words(), 4)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -66,6 +76,7 @@ GOOD = '{"text": "a", "label": 1}\n'
         ('{"text": "a", "label": true}', "x.jsonl:1: label is True; a class is a word, or an integer from 0"),
         ('{"text": ["a", "b"], "label": 1}', r"x.jsonl:1: text is \['a', 'b'\]; it must be text"),
         (GOOD + '{"text": "a", "label": -1}', "x.jsonl:2: label is -1; a class is a word, or an integer from 0"),
+        (GOOD + '{"text": "a", "label": 1000000}', r"x.jsonl:2: label 1000000 is too large: .* from 0 to 999,999"),
         (GOOD + '{"text": "a", "label": null}', "x.jsonl:2: label is None; a class is a word, or an integer from 0"),
         (GOOD * 2 + '{"text": null, "label": 1}', "x.jsonl:3: text is None; it must be text"),
         ("", "x.jsonl: is empty"),
@@ -92,6 +103,38 @@ def test_words_are_numbered_as_datasets_numbers_them(tmp_path: Path) -> None:
     assert [int(mixture.sample(i, 0)["labels"]) for i in range(6)] == theirs["label"][:]
     assert int(held_out.sample(0, 0)["labels"]) == theirs["label"][1]
     assert mixture.classes == 5
+
+
+def rows_of(*labels: Any) -> str:
+    """A row for each label."""
+    return "".join(json.dumps({"text": "a", "label": label}) + "\n" for label in labels)
+
+
+CHECK = "; check data.train's labels"
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["torch", "numpy"] * 2 + ["torhc"],
+         ["classes: 3 (numpy, torch, torhc)", f"classes: a single training row has class torhc{CHECK}"]),
+        ([1, 2, 1, 2], ["classes: 3", f"classes: no training row has class 0{CHECK}"]),
+        ([0, 0, 99], ["classes: 100", f"classes: no training row has class 1, 2, 3, 4, 5, 6 and 92 more{CHECK}",
+                      f"classes: a single training row has class 99{CHECK}"]),
+        ([*"aabbccddeeffgg"], ["classes: 7 (a, b, c, d, e, f and 1 more)"]),
+    ],
+)  # fmt: skip
+def test_classes_are_printed(labels: list[Any], expected: list[str], tmp_path: Path) -> None:
+    """How many, by name, and which of them no row has or a single one, as a misspelt or misnumbered label does."""
+    parts = [labelled(tmp_path / f"{n}.jsonl", rows_of(*part)) for n, part in enumerate((labels[:2], labels[2:]))]
+    samples = Mixture(parts, [1, 1])
+    names = number_labels(samples, None)
+    assert [*class_lines(samples, names, samples.classes)] == expected
+
+
+def test_regressions_print_no_classes(tmp_path: Path) -> None:
+    """A number is no class."""
+    assert [*class_lines(labelled(tmp_path / "x.jsonl", rows_of(1, 0.5), ScoredTexts), [], 0)] == []
 
 
 @pytest.mark.parametrize("source", ["hub", "parquet"])

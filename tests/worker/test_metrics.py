@@ -313,13 +313,16 @@ def test_flops_that_nobody_knows(model: nn.Module, length: int | None) -> None:
     assert flops_per_token(model, length) is None
 
 
-def test_a_rate_above_the_measured_one_has_it_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first was measured while other work ran; a reading below it measures nothing."""
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 0.5), ("cpu", None)])
+def test_a_rate_above_the_measured_one_has_it_measured_again(
+    device: str, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was measured while other work ran; a reading below it measures nothing. A CPU has no MFU."""
     peaks, tokens = iter([100.0, 400.0]), 32
     monkeypatch.setattr(meter_module, "measured_peak_flops", lambda device, dtype: next(peaks))
     monkeypatch.setattr(meter_module.time, "perf_counter", itertools.count().__next__)  # a second a reading
     session = SimpleNamespace(
-        group=SimpleNamespace(device=torch.device("cpu"), size=1, mean=float),
+        group=SimpleNamespace(device=torch.device(device), size=1, mean=float),
         plan=SimpleNamespace(batch=SimpleNamespace(tokens_per_step=tokens, global_samples=1)),
         engine=SimpleNamespace(
             flops_per_token=200.0 / tokens, stepper=SimpleNamespace(numbers=SimpleNamespace(keep=lambda: None)),
@@ -329,7 +332,7 @@ def test_a_rate_above_the_measured_one_has_it_measured_again(monkeypatch: pytest
     meter = meter_module.Meter(session)
     for _ in range(2):
         meter.took(torch.tensor(1.0))
-        assert meter.read()["mfu"] == 0.5
+        assert meter.read().get("mfu") == expected
 
 
 def test_peak_is_the_best_of_several_products(monkeypatch: pytest.MonkeyPatch) -> None:

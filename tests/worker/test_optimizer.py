@@ -11,7 +11,7 @@ from torch import nn
 
 from ortlaunch.recipe.models import Optimizer
 from ortlaunch.worker.lamb import Lamb
-from ortlaunch.worker.optimizer import build_optimizer, parameter_groups
+from ortlaunch.worker.optimizer import _why_not_these, build_optimizer, parameter_groups
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -181,6 +181,28 @@ def test_torchs_fused_adamw_is_onnx_runtimes_formula() -> None:
     for weight, right, wrong in zip(model.parameters(), expected, other):
         torch.testing.assert_close(weight.detach(), right, rtol=1e-6, atol=1e-12)
         assert not torch.allclose(right, wrong, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("zero", "ranks", "why"),
+    [
+        (None, 8, "counts in int32, and a tensor has 2,300,000,000 elements on a rank"),
+        ({"stage": 1}, 2, "counts in int32, and a tensor has 3,370,000,000 elements on a rank"),
+        ({"stage": 0}, 8, "counts in int32, and a tensor has 6,740,000,000 elements on a rank"),
+        ({"stage": 2}, 4, ""),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 4, "zero.offload keeps the optimizer off the GPU"),
+    ],
+)
+def test_fused_adam_is_replaced_where_it_would_write_elsewhere(zero: Any, ranks: int, why: str) -> None:
+    """torch's AdamW stands in for tensors of 2^31 elements or more, as ZeRO holds them, and for ones in host memory."""
+    model = nn.ParameterList(
+        [nn.Parameter(torch.empty(size, device="meta")) for size in (2_300_000_000, 4_440_000_000)]
+    )
+    if zero is None:
+        model = nn.ParameterList([*model][:1])
+    found = _why_not_these(parameter_groups(recipe(), model.named_parameters())[0], zero, ranks)
+    assert why in found
+    assert bool(why) == bool(found)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule.counters import Witness, tally
-from ortlaunch.worker.comparison import Comparison, compare, dropouts
+from ortlaunch.worker.comparison import compare, dropouts
+from ortlaunch.worker.differences import Comparison
 from ortlaunch.worker.model import LossModule
 from tests.ort import needs_ort
 from tests.ortmodule.modules import language_model, wrapped
@@ -56,6 +57,35 @@ def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
         before_it = tally.re_exports
         assert compare(model, training, words()).largest < 1e-4
         assert tally.re_exports == before_it + 1
+
+
+class Images(nn.Module):
+    """Convolutions with a bias before BatchNorm, whose gradient is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [(nn.Conv2d(i, o, 3), nn.BatchNorm2d(o), nn.ReLU()) for i, o in ((3, 16), (16, 16))]
+        self.body, self.head = nn.Sequential(*(each for layer in layers for each in layer)), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.body(x).mean((2, 3))), y)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
+    """Rounding is judged by float64; the statistics that a pass leaves are compared, and put back."""
+    net, before = Images(), torch.get_num_threads()
+    x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 30 + 100
+    torch.set_num_threads(threads)
+    try:
+        found = compare(net, wrapped(net, threads=threads), {"x": x, "y": torch.arange(8)}, tolerance=1e-7)
+    finally:
+        torch.set_num_threads(before)
+    assert {each.name for each in found.state} == {n for n, b in net.named_buffers() if b is not None}
+    assert {"body.0.bias", "body.3.bias"} & set(found.rounding)
+    assert found.largest < 1e-5
+    assert not int(net.body[1].num_batches_tracked)
 
 
 def test_the_comparison_sees_the_weights_of_the_step() -> None:

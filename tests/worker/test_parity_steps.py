@@ -109,7 +109,7 @@ def test_a_difference_stops_and_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(ParityError) as caught:
         steps(run, factor=1.01).check(0)
     text = str(caught.value)
-    assert "engine inductor and plain PyTorch differ by more than 0.001 in step 1" in text
+    assert "engine inductor and plain PyTorch differ by more than 0.0001 in step 1" in text
     assert "\n  weight  0.01  (norm " in text or "\n  bias    0.01  (norm " in text
     assert "model.weight" not in text
     assert lines(run)[0]["passed"] is False

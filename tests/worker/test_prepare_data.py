@@ -47,7 +47,11 @@ def test_so_it_does_of_rows_with_labels(prepare: Any, capsys: Captured, monkeypa
     model = {"task": "sequence-classification", "config": BERT}
     made, status = prepare('{"text": "the cat", "label": 0}\n{"text": "the mat", "label": 2}\n', model=model)
     assert status == 0
-    assert "data.train: 2 samples, 3 classes\nready in " in capsys.readouterr().out
+    assert (
+        "data.train: 2 samples\nclasses: 3\n"
+        "classes: no training row has class 1; check data.train's labels\n"
+        "classes: a single training row has class 0, 2; check data.train's labels\nready in "
+    ) in capsys.readouterr().out
     monkeypatch.setattr(tokens, "_write_tokens", None)
     found = Data(made).train
     assert (len(found), int(found.sample(1, 0)["labels"])) == (2, 2)

@@ -13,6 +13,7 @@ import pytest
 
 from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
 from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker import rank_supervisor
 from ortlaunch.worker.child import Child
 from tests.worker.guarded import guarded, write_plan
 
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
 
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
 LISTENS = "from ortlaunch.worker.requests import Requests; Requests().listen(); time.sleep(0.3)"
-FAILED = "open(RunDir(sys.argv[2]).error(0), 'w').close()"
+FAILED = "other = RunDir(sys.argv[2]); other.count_account(); open(other.error(0), 'w').close()"
 EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
 ENDS = {  # life: (status of the guardian, and of the record: exit status, type, secondary, words of its summary)
     "raise ValueError('planted')": (1, 1, "ValueError", False, "failed with ValueError"),
@@ -41,6 +42,9 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
     "sys.exit('words')": (1, 1, "SystemExit", False, "exit status 1"),
     "os._exit(5)": (5, 5, "Exit", False, "left with exit status 5 before the end; exit status 5"),
     "os._exit(0)": (1, 1, "Exit", False, "left with exit status 0 before the end; exit status 1"),
+    "os._exit(85)": (1, 1, "Exit", False, "left with exit status 85 before the end; exit status 1"),
+    "sys.exit(85)": (1, 1, "SystemExit", False, "failed with SystemExit; exit status 1"),
+    "sys.exit(341)": (1, 1, "SystemExit", False, "failed with SystemExit; exit status 1"),
     "os.kill(os.getpid(), 9)": (-9, 137, "Signal", False, "was ended by SIGKILL; exit status 137"),
     "os.kill(os.getpid(), 11)": (-11, 139, "Signal", False, "was ended by SIGSEGV; exit status 139"),
     # A stop that is asked for, where nothing is to be saved; 130 after a person's Ctrl-C.
@@ -132,7 +136,19 @@ def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     assert (ended.status, ended.record) == (0, None)
 
 
-STOPPED = "write_json(RunDir(sys.argv[2]).error(0), {'type': 'Stopped', 'secondary': False})"
+def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats, stops and the log come between, however fast it prints."""
+    pieces = iter([b"x" * 65536] * 1000)
+    monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: next(pieces))
+    assert rank_supervisor._read(0) == b"x" * 65536 * 16
+    monkeypatch.setattr(rank_supervisor.os, "read", lambda *_: b"")
+    assert rank_supervisor._read(0) == b""
+
+
+STOPPED = (
+    "other = RunDir(sys.argv[2]); other.count_account(); "
+    "write_json(other.error(0), {'type': 'Stopped', 'secondary': False})"
+)
 
 
 def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
@@ -165,7 +181,7 @@ def test_an_account_tells_which_it_could_read(run: RunDir) -> None:
     """So that the first is known without equal clocks."""
     ended = guarded(run, f"{FAILED}; raise ValueError('planted')")
     assert ended.record is not None
-    assert ended.record["after"] == [run.error(0).name]
+    assert ended.record["after"] == 1
 
 
 def test_nothing_to_save_is_nothing_to_stop_for(run: RunDir) -> None:
@@ -280,3 +296,28 @@ def lives(pid: str) -> bool:
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     except OSError:
         return False
+
+
+ECHO = "raise RuntimeError('x: Connection closed by peer')"
+
+
+@pytest.mark.parametrize(
+    ("life", "others", "job", "status"),
+    [
+        (ECHO, "a fault", "job.batch", 85),
+        (ECHO, "a checkpoint", "job.batch", 85),  # of a node that took its own account away
+        (ECHO, "", "job.batch", 1),
+        (ECHO, "a fault", "trainjob.trainer.kubeflow.org", 1),
+        ("sys.exit(7)", "a checkpoint", "job.batch", 7),
+    ],
+)
+def test_a_pod_that_ends_for_anothers_fault(life: str, others: str, job: str, status: int, run: RunDir) -> None:
+    """Its status is the one on which an indexed Job replaces it without counting; the faulty rank keeps its own."""
+    write_plan(run, "inside")
+    run.failure_printed.parent.mkdir(parents=True)
+    run.failure_printed.touch()
+    if others == "a fault":
+        write_json(run.error(0), {"secondary": False, "exit_status": 1, "rank": 0})
+    elif others:
+        write_text(run.checkpoint(3) / "COMPLETE", "")
+    assert guarded(run, life, ORTLAUNCH_JOB=f"kubernetes:default/{job}/x").status == status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
@@ -12,14 +13,18 @@ from ortlaunch.run.folder import RunDir, read_json
 from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, size_of, sum_of, sum_up
 from ortlaunch.worker.distributed import DistributedContext
 
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors of reading say nothing of a file
+_ASIDE = re.compile(r"step_(\d+)\.broken\d*")
+
 
 def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
     """Read the newest checkpoint again, and the one before it where that is not as it was written (collective).
 
-    A damaged one is renamed to step_N.broken, so that nobody takes it.
+    A damaged one is renamed to step_N.broken, so that nobody takes it. Before the run gives up, each of those is read
+    again: an earlier start may have renamed a whole one, whose disk failed for a moment.
 
     Raises:
-        CheckpointError: none is whole; to begin anew instead is for the user to say.
+        CheckpointError: none is whole, and to begin anew instead is for the user to say; or one could not be read.
     """
     lines = []
     while there := newest_of_all(run, group):
@@ -33,6 +38,8 @@ def set_aside_damaged(run: RunDir, group: DistributedContext) -> None:
             os.replace(folder, aside)
             print(f"{lines[-1]}; set aside as {aside.name}", flush=True)
         group.barrier()
+    if _restored(run, group):
+        return
     if broken := sorted(path.name for path in run.checkpoints.glob("step_*.broken*")):  # also an earlier start's
         raise CheckpointError(
             "\n".join([*lines, f"No whole checkpoint is left in {run.checkpoints}, but {', '.join(broken)}; "
@@ -48,11 +55,40 @@ def newest_of_all(run: RunDir, group: DistributedContext) -> tuple[int, Path] | 
     return (int(step), run.checkpoints / folder) if name else None
 
 
+def _restored(run: RunDir, group: DistributedContext) -> bool:
+    """Give the newest whole one of those set aside its name back (collective); whether there was one."""
+    paths = [(match, path) for path in run.checkpoints.glob("step_*") if (match := _ASIDE.fullmatch(path.name))]
+    names = [path.name for match, path in sorted(paths, key=lambda pair: (int(pair[0][1]), pair[1].name))]
+    for name in reversed(json.loads(group.gather(json.dumps(names))[0])):
+        aside, folder = run.checkpoints / name, run.checkpoints / name.partition(".")[0]
+        if damage(aside, group):
+            continue
+        if group.rank == 0:
+            os.replace(aside, folder)
+            print(f"{aside} is whole when read again: renamed back to {folder.name}", flush=True)
+        group.barrier()
+        return True
+    return False
+
+
 def damage(folder: Path, group: DistributedContext) -> str:
-    """What differs from the manifest, or nothing; ranks read a share each (collective)."""
-    mine = [wrong] if (wrong := _damage_of_manifest(folder)) else _damage_of_files(folder, group.rank, group.size)
-    found = [text for texts in group.gather(json.dumps(mine)) for text in json.loads(texts)]
-    return "; ".join(dict.fromkeys(found))
+    """What differs from the manifest, or nothing; ranks read a share each (collective).
+
+    Raises:
+        CheckpointError: a file could not be read, for which the disk may be at fault: nothing is known of the file.
+    """
+    mine, unread = list[str](), ""
+    try:
+        mine = [wrong] if (wrong := _damage_of_manifest(folder)) else _damage_of_files(folder, group.rank, group.size)
+    except OSError as error:
+        unread = f"{error.filename or folder}: {error.strerror}"
+    found = [json.loads(text) for text in group.gather(json.dumps([mine, unread]))]
+    if errors := list(dict.fromkeys(unread for _, unread in found if unread)):
+        raise CheckpointError(
+            f"{folder} could not be read, and was left as it is: {'; '.join(errors)}\nRun the same command again once "
+            "the disk works; if this file alone stays unreadable, --resume STEP takes an older checkpoint"
+        )
+    return "; ".join(dict.fromkeys(text for texts, _ in found for text in texts))
 
 
 def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
@@ -64,7 +100,7 @@ def _damage_of_manifest(folder: Path) -> str:
     try:
         mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
         whole = mark == str(sum_of(folder / MANIFEST)) or (not mark and _lists_sizes_alone(folder))
-    except (OSError, ValueError) as error:
+    except (*_ABSENT, ValueError) as error:
         return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"
     return "" if whole else f"{MANIFEST} is not as it was written"
 
@@ -80,7 +116,7 @@ def _difference(path: Path, file: File | int) -> str:
                 if isinstance(file, int) or sum_up(opened) == file["crc32"]
                 else f"{path.name} is not as it was written"
             )
-    except OSError as error:
+    except _ABSENT as error:
         return f"{path.name}: {error.strerror}"
 
 

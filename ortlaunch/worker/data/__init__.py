@@ -18,6 +18,7 @@ from ortlaunch.worker.data.labelled import (
     LabelledTexts,
     ScoredTexts,
     TaggedWords,
+    class_lines,
     class_names,
     number_as_trained,
     number_labels,
@@ -97,6 +98,10 @@ class Data:
         """How many the model has to tell apart, as far as is known; 0: none."""
         known = self._vocabulary.classes if self._vocabulary else 0
         return max(known, *(getattr(samples, "classes", 0) for samples in self.read), 0)
+
+    def class_lines(self) -> list[str]:
+        """The classes for a person, with those of no training row or of one."""
+        return [*class_lines(self.train, self.class_names, self.classes)]
 
 
 def load_data(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.recipe.data import Corpus
-from ortlaunch.worker.data.reading import DataError, Row, names_of_numbers, read_file
+from ortlaunch.worker.data.reading import LONGEST_TEXT, SPLIT, DataError, Row, names_of_numbers, read_file
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
@@ -48,11 +48,15 @@ def value(row: Row, column: str) -> Any:
     """What a row has there.
 
     Raises:
-        DataError: it has no such column.
+        DataError: it has no such column, or a text there that no tokenizer could take.
     """
     if column not in row.values:
         raise DataError(f"{row.place}: no column {column!r}; it has {', '.join(sorted(row.values))}")
-    return row.values[column]
+    found = row.values[column]
+    if isinstance(found, str) and len(found) > LONGEST_TEXT:
+        told = f"{column} has {len(found):,} characters, more than {LONGEST_TEXT:,}"
+        raise DataError(f"{row.place}: {told}; {SPLIT}")
+    return found
 
 
 def rows(source: Corpus) -> Iterator[Row]:

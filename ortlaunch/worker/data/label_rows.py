@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.model_rules import MOST_CLASSES
 from ortlaunch.worker.data.corpus import named, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 
@@ -41,18 +42,42 @@ class Found:
 
     labels: dict[Any, int] = field(default_factory=dict)
     """Words, or numbers of classes, by their first appearance."""
+    counts: list[int] = field(default_factory=list)
+    """Of each label in `labels`: how many rows, or words, have it."""
     largest: tuple[int, str] = (-1, "")
     """Label that is a number, and where it is."""
     names: list[tuple[str, ...]] = field(default_factory=list)
     """Of labels that are numbers; those of several files may differ."""
 
     def number(self, label: Any, place: str) -> list[int]:
-        """What is kept of a label."""
+        """What is kept of a label.
+
+        Raises:
+            DataError: it is beyond the most classes.
+        """
         if isinstance(label, float):
             return [*map(int, np.array([label]).view(np.uint32))]
         if isinstance(label, int) and label > self.largest[0]:
             self.largest = label, place
-        return [self.labels.setdefault(label, len(self.labels))]
+            require_class(label, place)
+        number = self.labels.setdefault(label, len(self.labels))
+        if number == len(self.counts):
+            self.counts.append(0)
+        self.counts[number] += 1
+        return [number]
+
+
+def require_class(label: int, place: str) -> None:
+    """A model's head has as many rows as the largest label says: an id, or a hash, is none.
+
+    Raises:
+        DataError: it is beyond the most classes.
+    """
+    if label >= MOST_CLASSES:
+        raise DataError(
+            f"{place}: label {label} is too large: classes are integers from 0 to {MOST_CLASSES - 1:,}, and a model "
+            "has as many as the largest says; give words as labels, or consecutive numbers (is this a column of ids?)"
+        )
 
 
 def labelled_rows(source: Corpus, read: Read, found: Found) -> Iterator[LabelledRow]:

@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -19,11 +20,20 @@ import torch
 
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.worker.data.corpus import fingerprint
-from ortlaunch.worker.data.label_rows import Found, LabelledRow, classified, labelled_rows, scored, tagged
+from ortlaunch.worker.data.label_rows import (
+    Found,
+    LabelledRow,
+    classified,
+    labelled_rows,
+    require_class,
+    scored,
+    tagged,
+)
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples
 from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, silent, stored, vocabulary_of
 
+_SHOWN = 6  # classes in a line
 _SOME = 4096  # rows that tell one data set from another: so many, or up to twice as many
 _Ints = np.ndarray[Any, Any]
 
@@ -45,12 +55,14 @@ class LabelledTexts:
         self.source, self.length, self._tell = source, length, tell
         self._pad, self._on_the_left = tokenizer.pad_token_id, tokenizer.padding_side == "left"
         self._with_mask = "attention_mask" in tokenizer.model_input_names
-        self._key = f"{self.task} 1 {fingerprint(source)} {source.label_column}"
+        self._key = f"{self.task} 2 {fingerprint(source)} {source.label_column}"
         key = f"{self._key} {length} {_decides(tokenizer)}"
         self._documents = stored(Work(key, self._items, self._encoder(tokenizer)), tell)
         of_all = json.loads(_text_of(self._documents, len(self)))
         self.labels: list[Any] = of_all["labels"]  # each once; words until `number_labels`
+        self.counts: list[int] = of_all["counts"]  # of rows, or words, by label
         self.largest: tuple[int, str] = tuple(of_all["largest"])  # label that is a number, and where it is
+        require_class(*self.largest)  # also in what an earlier version has put into the cache
         self.names = [tuple(names) for names in of_all["names"]]  # of labels that are numbers
 
     def __len__(self) -> int:
@@ -276,6 +288,37 @@ def _are_words(*parts: LabelledTexts) -> bool:
     if len(kinds) > 1:
         raise DataError("data: labels are words in one source and numbers in another; give words alone, or numbers")
     return kinds == {str}
+
+
+def class_lines(train: Samples, names: Sequence[str], classes: int) -> Iterator[str]:
+    """The classes for a person, and which of them can hardly be learned; nothing where there are none.
+
+    Args:
+        names: of the classes, by number; [] where they have none.
+        classes: how many the model tells apart.
+    """
+    parts = [part for part in _labelled(train) if not isinstance(part, ScoredTexts)]
+    if not parts:
+        return
+    counts = Counter[Any]()
+    for part in parts:
+        counts.update(dict(zip(part.labels, part.counts)))
+    unit = "word" if isinstance(parts[0], TaggedWords) else "row"
+    total = max(classes, len(names))
+    yield f"classes: {total:,}" + (f" ({', '.join(names[:_SHOWN])}{_more(len(names))})" if names else "")
+    absent = (number for number in range(total) if number not in counts)
+    single = [number for number, count in counts.items() if count == 1]
+    for found, size, words in (
+        (list(itertools.islice(absent, _SHOWN)), total - len(counts), f"no training {unit} has class"),
+        (sorted(single)[:_SHOWN], len(single), f"a single training {unit} has class"),
+    ):
+        if found:
+            shown = ", ".join(names[number] if names else str(number) for number in found)
+            yield f"classes: {words} {shown}{_more(size)}; check data.train's labels"
+
+
+def _more(size: int) -> str:
+    return f" and {size - _SHOWN:,} more" if size > _SHOWN else ""
 
 
 def class_names(train: Samples, evaluation: Samples | None) -> list[str]:

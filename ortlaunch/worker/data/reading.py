@@ -6,6 +6,7 @@ What is compressed by gzip, bzip2 or xz is read as it is; other compressions go 
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import io
 import json
@@ -23,6 +24,9 @@ _BY_DATASETS = (".zst", ".lz4", ".zip")
 _LOADER = {"text": "text", "jsonl": "json"}
 _LETTERS_AT_ONCE, _ROWS_AT_ONCE = 1 << 20, 1000
 _LONGEST_PARAGRAPH = 16_000_000  # it is joined from portions, and all of it is in memory
+_LONGEST_ROW = 64_000_000  # bytes, all of them in memory
+LONGEST_TEXT = _LONGEST_PARAGRAPH  # characters: a tokenizer needs some hundred bytes for each
+SPLIT = "split its text into several rows, for no sample is that long"
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, at the begin of files from Windows
 _MARKS_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
@@ -117,7 +121,9 @@ def _whole(path: str) -> Iterator[Row]:
 
 def _jsonl(path: str) -> Iterator[Row]:
     with _File(path) as file:
-        for number, line in enumerate(file.bytes, 1):
+        for number, line in enumerate(iter(functools.partial(file.bytes.readline, _LONGEST_ROW + 1), b""), 1):
+            if len(line) > _LONGEST_ROW:
+                raise DataError(f"{path}:{number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT}")
             text = (line.removeprefix(_MARK) if number == 1 else line).decode("utf-8").rstrip()
             if text:
                 yield Row(_object(text, f"{path}:{number}"), f"{path}:{number}", file.share)

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ortlaunch.run.folder import RunDir, json_text, read_json, write_json
-from ortlaunch.worker.comparison import LEAST_LOSS, LIMITS, Comparison, compare
+from ortlaunch.worker.comparison import compare
+from ortlaunch.worker.differences import LEAST_LOSS, LIMITS, Comparison
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.matmul_precision import matmul_precision
 from ortlaunch.worker.metrics import measured_peak_flops, wait_for
@@ -126,8 +127,9 @@ def _write(run: RunDir, group: DistributedContext, record: dict[str, Any]) -> No
 def _facts(session: Session) -> dict[str, Any]:
     recipe, group, engine = session.recipe, session.group, session.engine
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
-    peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
-    if group.device.type == "cuda":
+    peak = None
+    if group.device.type == "cuda":  # a CPU's changes with every other process
+        peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
         torch.cuda.reset_peak_memory_stats(group.device)  # the product's own matrices are large
     return {"engine": engine.report().to_json(), "flops_per_token": engine.flops_per_token, "peak_flops": peak}
 
@@ -183,7 +185,14 @@ def _compared(session: Session) -> Comparison:
     batch = engine.take(session.batches.micro_batch(0, 0, session.group.rank))
     with engine.uncounted(compiled=True):
         module, autocast = engine.to_compare(), session.plan.deepspeed is None
-        return compare(engine.plain, module, batch, precision=recipe.precision, autocast=autocast)
+        return compare(
+            engine.plain,
+            module,
+            batch,
+            precision=recipe.precision,
+            autocast=autocast,
+            tolerance=recipe.engine.parity_tolerance,
+        )
 
 
 def _told(found: Comparison, tolerance: float) -> dict[str, Any]:

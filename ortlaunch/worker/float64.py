@@ -1,0 +1,78 @@
+"""One pass of a float32 model in float64: which of two float32 results is nearer to the exact one.
+
+Nothing of the model changes: every call of torch's functions gets its float32 tensors as float64, and what it writes
+into a weight or buffer goes back into that. Must not import onnxruntime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_T = torch.Tensor
+_NARROW = {torch.float32, torch.float16, torch.bfloat16}
+_CASTS = {_T.float, _T.half, _T.bfloat16}
+_AS_IT_IS = {_T.requires_grad.__get__, _T.is_leaf.__get__, _T.shape.__get__, _T.device.__get__, _T.size, _T.dim}
+
+
+@contextlib.contextmanager
+def in_float64(batch: dict[str, torch.Tensor], wanted: bool = True) -> Iterator[dict[str, torch.Tensor]]:
+    """While open, torch computes in float64; yields the batch in it. Not wanted: nothing changes."""
+    if not wanted:
+        yield batch
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InFloat64():
+            yield {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _InFloat64(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._known = WeakTensorKeyDictionary()  # each with its float64 form, and its version when that was made
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _AS_IT_IS:
+            return func(*args, **kwargs)
+        if func == _T.data.__set__:
+            self._known.pop(args[0], None)
+            return func(args[0], args[1].to(args[0].dtype))
+        narrow = [value for value in tree_leaves((args, kwargs)) if _is_narrow(value)]
+        args, kwargs = tree_map(self._wide, (args, kwargs))
+        versions = [self._known[tensor][0]._version for tensor in narrow]
+        result = (_T.double if func in _CASTS else func)(*args, **kwargs)
+        for tensor, version in zip(narrow, versions):
+            wide = self._known[tensor][0]
+            # BatchNorm's kernel counts no version of its statistics.
+            if wide._version != version or not (tensor.requires_grad or torch.equal(tensor.double(), wide)):
+                with torch.no_grad():
+                    tensor.data.copy_(wide)
+                self._known[tensor] = wide, tensor._version
+        return result
+
+    def _wide(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value in _NARROW else value
+        if not _is_narrow(value):
+            return value
+        wide, version = self._known.get(value, (None, None))
+        derives = value.requires_grad and torch.is_grad_enabled()
+        if wide is None or version != value._version or (derives and not wide.requires_grad):
+            wide = value.double()
+            self._known[value] = wide, value._version
+        return wide
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, _T) and value.dtype in _NARROW

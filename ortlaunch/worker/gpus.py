@@ -1,0 +1,98 @@
+"""The GPU of a rank: which GPUs of its host CUDA shows, and why it shows none.
+
+Must run before CUDA starts in the process, which reads CUDA_VISIBLE_DEVICES once. Imports torch for its versions only.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ortlaunch.cache import cache_folder
+from ortlaunch.errors import LaunchError
+from ortlaunch.rank import Rank
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVER = Path("/proc/driver/nvidia/version")
+# The oldest Linux driver for each major version (CUDA Toolkit release notes, "minor version compatibility").
+_NEWEST_MACHINE_CODE = 8  # onnxruntime-training 1.19.2: sm_60 - sm_86, and PTX of 8.6 (cuobjdump)
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+
+
+def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMapping[str, str]) -> int:
+    """Set CUDA_VISIBLE_DEVICES to the GPUs that the plan gives the rank's host.
+
+    DeepSpeed takes the GPU of index LOCAL_RANK, so the planned ones must be the first and only ones.
+
+    Args:
+        devices: the planned GPUs of this host, as indices into those that CUDA_VISIBLE_DEVICES shows now.
+        rank: this process's.
+        environ: the environment, which is changed.
+
+    Returns:
+        The index of the rank's GPU among those that CUDA then shows.
+
+    Raises:
+        LaunchError: CUDA_VISIBLE_DEVICES shows fewer GPUs than are planned.
+    """
+    shown = environ.get(_VISIBLE)
+    names = [name.strip() for name in shown.split(",")] if shown else [str(i) for i in range(max(devices) + 1)]
+    if len(names) == 1 and len(devices) > 1:  # a scheduler gave this task a GPU of its own (--gpus-per-task=1)
+        return 0
+    if max(devices) >= len(names):
+        raise LaunchError(
+            f"rank {rank.rank} needs GPUs {', '.join(map(str, devices))} of {socket.gethostname()}, and "
+            f"{_VISIBLE}={shown} shows {len(names)} there"
+        )
+    own = names[devices[rank.local_rank]]
+    if own.startswith("MIG-"):  # CUDA shows one MIG instance to a process
+        environ[_VISIBLE] = own
+        return 0
+    environ[_VISIBLE] = ",".join(names[device] for device in devices)
+    return rank.local_rank
+
+
+def keep_compiled_kernels(environ: MutableMapping[str, str]) -> None:
+    """Let the driver keep, in our cache, the kernels that it compiles for a GPU newer than a library, once a machine.
+
+    Its own limits are a quarter of what onnxruntime-training 1.19.2 needs, and its own folder may be on a node's disk
+    that is emptied. Variables of the user's stay.
+    """
+    environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+    environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
+    if "CUDA_CACHE_PATH" not in environ:
+        environ["CUDA_CACHE_PATH"] = str(cache_folder("cuda"))
+
+
+def exporting(device: torch.device) -> str:
+    """The phase of building engine ort: for a GPU newer than ORT's machine code the driver compiles every kernel."""
+    phase = "exporting to ONNX Runtime"
+    new = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] > _NEWEST_MACHINE_CODE
+    return f"{phase}, compiling its kernels for this GPU (once)" if new else phase
+
+
+def why_no_gpu() -> str:
+    """Why this torch sees no GPU, with what corrects it."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is not a CUDA build; install one, or set launch.device: cpu"
+    built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    driver = _driver_version()
+    needed = _OLDEST_DRIVER.get(int(torch.version.cuda.split(".")[0]))
+    if driver and needed and int(driver.split(".")[0]) < needed:
+        return (
+            f"{built}, which needs NVIDIA driver {needed} or newer, and this host has {driver}; install such a driver, "
+            "or a torch for an older CUDA"
+        )
+    where = f"driver {driver}" if driver else "no NVIDIA driver"
+    return f"{built}, and this host has {where}; see nvidia-smi, or set launch.device: cpu"
+
+
+def _driver_version() -> str | None:
+    """The version of the kernel's NVIDIA driver, such as 550.54.15; None without one."""
+    text = _DRIVER.read_text(errors="replace") if _DRIVER.is_file() else ""
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return found[1] if found else None

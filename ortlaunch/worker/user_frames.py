@@ -1,0 +1,59 @@
+"""The part of a traceback that is in the user's own files: where it was raised, and a short form for the terminal.
+
+Standard library only: a rank that fails early has nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator
+
+from ortlaunch.units import counted
+from ortlaunch.worker.module_copies import is_own
+
+_FRAME = re.compile(r'  File "([^"]+)", line \d+')
+
+
+def raised_at(error: BaseException) -> str | None:
+    """`file:line` of the last frame in the user's files, also of an error that another was raised from; None: none."""
+    for each in _chain(error):
+        for frame in reversed(traceback.extract_tb(each.__traceback__)):
+            if is_own(frame.filename):
+                below = os.path.relpath(frame.filename)
+                return f"{frame.filename if below.startswith(os.pardir) else below}:{frame.lineno}"
+    return None
+
+
+def described(error: Exception) -> str:
+    """Type and message, or the line that raised an error without one; and where it is in the user's files."""
+    own, kind = raised_at(error), type(error).__name__
+    at = f", at {own}" if own else ""
+    if str(error):
+        return f"{kind}: {error}{at}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{kind} in {os.path.basename(frame.filename)}, {frame.name}: {frame.line}{at}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def folded(text: str) -> str:
+    """A traceback with its frames outside the user's files counted in place of shown."""
+    kept, hidden, own = list[str](), 0, True
+    for line in text.splitlines():
+        frame = _FRAME.match(line)
+        if frame is not None:
+            own = is_own(frame[1])
+            hidden += not own
+        elif not line.startswith("    "):  # not the source of the frame above
+            own = True
+        if own:
+            kept += [f"  ... {counted(hidden, 'frame')} of ortlaunch and of packages"] if hidden else []
+            kept.append(line)
+            hidden = 0
+    return "\n".join(kept)

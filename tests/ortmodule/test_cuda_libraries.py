@@ -1,0 +1,133 @@
+"""The CUDA 11 libraries of ORT's wheel: found, loaded in order, and named where one is absent."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.ortmodule import cuda_libraries
+
+NAMES = [library.name for library in cuda_libraries.LIBRARIES]
+
+
+@pytest.fixture
+def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder `nvidia` with every library, and a system without any."""
+    for library in cuda_libraries.LIBRARIES:
+        path = tmp_path / library.folder / "lib" / library.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(cuda_libraries, "_folders", lambda: iter([tmp_path]))
+    monkeypatch.setattr(cuda_libraries, "_in_system", lambda library: False)
+    return tmp_path
+
+
+def test_absent_libraries_are_named_with_their_package(nvidia: Path) -> None:
+    """The check names the file and the command that installs it, and starts no process."""
+    assert cuda_libraries.missing() == []
+    (nvidia / "cudnn" / "lib" / "libcudnn.so.8").unlink()
+    assert [library.name for library in cuda_libraries.missing()] == ["libcudnn.so.8"]
+    assert cuda_libraries.check() == (
+        "the CUDA libraries of onnxruntime-training are not installed (libcudnn.so.8). "
+        'Type: pip install "ortlaunch[ort-cuda]" (or: pip install --no-deps nvidia-cudnn-cu11)'
+    )
+
+
+def test_libraries_are_loaded_by_path_in_the_order_of_their_needs(
+    nvidia: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by path and with global symbols; one that is absent is left to the system's linker."""
+    loaded: list[str] = []
+    monkeypatch.setattr(cuda_libraries.ctypes, "CDLL", lambda path, mode: loaded.append(path))
+    (nvidia / "curand" / "lib" / "libcurand.so.10").unlink()
+    cuda_libraries.preload()
+    assert [Path(path).name for path in loaded] == [name for name in NAMES if name != "libcurand.so.10"]
+    assert all(Path(path).is_absolute() for path in loaded)
+
+
+def test_a_library_of_the_system_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LD_LIBRARY_PATH counts where no package has the library."""
+    monkeypatch.setattr(cuda_libraries, "_folders", lambda: iter([]))
+    for name in NAMES:
+        (tmp_path / name).touch()
+    assert cuda_libraries.missing() == list(cuda_libraries.LIBRARIES)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}")
+    assert cuda_libraries.missing() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("", ""),
+        (
+            "print('Failed to load library x.so with error: libcudart.so.11.0: cannot open'); exit(1)",
+            "(exit status 1): Failed to load library x.so with error: libcudart.so.11.0: cannot open",
+        ),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGABRT)",
+            "cannot compute on this GPU (signal 6): no message",
+        ),
+    ],
+)
+def test_the_check_survives_an_abort(code: str, why: str, nvidia: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ONNX Runtime does in the process of the check becomes one line, also where it aborts that process."""
+    monkeypatch.setattr(cuda_libraries.start, "command", lambda module: [sys.executable, "-c", code])
+    assert cuda_libraries.check().endswith(why)
+    assert bool(cuda_libraries.check()) == bool(why)
+
+
+_WHEEL = r'"((?:onnxruntime-training|nvidia-[a-z-]+-cu11)==[0-9.]+)'
+_WHEELS = re.findall(_WHEEL, (Path(__file__).parents[2] / "pyproject.toml").read_text())
+_CHECK = """
+import sys
+from ortlaunch.ortmodule import cuda_libraries
+print([library.name for library in cuda_libraries.missing()], cuda_libraries.check())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
+    """With the CUDA 11 wheels, ORT's CUDA provider loads as far as the missing driver; without them it names one."""
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("this machine has a driver: the check computes here")
+    site = tmp_path / "site"
+
+    def install(*packages: str) -> None:
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-compile",
+            "--target",
+            str(site),
+            *packages,
+        ]
+        subprocess.run(pip, check=True, timeout=900)
+
+    def checked(*libraries: bool) -> str:
+        setup = f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        # The process of the check gets the folder by PYTHONPATH, which comes before this environment's CPU wheel.
+        done = subprocess.run(
+            [sys.executable, "-c", setup + _CHECK],
+            env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
+        return done.stdout
+
+    install(_WHEELS[0])
+    assert checked().startswith(str(NAMES))
+    install(*_WHEELS[1:])
+    found = checked()
+    assert found.startswith("[] ONNX Runtime cannot compute on this GPU (signal 6)"), found
+    assert "cudaDriverWrapper.cc" in found

@@ -1,0 +1,158 @@
+"""What loops of other people read of an ORTModule, and Hugging Face's Trainer and accelerate as eager runs them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule import ORTModule
+from ortlaunch.ortmodule.counters import Witness
+from tests.ort import needs_ort
+from tests.ortmodule.modules import Layers, same
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded"), pytest.mark.filterwarnings("ignore")]
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def bert() -> Any:
+    """A small classifier without dropout."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**sizes, **dropouts, intermediate_size=64)
+    )
+
+
+def test_a_pretrained_models_wrapper_is_of_its_class(tmp_path: Path) -> None:
+    """Trainer sees labels in the signature of the class, and the checkpoint has the config and the model's own keys."""
+    model = bert()
+    module = ORTModule(model)
+    assert isinstance(module, type(model))
+    assert "labels" in inspect.signature(module.__class__.forward).parameters
+    module.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert again.config.architectures == ["BertForSequenceClassification"]
+    assert again.state_dict().keys() == module.state_dict().keys() == model.state_dict().keys()
+    twin = copy.deepcopy(module)
+    assert isinstance(twin, type(model))
+    assert type(twin) is type(module)
+    plain = ORTModule(Layers())
+    assert plain.__class__ is type(plain)
+    assert not isinstance(plain, Layers)
+
+
+def assigned(module: Any, model: nn.Module) -> torch.Tensor:
+    """A pass with weights that take the place of the model's."""
+    module(X)
+    module.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()}, assign=True)
+    return module(X)
+
+
+def called_with(module: Any, model: nn.Module) -> torch.Tensor:
+    """A pass with tensors computed of the weights."""
+    weights = {name: value * 1.5 for name, value in module.named_parameters()}
+    return torch.func.functional_call(module, weights, (X,))
+
+
+@pytest.mark.parametrize("loss_of", [assigned, called_with])
+def test_weights_from_elsewhere_are_those_of_the_pass(loss_of: Any, witness: Witness) -> None:
+    """`load_state_dict(assign=True)` and `functional_call` of an ORTModule give eager's loss and gradients."""
+    eager, ours = Layers(), Layers()
+    ours.load_state_dict(eager.state_dict())
+    for module, model in ((eager, eager), (ORTModule(ours), ours)):
+        loss_of(module, model).backward()
+    same(ours, eager)
+    assert witness.backward_passes == 1
+
+
+def with_trainer(wrap: Any, folder: Path) -> dict[str, Any]:
+    """At most 20 steps of Hugging Face's Trainer, with evaluation, best model and early stopping."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    draw = torch.Generator().manual_seed(1)
+    model = bert()
+    samples = [{"input_ids": torch.randint(99, (16,), generator=draw), "labels": i % 2} for i in range(60)]
+    arguments = transformers.TrainingArguments(
+        str(folder), max_steps=20, learning_rate=3e-3, logging_steps=1, eval_strategy="steps", eval_steps=2,
+        save_steps=2, save_total_limit=2, load_best_model_at_end=True, metric_for_best_model="eval_loss",
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    stopping = transformers.EarlyStoppingCallback(3)
+    trainer = transformers.Trainer(
+        wrap(model), arguments, train_dataset=samples[:40], eval_dataset=samples[40:], callbacks=[stopping]
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    return {
+        "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
+        "evaluated": [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line],
+        "steps": (trainer.state.best_global_step, trainer.state.global_step),
+        "files": sorted(os.listdir(best)),
+        "weight": model.classifier.weight.detach().clone(),
+        "reloaded": type(model).from_pretrained(best).classifier.weight.detach(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_trainer_evaluates_keeps_the_best_and_stops_early(tmp_path: Path, witness: Witness) -> None:
+    """Losses, evaluations, best step, last step, the best weights and the files of a checkpoint are eager's."""
+    eager, ours = with_trainer(lambda model: model, tmp_path / "eager"), with_trainer(ORTModule, tmp_path / "ours")
+    assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+    assert ours["evaluated"] == pytest.approx(eager["evaluated"], rel=1e-5)
+    assert (ours["steps"], ours["files"]) == (eager["steps"], eager["files"])
+    assert "config.json" in ours["files"]
+    torch.testing.assert_close(ours["weight"], eager["weight"])
+    assert torch.equal(ours["reloaded"], ours["weight"])
+    assert witness.backward_passes == ours["steps"][1] < 20
+
+
+def with_accelerate(wrap: Any, folder: Path) -> dict[str, Any]:
+    """20 passes in steps of 2, then 6 that are run again from a saved state."""
+    accelerate = pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 1))
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    x = torch.randn(26 * 8, 8)
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8)
+    model, batches = wrap(net), list(batches)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def passes(first: int, end: int) -> list[float]:
+        losses = []
+        for x, y in batches[first:end]:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    losses = passes(0, 20)
+    accelerator.save_state(str(folder))
+    losses += passes(20, 26)
+    accelerator.load_state(str(folder))
+    assert passes(20, 26) == losses[20:]
+    unwrapped = accelerator.unwrap_model(model)
+    return {"losses": losses, "keys": list(accelerator.get_state_dict(model)), "model": unwrapped, "net": net}
+
+
+def test_accelerate_accumulates_clips_and_goes_on(tmp_path: Path) -> None:
+    """Losses are eager's, also after load_state; `unwrap_model(...).module` is the model, with its own keys."""
+    eager, ours = with_accelerate(lambda net: net, tmp_path / "eager"), with_accelerate(ORTModule, tmp_path / "ours")
+    assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5)
+    assert ours["keys"] == eager["keys"]
+    assert ours["model"].module is ours["net"]

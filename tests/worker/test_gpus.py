@@ -1,0 +1,87 @@
+"""Which GPUs CUDA shows a rank, and the cause where it shows none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ortlaunch.errors import LaunchError
+from ortlaunch.rank import Rank
+from ortlaunch.worker import gpus
+
+CASES = [
+    # planned devices, local rank, CUDA_VISIBLE_DEVICES before, after, the rank's index
+    ((0, 1), 1, None, "0,1", 1),
+    ((2, 3), 1, None, "2,3", 1),
+    ((2, 3), 0, "4,5,6,7", "6,7", 0),
+    ((0, 1), 1, "GPU-8932f937,GPU-1122aabb", "GPU-8932f937,GPU-1122aabb", 1),
+    ((0, 1), 1, "3", "3", 0),  # srun --gpus-per-task=1: each task sees a GPU of its own
+    ((0, 1), 1, "MIG-1,MIG-2", "MIG-2", 0),  # CUDA shows one MIG instance to a process
+]
+
+
+@pytest.mark.parametrize(("devices", "local", "before", "after", "index"), CASES)
+def test_planned_gpus_are_shown(
+    devices: tuple[int, ...], local: int, before: str | None, after: str, index: int
+) -> None:
+    """Our device, LOCAL_RANK and DeepSpeed's rule (GPU of index LOCAL_RANK) name one GPU of the planned ones."""
+    environ = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
+    rank = Rank(local, len(devices), local, len(devices))
+    assert gpus.show_planned_gpus(devices, rank, environ) == index
+    assert environ["CUDA_VISIBLE_DEVICES"] == after
+    names = before.split(",") if before else [str(i) for i in range(8)]
+    planned = names[0] if len(names) == 1 else names[devices[local]]
+    assert after.split(",")[index] == planned
+
+
+def test_fewer_visible_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA_VISIBLE_DEVICES with fewer names than the host's slots is shown with its value."""
+    monkeypatch.setattr(gpus.socket, "gethostname", lambda: "box")
+    with pytest.raises(LaunchError, match=r"^rank 0 needs GPUs 1, 2, 3 of box, and CUDA_VISIBLE_DEVICES=0,1 shows 2"):
+        gpus.show_planned_gpus((1, 2, 3), Rank(0, 3, 0, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_compiled_kernels_are_kept_in_our_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver gets a large cache in our folder before CUDA starts; variables of the user's stay."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    environ = {"CUDA_CACHE_MAXSIZE": "5"}
+    gpus.keep_compiled_kernels(environ)
+    assert environ == {
+        "CUDA_MODULE_LOADING": "LAZY",
+        "CUDA_CACHE_MAXSIZE": "5",
+        "CUDA_CACHE_PATH": str(tmp_path / "cache" / "cuda"),
+    }
+    assert (tmp_path / "cache" / "cuda").is_dir()
+
+
+@pytest.mark.parametrize(("capability", "compiles"), [((8, 0), False), ((8, 9), False), ((9, 0), True)])
+def test_compiling_for_a_new_gpu_is_a_phase(
+    capability: tuple[int, int], compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ORT's wheel has no machine code beyond 8.6, which runs on 8.9; the progress line names the long phase."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ("compiling its kernels" in gpus.exporting(torch.device("cuda", 0))) == compiles
+    assert gpus.exporting(torch.device("cpu")) == "exporting to ONNX Runtime"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "version", "why"),
+    [
+        (None, None, "is not a CUDA build; install one, or set launch.device: cpu"),
+        ("13.0", "550.54.15", "which needs NVIDIA driver 580 or newer, and this host has 550.54.15"),
+        ("12.4", "550.54.15", "is built for CUDA 12.4, and this host has driver 550.54.15; see nvidia-smi"),
+        ("12.4", None, "is built for CUDA 12.4, and this host has no NVIDIA driver"),
+    ],
+)
+def test_why_torch_sees_no_gpu(
+    cuda: str | None, version: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch without CUDA, a driver that is too old, and a missing driver are different causes."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(gpus, "_DRIVER", tmp_path / "version")
+    if version:
+        text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Thu Feb 22 01:44:30 UTC 2024\n"
+        (tmp_path / "version").write_text(text)
+    assert why in gpus.why_no_gpu()

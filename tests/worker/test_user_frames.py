@@ -1,0 +1,108 @@
+"""The line of the user's own files that raised an error, and a traceback that shows their frames alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ortlaunch.diagnose.report import with_verdict
+from ortlaunch.launch.failure import explain_end
+from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.worker.user_frames import described, folded, raised_at
+from tests.worker.guarded import guarded, write_plan
+
+SOURCE = """\
+import json
+
+
+def lookup(table):
+    return table["lookup"]
+
+
+def library():
+    return json.loads("{")
+
+
+def wrapped():
+    try:
+        lookup({})
+    except KeyError as error:
+        raise ValueError("no entry") from error
+
+
+def empty():
+    assert False
+"""
+
+
+@pytest.fixture
+def raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Exception]:
+    """What a function of the user's module raises."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "crash_model.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("crash_model", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def call(name: str) -> Exception:
+        with pytest.raises(Exception) as found:  # noqa: PT011
+            getattr(module, name)({}) if name == "lookup" else getattr(module, name)()
+        return found.value
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("lookup", "KeyError: 'lookup', at crash_model.py:5"),
+        ("library", "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1), "
+                    "at crash_model.py:9"),
+        ("wrapped", "ValueError: no entry, at crash_model.py:16"),
+        ("empty", "AssertionError in crash_model.py, empty: assert False, at crash_model.py:20"),
+    ],
+)  # fmt: skip
+def test_the_line_is_in_the_users_file(name: str, expected: str, raised: Callable[[str], Exception]) -> None:
+    """The last frame there, also of what a library raises, relative to the current folder."""
+    assert described(raised(name)) == expected
+
+
+def test_an_error_outside_the_users_files_has_no_line() -> None:
+    """Python's own frames are none of the user's."""
+    with pytest.raises(json.JSONDecodeError) as found:
+        json.loads("{")
+    found.value.__traceback__ = found.value.__traceback__.tb_next if found.value.__traceback__ else None
+    assert raised_at(found.value) is None
+
+
+def test_frames_of_packages_are_counted(raised: Callable[[str], Exception]) -> None:
+    """In place of shown; the user's are whole, with their source line."""
+    error = raised("library")
+    text = folded("".join(traceback.format_exception(error)))
+    assert "  ... 3 frames of ortlaunch and of packages\njson.decoder.JSONDecodeError: Expecting" in text
+    assert 'crash_model.py", line 9, in library\n    return json.loads("{")\n' in text
+    assert "decoder.py" not in text
+
+
+def test_the_verdict_names_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal has the user's frames alone, and the log the whole traceback."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "crash_model.py").write_text(SOURCE)
+    run = RunDir(Path("run"))
+    write_plan(run, "local")
+    write_text(run.request, "")
+    load = "import importlib.util as u; s = u.spec_from_file_location('c', 'crash_model.py'); m = u.module_from_spec(s)"
+    guarded(run, f"{load}; s.loader.exec_module(m); m.library()")
+    end = explain_end(run, 1)
+    text = with_verdict(run, end.status, end.text)
+    assert "(char 1), at crash_model.py:9\n" in text
+    assert "decoder.py" not in text
+    assert "decoder.py" in run.log(1, "err").read_text()
