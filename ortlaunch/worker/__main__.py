@@ -37,11 +37,12 @@ def main() -> int:
         return error.exit_status
 
 
-def expect_no_gpu() -> None:
-    """Silence the warning of torch's CUDA builds that there is no GPU, which every start of engine ort would print."""
+def expect_no_gpu(device: str) -> None:
+    """On a CPU silence the warning of torch's CUDA builds that there is no GPU, which each start would print."""
     import logging
 
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    if device == "cpu":
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
@@ -62,8 +63,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     plan = replace(plan, threads=bound.threads or plan.threads)
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
-    if plan.device == "cpu":
-        expect_no_gpu()
+    expect_no_gpu(plan.device)
     if plan.task == "try":
         be_ended_first()
     if recipe.engine.name == "ort":

@@ -110,5 +110,5 @@ def test_torch_does_not_report_the_missing_gpu(monkeypatch: pytest.MonkeyPatch) 
 
     logger = logging.getLogger("torch.utils.cpp_extension")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
-    expect_no_gpu()
+    expect_no_gpu("cpu")
     assert not logger.isEnabledFor(logging.WARNING)
