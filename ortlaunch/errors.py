@@ -25,8 +25,17 @@ Imports nothing of ortlaunch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+# What a terminal obeys, and marks that turn the direction of a line; no line feed, tab, or line end of Windows.
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
+
+
+def printable(text: str) -> str:
+    """A text of somebody else's for a terminal: each control character as it is written in Python."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class OrtlaunchError(Exception):

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from ortlaunch.errors import FileError
+from ortlaunch.errors import FileError, printable
+
+ERASE = "\r\x1b[K"  # of a live line; all else that a terminal would obey comes from a user's code, or from others
 
 
 def terminal_width() -> int | None:
@@ -35,7 +37,7 @@ class _Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        self._try(lambda: self.stream.write(text))
+        self._try(lambda: self.stream.write(text if text == ERASE else printable(text)))
         return len(text)
 
     def flush(self) -> None:

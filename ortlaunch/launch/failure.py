@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run.folder import RunDir, account, is_full, read_json
 
+_OURS = re.compile(
+    r"^(?=ortlaunch: |verdict: |try: )", re.MULTILINE
+)  # a line of the user's exception that is like ours
 _OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
 
 
@@ -161,7 +165,7 @@ def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _order(record: dict[str, Any]) -> tuple[bool, bool, int, float]:
     """Hosts' clocks differ: what could read another's account came after it, and times count only where none could."""
-    return record["secondary"], record.get("type") != "Outlived", len(record.get("after", ())), record["time"]
+    return record["secondary"], record.get("type") != "Outlived", record.get("after", 0), record["time"]
 
 
 def ranks_that_began(run: RunDir) -> set[int]:
@@ -229,6 +233,6 @@ def _names(plan: Plan, ranks: list[int]) -> str:
 
 def _text(first: dict[str, Any], shown: bool = False) -> str:
     seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
-    traceback = first.get("folded") or first["traceback"]
-    said = f"{traceback.rstrip()}\n\n" if traceback and not seen else ""
+    told = _OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
+    said = f"{told}\n\n" if told and not seen else ""
     return f"{said}ortlaunch: {first['summary']}"

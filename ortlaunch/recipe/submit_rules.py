@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ortlaunch.errors import CONTROL
 from ortlaunch.recipe.place import SECRET, Problem
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ _EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)
 def submit_rules(recipe: Recipe) -> Iterator[Problem]:
     """Secrets in what the run folder keeps, options that are none, a device that is not asked for."""
     submit = recipe.submit
+    for path, value in _texts(submit.model_dump(exclude={"setup"}), "submit"):
+        if found := CONTROL.search(value) or re.search(r"[\t\r\n]", value):
+            told = f"has {found[0]!r}, a control character, which would end a line of the job's script"
+            yield (path,), f"{told}; write it on one line, without such characters"
     for line in submit.setup:
         name = _EXPORT.match(line)
         if name and SECRET.search(name[1]):
@@ -26,7 +31,7 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
                 "shell, which goes with the job",
             )
     for option in submit.options:
-        if not option.startswith("-") or "\n" in option:
+        if not option.startswith("-"):
             yield ("submit.options",), f"got {option!r}; write one option of sbatch, as --switches=1"
     if submit.gpu_type is not None and recipe.launch.device == "cpu":
         yield ("submit.gpu_type", "launch.device"), "asks for GPUs, and launch.device is cpu; leave one of them out"
@@ -37,6 +42,19 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
             "is not possible with Azure ML, which shows a job's variables to all readers of the workspace; have the "
             "job read its secrets from Key Vault, or leave it out",
         )
+
+
+def _texts(value: object, path: str) -> Iterator[tuple[str, str]]:
+    """Each text below a value, with its dotted path; keys are texts, too, and a list has one path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield path, key
+            yield from _texts(inner, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner, path)
 
 
 def _of_pods(recipe: Recipe) -> Iterator[Problem]:

@@ -19,7 +19,8 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request, backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.output import terminal_width
+from ortlaunch.launchers import LAUNCHERS
+from ortlaunch.output import ERASE, terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.recipe import Recipe
@@ -76,7 +77,7 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
             job.early = early
             run.restart_request.unlink(missing_ok=True)
             end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills, shown=True)
-            print(end="\r\x1b[K" if width else "", flush=True)  # the live line of a rank that was killed
+            print(end=ERASE if width else "", flush=True)  # the live line of a rank that was killed
             return Ended(end, job.signal is not None)
 
         end, stopped = supervise(run, resolved.file.recipe.launch.max_restarts, file, start)
@@ -110,10 +111,13 @@ def _on_hosts(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Resolv
 def _says_that_nothing_is_left(
     resolved: ResolvedRun, run: RunDir, before: Recipe | None, options: ResumeOptions
 ) -> bool:
-    """A finished run is left as it is, down to the last file."""
+    """A finished run is left as it is, but for a job.json that does not record its end."""
     left = None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
     if left is None or (resolved.world.inside is not None and resolved.world.inside.rank > 0):
         return left is not None
+    job = JobRecord.read(run)
+    if job is not None and job.backend in LAUNCHERS and not job.state.is_end:  # its command was killed, its ranks ended
+        job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
     _say(
         [*_check_means(resolved, run, before, options).lines, with_next(left, sys.argv[1:], resolved.file.recipe, run)]
     )

@@ -12,6 +12,7 @@ from ortlaunch.recipe.held_out import no_evaluation
 from ortlaunch.run import control, preview
 from ortlaunch.run.export import chosen_step
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.held import held
 from ortlaunch.run.resolve import MODULES_VARIABLE, ResolvedRun, resolve
 from ortlaunch.run.resume import ResumeOptions
 
@@ -30,9 +31,9 @@ def evaluate(asked: Asked, options: LaunchOptions) -> int:
     Raises:
         InputError: there is no such run or checkpoint, or nothing to evaluate on.
     """
-    step = chosen_step(asked.run, asked.step)
-    resume = ResumeOptions(str(asked.run.checkpoint(step)))
-    return control.train(_resolved(asked, options), asked.run.evaluation_of(step).path, resume)
+    with held(asked.run, lambda: chosen_step(asked.run, asked.step)) as step:
+        resume = ResumeOptions(str(asked.run.checkpoint(step)))
+        return control.train(_resolved(asked, options), asked.run.evaluation_of(step).path, resume)
 
 
 def dry_run(asked: Asked, options: LaunchOptions) -> str:

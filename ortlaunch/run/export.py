@@ -8,6 +8,7 @@ from pathlib import Path
 from ortlaunch import start
 from ortlaunch.errors import InputError
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.held import held
 from ortlaunch.run.lines import json_lines
 
 FORMATS = ("huggingface", "onnx", "ondevice")
@@ -28,7 +29,11 @@ def export(
         raise InputError(f"--format: got {form!r}; one of {', '.join(FORMATS)}")
     if push and form == "ondevice":
         raise InputError("--push uploads models for transformers and ONNX; --format ondevice is for devices")
-    chosen = chosen_step(run, step)
+    with held(run, lambda: chosen_step(run, step)) as chosen:
+        return _export(run, chosen, to, form, push, lora)
+
+
+def _export(run: RunDir, chosen: int, to: Path | None, form: str, push: str | None, lora: str | None) -> int:
     folder = to or run.exported(chosen, form)
     if push and (refused := _work("push", push)):
         return refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.data import is_chat
 from ortlaunch.run.export import chosen_step
 from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run.held import held
 
 _ABOVE = 2  # folders from RUN/exports/step_N up to RUN
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of such models end
@@ -41,6 +43,14 @@ def generate(asked: Asked) -> int:
         InputError: there is no such model, or it does not generate text.
     """
     model, step, chats = _source(asked)
+    with contextlib.ExitStack() as stack:
+        if step is not None:
+            run = RunDir(model)
+            step = stack.enter_context(held(run, lambda: chosen_step(run, asked.step)))
+        return _generate(asked, model, step, chats)
+
+
+def _generate(asked: Asked, model: Path, step: int | None, chats: bool | None) -> int:
     print(f"model: {model if step is None else RunDir(model).checkpoint(step)}", file=sys.stderr, flush=True)
     given = {**asked._asdict(), "model": str(model), "step": step, "chats": False if asked.raw else chats}
     words = start.command("ortlaunch.worker.generate")

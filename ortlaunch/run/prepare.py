@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ from ortlaunch.run.restarts import set_aside
 def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
     """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
     name, rank = resolved.plan.name, resolved.world.inside
+    whole = os.path.abspath(chosen or ".")
+    if found := re.search(r"[\x00-\x1f\x7f-\x9f]", whole):
+        raise PlanError(f"--run-dir: {whole!r} has the control character {found[0]!r}; give a path without it")
     if chosen is not None:
         return RunDir(chosen)
     if rank is None or rank.world_size == 1:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.errors import InputError, LaunchError
+from ortlaunch.errors import InputError, LaunchError, printable
 from ortlaunch.file_errors import of_ours
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
@@ -33,8 +33,16 @@ def main() -> int:
             raise LaunchError(f"no {run.plan} on this host; is the run folder on a disk that all hosts share?")
         return watch(rank, run, of_ours(run.path)(functools.partial(live, run, rank)))
     except (InputError, LaunchError) as error:
-        print(f"ortlaunch: {error}", file=sys.stderr)
+        print(f"ortlaunch: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
+
+
+def expect_no_gpu(device: str) -> None:
+    """On a CPU silence the warning of torch's CUDA builds that there is no GPU, which each start would print."""
+    import logging
+
+    if device == "cpu":
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
@@ -55,6 +63,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     plan = replace(plan, threads=bound.threads or plan.threads)
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
+    expect_no_gpu(plan.device)
     if plan.task == "try":
         be_ended_first()
     if recipe.engine.name == "ort":

@@ -74,6 +74,7 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
 
     from ortlaunch.user_modules import make_importable
     from ortlaunch.worker.checkpoint.damage import damage
+    from ortlaunch.worker.checkpoint.manifest import COMPLETE
     from ortlaunch.worker.checkpoint.restore import load_weights
     from ortlaunch.worker.data import load_data
     from ortlaunch.worker.data.vocabulary import of_run
@@ -84,6 +85,8 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
     recipe, plan = recipe or _recipe(run), Plan.read(run.plan)
     make_importable(recipe, Path(plan.modules))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    if not (run.checkpoint(step) / COMPLETE).exists():  # this user may not hold it (run/held.py)
+        raise CheckpointError(f"{run.checkpoint(step)} was removed by its run meanwhile (checkpoint.keep); try again")
     if wrong := damage(run.checkpoint(step), alone):
         raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")
     data = load_data(recipe, alone, vocabulary=of_run(run))

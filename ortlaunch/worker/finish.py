@@ -101,6 +101,10 @@ def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) 
     (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
     seen = samples_seen(folder, steps, plan.batch)
     last = {name: value for record in kept for name, value in record.items()}  # the newest of each name
+    if "elapsed_seconds" not in last:
+        print(
+            f"{run.metrics} was removed while it trained: {run.summary.name} has no loss, and this start's time alone"
+        )
     saves, commands = failures(run)
     return Summary(
         steps=steps,
@@ -108,7 +112,7 @@ def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) 
         epochs=round(seen / samples, 4),
         loss=last.get("loss"),
         evaluation_loss=last.get("evaluation_loss"),
-        training_seconds=last["elapsed_seconds"],
+        training_seconds=last.get("elapsed_seconds", seconds.get("training", 0.0)),
         bad_steps=dict(Counter(line.action for line in recorded(run) if line.action != "stop")),
         seconds=seconds,
         failed_saves=saves,

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ortlaunch import machine
+from ortlaunch.errors import printable
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run import lock
@@ -312,7 +313,7 @@ def _tell(account: Account, child: Child) -> None:
             return
         shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
         said = "" if shown else f"{record['traceback']}\n"
-        print(f"{said}ortlaunch: {record['summary']}", file=sys.stderr, flush=True)
+        print(printable(f"{said}ortlaunch: {record['summary']}"), file=sys.stderr, flush=True)
         time.sleep(_FORWARDED_SECONDS)
         run.failure_printed.touch()
 

@@ -116,6 +116,12 @@ def older(folder: str, steps: int | None = None, **sections: Any) -> RunDir:
     return run
 
 
+def test_a_run_folder_without_control_characters() -> None:
+    """A newline would end a line of a job's script, and escapes would reach terminals."""
+    with pytest.raises(PlanError, match=r"^--run-dir: '.*/a\\ntouch P' has the control character '\\n'; give a path"):
+        run_folder(Path("a\ntouch P"), resolved(), {})
+
+
 def test_a_file_is_no_run_folder() -> None:
     """--run-dir with a file's name is refused."""
     Path("mine").write_text("")

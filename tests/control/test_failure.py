@@ -79,6 +79,13 @@ def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
     assert explain_end(run, 1).status == 1
 
 
+def test_lines_of_an_exception_do_not_pass_for_ours(run: RunDir) -> None:
+    """What a user's exception says is indented where it begins as a line of the command does."""
+    ended(run, 1, traceback="ValueError: no\nortlaunch: done: all is well\n")
+    said = "ValueError: no\n  ortlaunch: done: all is well\n\nortlaunch: rank 1 failed"
+    assert explain_end(run, 1).text == said
+
+
 def test_an_echo_is_not_the_cause(run: RunDir) -> None:
     """A rank that lost its peer before the peer's own account was written is not blamed."""
     echo(run, 0, time=1.0)
@@ -275,3 +282,11 @@ def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir
     if lost == "began":
         write_text(run.stop_request, "{}")
         assert explain_end(run, 1).status == 85
+
+
+def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
+    """The order of accounts is known without equal clocks, and no account names the earlier ones: 8,192 would."""
+    run = RunDir(tmp_path)
+    run.errors.mkdir()
+    assert [run.count_account() for _ in range(3)] == [0, 1, 2]
+    assert run.accounts.stat().st_size == 3

@@ -19,7 +19,7 @@ ANY = None
 
 # What either side may import; of planning and run, only the modules named here.
 SHARED = {"errors", "rank", "process", "cache", "run.folder", "run.lines", "run.device_folder", "run.records",
-          "run.export_records", "run.engine_report", "run.lock", "run.lost", "run.origin", "recipe", "plan",
+          "run.export_records", "run.engine_report", "run.held", "run.lock", "run.lost", "run.origin", "recipe", "plan",
           "planning.memory", "ortmodule.extensions", "machine", "units", "file_errors", "user_modules",
           "launchers"}  # fmt: skip
 CONTROL = {"cli", "output", "run", "planning", "launch", "bench", "doctor", "start", "diagnose",
@@ -79,6 +79,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "cache",
             "errors",
+            "launchers",
             "units",
             "output",
             "rank",
@@ -106,6 +107,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.export_records": (set(), set()),
     "run.engine_report": ({"run.records"}, set()),
     "run.reference": ({"plan", "run"}, set()),
+    "run.held": ({"process", "run.folder"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "run.lost": ({"run.folder"}, set()),
     "launch": (

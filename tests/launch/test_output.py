@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from ortlaunch.output import ERASE, guarded
 from tests.launch.tiny import ORTLAUNCH
 from tests.makers import CUSTOM
+
+
+def test_what_a_terminal_would_obey_is_printed_as_text(capfd: pytest.CaptureFixture[str]) -> None:
+    """Escapes from an exception or a variable reach no terminal; our own live line is erased as before."""
+    with guarded():
+        print("a\x1b]0;t\x07\r\nb\r\x9b1m\u202ec\td", end=ERASE)
+        print("\x1b[2J", file=sys.stderr)
+    assert capfd.readouterr() == (f"a\\x1b]0;t\\x07\r\nb\\r\\x9b1m\\u202ec\td{ERASE}", "\\x1b[2J\n")
+
 
 _LOST = ("> /dev/full", ">&-")
 

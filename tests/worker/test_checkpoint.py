@@ -17,10 +17,13 @@ import pytest
 import torch
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.process import Process
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.held import held, is_held
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import transaction
+from ortlaunch.worker.checkpoint.saving import prune
 from ortlaunch.worker.distributed import DistributedContext
 
 GROUP: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
@@ -199,6 +202,27 @@ def test_a_whole_one_that_was_set_aside_is_taken_back(tmp_path: Path, capsys: py
     checkpoint.set_aside_damaged(run, GROUP)
     assert run.complete_checkpoints() == [(100_000_000, run.checkpoint(100_000_000))]
     assert "is whole when read again: renamed back to step_100000000\n" in capsys.readouterr().out
+
+
+def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
+    """`ortlaunch export` of a living run: what it chose stays until it has ended, however it ended."""
+    run = RunDir(tmp_path)
+    for step in (1, 2):
+        save(run, step)
+    chosen = iter((1, 2))
+    shutil.rmtree(run.checkpoint(1))  # pruned since it was chosen: it is chosen again
+    with held(run, lambda: next(chosen)) as step:
+        assert step == 2
+        for later in (3, 4):
+            save(run, later)
+            prune(run, 1, None)
+        assert [step for step, _ in run.complete_checkpoints()] == [2, 4]
+        assert is_held(run.checkpoint(2))
+    gone = Process.this()._replace(began="of an earlier process")
+    (run.checkpoint(2) / "held_here_7").write_text(json.dumps(gone))  # killed
+    (run.checkpoint(2) / "held_here_8").write_text("{")
+    prune(run, 1, None)
+    assert [step for step, _ in run.complete_checkpoints()] == [4]
 
 
 def test_one_of_a_version_without_sums_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

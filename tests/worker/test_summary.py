@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ortlaunch.run.engine_report import EngineReport, ExportCopy, FusedNorm, Graph, MatmulPrecision
+from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.worker.binding import Bound
+from ortlaunch.worker.finish import summarize
 from ortlaunch.worker.summary import late_notes, outcome_lines, plan_lines
-from tests.makers import engine_report, onnxruntime
+from tests.makers import engine_report, onnxruntime, plan, recipe
 
 FP16 = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"
 
@@ -27,6 +30,16 @@ def test_what_ran_is_told_in_nodes_and_calls() -> None:
         "(4 ATen, 2 PythonOp), 1 export, 0 fallbacks; optimizer AdamW"
     ]
     assert ", 2 exports, " in outcome_lines(report(exports=2))[0]
+
+
+def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """metrics.jsonl was removed while it trained: what can be summed up is, and what is missing is printed."""
+    run = RunDir(tmp_path)
+    write_json(run.checkpoint(3) / "manifest.json", {"step": 3, "samples": 24, "files": {}})
+    write_text(run.checkpoint(3) / "COMPLETE", "")
+    found = summarize(run, plan(recipe()), 10, {"training": 2.0})
+    assert (found.steps, found.samples, found.loss, found.training_seconds) == (3, 24, None, 2.0)
+    assert "metrics.jsonl was removed while it trained: summary.json has no loss" in capsys.readouterr().out
 
 
 def test_a_run_without_a_graph_counts_no_nodes() -> None:

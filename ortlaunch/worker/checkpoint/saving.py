@@ -16,6 +16,7 @@ from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir
+from ortlaunch.run.held import is_held
 from ortlaunch.run.records import SaveLine
 from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.checkpoint import saves
@@ -200,7 +201,7 @@ def prune(run: RunDir, keep: int | None, keep_every: int | None, needed: tuple[i
     found = run.complete_checkpoints()
     spared = {*needed, *(_for_good([step for step, _ in found], keep_every) if keep_every else ())}
     for step, folder in found[:-keep]:
-        if step not in spared:
+        if step not in spared and not is_held(folder):
             with contextlib.suppress(FileNotFoundError):
                 (folder / COMPLETE).unlink()  # first, so that nobody takes it while it goes
             shutil.rmtree(folder, ignore_errors=True)
