@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -76,9 +77,15 @@ def _choosing(original: Callable[..., None], module: Any) -> None:
 
     @functools.wraps(module.forward.__func__)  # pickle finds it by its name
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return module._ortlaunch_graphs.run(module, args, kwargs)
+        return _runner("torch._dynamo" in sys.modules)(module._ortlaunch_graphs, module, args, kwargs)
 
     module.forward = types.MethodType(forward, module)
+
+
+@functools.cache
+def _runner(compiles: bool) -> Callable[..., Any]:
+    """`Graphs.run`, which torch.compile is not to trace."""
+    return cast(Callable[..., Any], torch._dynamo.disable(Graphs.run)) if compiles else Graphs.run
 
 
 def _is_training(original: Callable[..., bool], module: Any) -> bool:
