@@ -65,6 +65,8 @@ class Comparison(NamedTuple):
     state: tuple[Difference, ...] = ()
     """Every weight and buffer that a pass changed, in the same order."""
     loss_is_rounding: bool = False
+    draws: int = 0
+    """How many tensors of random numbers were recorded and given to both passes."""
     not_judged: str = ""
     """Why float64 could not show whether a difference is rounding."""
 
