@@ -57,6 +57,47 @@ def unexportable(dropout):
     return Unexportable()
 
 
+class Moving(nn.Module):
+    """The second layer follows the first by `.data =`, as MoCo's key encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        for q, k in zip(self.query.parameters(), self.key.parameters()):
+            k.data = k.data * 0.9 + q.data * 0.1
+        return ((self.query(x) - y) ** 2).mean() + (self.query(x) - self.key(x).detach()).square().mean()
+
+
+class Nested(nn.Module):
+    """Reads a number of passes that lies deeper than an export looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.state = nn.Linear(8, 1), {"a": [{"b": {"c": [{"d": 0}]}}]}
+
+    def forward(self, x, y):
+        self.state["a"][0]["b"]["c"][0]["d"] += 1
+        return ((self.linear(x) - y) ** 2).mean() * self.state["a"][0]["b"]["c"][0]["d"]
+
+
+class Sampled(nn.Module):
+    """A variational autoencoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x, y):
+        mean, spread = self.encoder(x).chunk(2, -1)
+        return (self.decoder(mean + spread.exp() * torch.randn_like(mean)) - x).square().mean()
+
+
+def program(name, dropout):
+    return {"moving": Moving, "nested": Nested, "sampled": Sampled}[name]()
+
+
 def data(samples=64):
     x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
     return [{"x": row, "y": row.sum().reshape(1)} for row in x]
@@ -197,10 +238,13 @@ def test_a_wrong_operator_stops_the_run(start: Start, arguments: tuple[str, ...]
 @needs_ort
 @pytest.mark.slow
 def test_the_tolerance_is_the_recipes(start: Start) -> None:
-    """Above what a wrong operator makes, it passes."""
+    """Above what a wrong operator makes, it passes; below what rounding makes, nothing does."""
     wrong = {"model": {"arguments": {"wrong": True}}, "engine": {"parity_tolerance": 1e9}}
     loose = ended_well(start("parity", "loose", wrong, "--steps=1"))
     assert "tolerance 1e+09" in loose.out
+    tight = start("parity", "tight", {"engine": {"parity_tolerance": 1e-12}}, "--steps=1")
+    assert tight.status == 1
+    assert "differ by more than 1e-12 in step 1" in tight.err
 
 
 @needs_ort
@@ -223,6 +267,26 @@ def test_what_cannot_be_compared_is_said(start: Start) -> None:
     only = start("parity", "fallback-only", merged(fallback, engine))
     assert only.status == 1
     assert "nothing to compare" in only.err
+
+
+@needs_ort
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "name", "status"),
+    [
+        pytest.param("train", "moving", 1, marks=pytest.mark.ci),
+        ("parity", "moving", 1),
+        ("parity", "nested", 1),
+        pytest.param("parity", "sampled", 0, marks=pytest.mark.ci),
+    ],
+)
+def test_a_program_is_eagers_or_ends(start: Start, verb: str, name: str, status: int) -> None:
+    """What once trained another model without a word is equal to PyTorch, or the run ends with a cause."""
+    run = start(
+        verb, f"program-{verb}-{name}", {"model": {"factory": "parity_toys:program", "arguments": {"name": name}}}
+    )
+    assert run.status == status, run.err[-3000:]
+    assert "parity: passed" in run.out if status == 0 else re.search("differ by more than|cannot run|changes", run.err)
 
 
 @pytest.mark.slow

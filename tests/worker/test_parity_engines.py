@@ -79,11 +79,11 @@ def test_a_bias_before_batch_norm_is_no_alarm(threads: int) -> None:
     x = torch.randn(8, 3, 16, 16, generator=torch.Generator().manual_seed(1)) * 30 + 100
     torch.set_num_threads(threads)
     try:
-        found = compare(net, wrapped(net, threads=threads), {"x": x, "y": torch.arange(8)}, tolerance=1e-7)
+        found = compare(net, wrapped(net, threads=threads), {"x": x, "y": torch.arange(8)}, tolerance=3e-6)
     finally:
         torch.set_num_threads(before)
     assert {each.name for each in found.state} == {n for n, b in net.named_buffers() if b is not None}
-    assert {"body.0.bias", "body.3.bias"} & set(found.rounding)
+    assert "body.3.bias" in found.rounding
     assert found.largest < 1e-5
     assert not int(net.body[1].num_batches_tracked)
 
