@@ -166,7 +166,7 @@ def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _order(record: dict[str, Any]) -> tuple[bool, bool, int, float]:
     """Hosts' clocks differ: what could read another's account came after it, and times count only where none could."""
-    return record["secondary"], record.get("type") != "Outlived", len(record.get("after", ())), record["time"]
+    return record["secondary"], record.get("type") != "Outlived", record.get("after", 0), record["time"]
 
 
 def ranks_that_began(run: RunDir) -> set[int]:

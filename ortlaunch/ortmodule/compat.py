@@ -205,6 +205,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("fix_bernoulli_export"),
     Repair("drop_redundant_casts"),
     Repair("keep_constants_apart"),
+    Repair("trace_swapped_weights"),
     Repair("export_diff_and_bool_cumsum"),
     Repair("export_rnn_as_gru"),
     Repair("stop_gradient_at_detach"),

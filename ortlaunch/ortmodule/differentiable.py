@@ -166,7 +166,7 @@ def _given(value: Any) -> list[Any]:
     node = value.node()
     if any(True for _ in node.blocks()):  # an If, whose branches take what they want from around it
         return [given for block in node.blocks() for inner in block.nodes() for given in inner.inputs()]
-    stops = _EVERY if _is_cast_to_number(node) else STOPS.get(_name(node), ())
+    stops = _EVERY if _is_cast_to_number(node) or _is_detached(node) else STOPS.get(_name(node), ())
     return [given for place, given in enumerate(node.inputs()) if place not in stops]
 
 
@@ -181,6 +181,11 @@ def _is_scalar(value: Any) -> bool:
 
 def _is_cast_to_number(node: Any) -> bool:
     return bool(node.kind() == "onnx::Cast" and node.i("to") not in (1, 10, 11, 16))
+
+
+def _is_detached(node: Any) -> bool:
+    """Whether it is what symbolics.stopping_at_detach writes."""
+    return _name(node) == "ATen" and _text(node, "operator", "") == "clone"
 
 
 def _is_float(value: Any) -> bool:

@@ -124,6 +124,9 @@ class _GradMode(TorchFunctionMode):
             raise RuntimeError("the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none")
         if func == _T.data.__get__:
             func, args = _T.detach, args[:1]  # a trace has .data as a constant
+        if any(isinstance(value, complex) for value in args) and (given := tensors(args)):
+            # A trace refuses Python's complex numbers, as 1j * x has.
+            args = tuple(_complex(value, given[0]) if isinstance(value, complex) else value for value in args)
         if func in _SCATTER:  # torch's exporter knows none of True and False
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
         return self._call(func, args, kwargs or {})
@@ -187,6 +190,12 @@ def changed_since(values: Sequence[torch.Tensor], versions: Sequence[int]) -> li
 def _differentiable(tensor: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _complex(value: complex, like: torch.Tensor) -> torch.Tensor:
+    """Computed in the graph, for ONNX has no complex constants."""
+    parts = [like.new_zeros((), dtype=torch.get_default_dtype()) + part for part in (value.real, value.imag)]
+    return torch.complex(parts[0], parts[1])
 
 
 CHANGED_WEIGHT = "a weight is changed in the forward pass, which ONNX Runtime's graph would leave out"

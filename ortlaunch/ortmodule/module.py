@@ -21,6 +21,7 @@ from ortlaunch.ortmodule.patching import environment, wrap_method
 from ortlaunch.ortmodule.registry import Repair
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.settings import Settings, settings_of
+from ortlaunch.ortmodule.unsupported import without_compile
 from ortlaunch.ortmodule.wrapper import wrapper_class
 
 
@@ -31,7 +32,7 @@ def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
         MissingDependency: ONNX Runtime Training or its extensions are not here; it says what to type.
         SettingError: this stack has not what a setting needs.
     """
-    settings = settings or Settings()
+    settings, model = settings or Settings(), without_compile(model)
     options.prepare(settings)
     import_repaired()
     deepcopy = options.settle_deepcopy(model, settings)

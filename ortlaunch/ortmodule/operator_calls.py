@@ -54,7 +54,7 @@ class Call:
         Raises:
             NotCallable: with the reason.
         """
-        run = self._function()
+        run = self._function(gradients)
         kinds, ranks, values = [], [], []
         for output in self._outputs:
             kind, rank = _described(output)
@@ -79,8 +79,11 @@ class Call:
             value.setType(like.with_dtype(kind).with_sizes([None] * rank))
         return values
 
-    def _function(self) -> Callable[..., Any]:
-        """What runs the operator on the tensors that the node is given."""
+    def _function(self, gradients: Any) -> Callable[..., Any]:
+        """What runs the operator on the tensors that the node is given.
+
+        Those without a gradient are detached: torch refuses a scale of fake_quantize that has one.
+        """
         operator = self._operator()
         schema = operator._schema.arguments
         if operator._schema.is_mutable:
@@ -91,7 +94,10 @@ class Call:
         if not self._tensors:
             raise NotCallable(f"{self.name} is given no tensor")
 
-        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        derived = [gradients.reach(value) for value in self._tensors]
+
+        def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            tensors = [tensor if derives else tensor.detach() for tensor, derives in zip(inputs, derived)]
             given = [build(tensors) for build in builds]
             args = [value for value, name in zip(given, names) if not name]
             kwargs = {name: value for value, name in zip(given, names) if name}

@@ -37,6 +37,8 @@ from ortlaunch.ortmodule import (
     torch_modules,
     torch_operators,
     tracing,
+    unsupported,
+    weight_changes,
 )
 from ortlaunch.ortmodule import python_values as values
 from ortlaunch.ortmodule.counters import tally
@@ -53,6 +55,7 @@ _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], .
     ("export_smoothed_cross_entropy", cross_entropy.written_out),
     ("skip_ignored_labels", cross_entropy.ignored_labels_left_out),
     ("map_gradient_checkpointing", checkpointing.called_plainly),
+    ("refuse_weight_changes", weight_changes.weights_kept),
     ("follow_model_state", model_state.noted_state),
     ("stop_gradient_under_no_grad", grad_mode.noted),
     ("keep_buffers_exact", buffers.buffers_kept),
@@ -68,6 +71,7 @@ _TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
     ("fix_bernoulli_export", symbolics.drawing),
     ("drop_redundant_casts", symbolics.casting),
     ("keep_constants_apart", tracing.with_own_constants),
+    ("trace_swapped_weights", tracing.with_swapped_weights),
     ("export_diff_and_bool_cumsum", symbolics.counting),
     ("export_rnn_as_gru", recurrent.training_recurrent),
     ("stop_gradient_at_detach", symbolics.stopping_at_detach),
@@ -106,6 +110,7 @@ def install() -> None:
     patching.wrap_method(owner(TRANSITION), "_get_exported_model", _traced)
     patching.wrap_method(owner(TRANSITION), "_export_model", _exported)
     torch_operators.install()
+    unsupported.install()
 
 
 def _exported(original: Callable[..., Any], **arguments: Any) -> Any:
@@ -126,6 +131,7 @@ def _traced(original: Callable[..., Any], **arguments: Any) -> Any:
         tally.note("ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from it")
         arguments["ortmodule_cache_dir"] = ""
     export = export_of(arguments)
+    unsupported.refuse_weights(export.module)
     while True:  # until no further layer is found, of which a model has so many
         try:
             return _traced_once(export, original, arguments)
@@ -139,6 +145,7 @@ def _traced_once(export: Export, original: Callable[..., Any], arguments: dict[s
         with contextlib.ExitStack() as contexts:
             for context in _in_force(_CONTEXTS):
                 contexts.enter_context(context(export))
+            contexts.enter_context(unsupported.uncompiled(export.module))
             contexts.enter_context(torch_operators.kept(export))
             contexts.enter_context(torch_modules.called(export))
             model, schema = original(**arguments)  # calls _trace

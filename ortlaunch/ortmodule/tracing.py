@@ -11,6 +11,8 @@ from unittest import mock
 
 import torch
 
+from ortlaunch.ortmodule.patching import Seen
+
 _INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
 _SMALL = 1024
 
@@ -68,6 +70,24 @@ def with_own_constants(export: Callable[..., Any]) -> Callable[..., Any]:
 def _copied(parse: Callable[..., Any], *given: Any, **named: Any) -> Any:
     found = parse(*given, **named)
     return found.clone() if isinstance(found, torch.Tensor) and not found.dim() else found
+
+
+def with_swapped_weights(export: Callable[..., Any]) -> Callable[..., Any]:
+    """An export of `torch.func.functional_call` and `parametrize.cached()`, which refuse a trace that they survive."""
+    stateless = importlib.import_module("torch.nn.utils.stateless")
+    parametrize = importlib.import_module("torch.nn.utils.parametrize")
+    jit = Seen(torch.jit, is_tracing=lambda: False)
+    c = Seen(torch._C, _get_tracing_state=lambda: None)
+
+    @functools.wraps(export)
+    def export_with_swapped_weights(*args: Any, **kwargs: Any) -> Any:
+        with (
+            mock.patch.object(stateless, "torch", Seen(torch, jit=jit)),
+            mock.patch.object(parametrize, "torch", Seen(torch, _C=c)),
+        ):
+            return export(*args, **kwargs)
+
+    return export_with_swapped_weights
 
 
 def by_torchscript(export: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,6 +64,7 @@ def _complete(wrapped: Any) -> None:
     for name in list(vars(wrapped)):
         if name in _SAVING or isinstance(inspect.getattr_static(kind, name, None), classmethod):
             del vars(wrapped)[name]
+    wrapped.forward.__func__._torchdynamo_disable = True  # torch.compile(wrapped) would trace ORT's Python code
     vars(wrapped)[_COMPLETE] = True
 
 

@@ -10,7 +10,7 @@ runs/<name>-<timestamp>/
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   errors/stall.json errors/stacks_00003.txt                            the run stood still: who, and where each rank was
-  errors/lost.json                                                     a host that is lost (run/lost.py)
+  errors/lost.json errors/accounts                                     a host that is lost; a byte for each account
   slow_ranks.jsonl                                                     ranks that hold the others up, each named once
   attempts/1/{logs,errors}                                             of a failed start, once another has begun
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
@@ -161,6 +161,20 @@ class RunDir:
         """Accounts of ends that are there: of ranks, of a run that stood still, of a lost host."""
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
+
+    @property
+    def accounts(self) -> Path:
+        """There once an account of an end is written: a byte each."""
+        return self.errors / "accounts"
+
+    def count_account(self) -> int:
+        """Count an account that is about to be written; returns how many were before it, on whatever host."""
+        with contextlib.suppress(OSError):
+            self.errors.mkdir(parents=True, exist_ok=True)
+            with open(self.accounts, "ab") as file:
+                file.write(b".")
+                return file.tell() - 1
+        return 0
 
     def stacks(self, rank: int) -> Path:
         """Where a rank stood when the run stood still."""

@@ -30,7 +30,7 @@ class Lost(NamedTuple):
         """Leave it as the run's cause, unless another host did."""
         record = {"type": LOST, "message": self.why, "traceback": "", "secondary": False, "time": time.time(),
                   "signal": None, "exit_status": EXIT_STATUS, "rank": self.rank, "host": self.host,
-                  "summary": self.summary, "step": None, "after": [path.name for path in run.told]}  # fmt: skip
+                  "summary": self.summary, "step": None, "after": run.count_account()}  # fmt: skip
         with contextlib.suppress(OSError):  # a disk that went with the host
             if not run.lost.exists():
                 write_json(run.lost, record)

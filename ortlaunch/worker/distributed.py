@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -112,6 +113,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
         LaunchError: the launcher started another world than the plan's; nothing was built yet.
     """
     agree(plan, rank)
+    _raise_limit_of_open_files()
     device = _device(plan, rank)
     found = detect(os.environ)
     launcher = found[1] if found else ""
@@ -126,6 +128,14 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
         from mpi4py import MPI
 
         MPI.Finalize()
+
+
+def _raise_limit_of_open_files() -> None:
+    """To what the host allows: gloo keeps a connection to every other rank, twice, and many shells stop at 1,024."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != most:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def agree(plan: Plan, rank: Rank) -> None:
@@ -254,11 +264,12 @@ def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> Any:
         listener = _listener(interface.own_address(hosts, os.environ))
         write_json(path, listener.getsockname())
         return _tcp_store(rank, listener.getsockname(), listener)
-    deadline = time.monotonic() + 300
+    deadline, pause = time.monotonic() + 300, 0.05
     while not (path.exists() and path.stat().st_size):
         if time.monotonic() > deadline:
             raise LaunchError(f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?")
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(1.0, pause * 1.2)  # thousands of ranks look, on a shared disk
     return _tcp_store(rank, read_json(path, list), None)
 
 

@@ -24,7 +24,8 @@ from ortlaunch.worker.user_frames import folded, raised_at
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
                  "Timed out waiting", "Socket closed", "DistBackendError", "DistNetworkError")  # fmt: skip
 SEEN = ("Signal", "Exit")  # ends that a guardian saw: their traceback is the end of the rank's own output
-_SPARE_BYTES = 1 << 15
+_MOST_SPARE_BYTES, _ALL_SPARE_BYTES = 1 << 15, 1 << 26  # of a rank, and of all ranks
+_PAGE = 1 << 12
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -34,13 +35,14 @@ class Account:
     def __init__(self, rank: Rank, run: RunDir, pulse: Pulse) -> None:
         self.rank, self.run, self._pulse = rank, run, pulse
         self._path, self._spare = run.error(rank.rank), run.spare(rank.rank)
+        self._spare_bytes = max(_PAGE, min(_MOST_SPARE_BYTES, _ALL_SPARE_BYTES // rank.world_size))
 
     def open(self) -> None:
         """Take room on the disk now, for a full disk must not hide why a rank failed."""
         with contextlib.suppress(OSError, AttributeError):  # macOS has no such call
             self.run.errors.mkdir(parents=True, exist_ok=True)
             with open(self._spare, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES)
+                os.posix_fallocate(file.fileno(), 0, self._spare_bytes)
 
     def close(self) -> None:
         """There is nothing more to tell."""
@@ -94,7 +96,7 @@ class Account:
                  "step": seen.step, "phase": seen.phase}  # fmt: skip
         limit = machine.tightest_limit()
         where["memory_limit"] = {"name": limit.name, "bytes": limit.size}
-        where["after"] = [path.name for path in self.run.told if path != self._path]
+        where["after"] = self.run.count_account()
         self._store({**where, "time": time.time(), **record})
 
     def is_an_echo(self) -> None:
@@ -107,7 +109,7 @@ class Account:
             write_json(self._path, record)
         except OSError:
             with contextlib.suppress(OSError):
-                _fill(self._spare, record)
+                _fill(self._spare, record, self._spare_bytes)
                 os.replace(self._spare, self._path)
 
     def _no_space(self, error: BaseException | None = None) -> str:
@@ -126,9 +128,9 @@ class Account:
         return ""
 
 
-def _fill(spare: Path, record: dict[str, Any]) -> None:
+def _fill(spare: Path, record: dict[str, Any], size: int) -> None:
     """Write into room that is taken already; of a long traceback the end, which tells."""
-    much = len(json.dumps(record)) - _SPARE_BYTES
+    much = len(json.dumps(record)) - size
     if much > 0:
         record = {
             **record,

@@ -97,10 +97,11 @@ def judge(beats: Sequence[Beat], setting: float, watched: float) -> Verdict | No
 
 def behind(beats: Sequence[Beat]) -> tuple[Beat, ...]:
     """Ranks that the others wait for: not heard of, else stopped, else with the fewest marks passed; else all."""
+    fewest = min(map(_passed, beats))
     for late in (
         [beat for beat in beats if beat.is_silent],
         [beat for beat in beats if beat.state in ("T", "Z")],
-        [beat for beat in beats if _passed(beat) == min(map(_passed, beats))],
+        [beat for beat in beats if _passed(beat) == fewest],
     ):
         if late:
             return tuple(late)
@@ -114,7 +115,8 @@ def _passed(beat: Beat) -> tuple[int, int]:
 def _who(late: Sequence[Beat], beats: Sequence[Beat]) -> str:
     names = ", ".join(_named(beat) for beat in late[:4])
     more = f" and {len(late) - 4} more" if len(late) > 4 else ""
-    waiting = [beat for beat in beats if beat not in late]
+    behind_ranks = {beat.rank for beat in late}
+    waiting = [beat for beat in beats if beat.rank not in behind_ranks]
     if not waiting:
         return f"{names}{more}" + ("; no rank is behind the others" if len(beats) > 1 else "")
     others = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{counted(len(waiting), 'other rank')} wait"

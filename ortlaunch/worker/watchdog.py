@@ -25,15 +25,15 @@ from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.lines import append_line
 from ortlaunch.run.lost import Lost
 from ortlaunch.worker.child import Child
-from ortlaunch.worker.exchange import Exchange
+from ortlaunch.worker.exchange import Exchange, beat_seconds
 from ortlaunch.worker.lost_host import LostHosts
 from ortlaunch.worker.pulse import AUTO, NEVER, Activity, Pulse, state_of
 from ortlaunch.worker.slow import SlowRanks
 from ortlaunch.worker.stall import EXIT_STATUS, Beat, Verdict, judge
 
-_BEAT_SECONDS = 1.0
+_JUDGE_SECONDS = 1.0  # of rank 0's guardian, which judges; the others beat (exchange.beat_seconds)
 _UNHEARD_SECONDS = 10.0  # after the ranks have met
-_ASLEEP_SECONDS = 5.0  # without a look: this guardian itself was stopped
+_ASLEEP_SECONDS = 4.0  # without a look in time: this guardian itself was stopped
 _STACK_SECONDS, _ALL_STACKS_SECONDS, _ORDER_SECONDS = 1.0, 2.0, 5.0
 _PY_SPY_SECONDS = 3
 _SHOWN_LINES = 12
@@ -50,7 +50,9 @@ class Watchdog:
         self.ended_it = False
         self._plan = Plan.read(run.plan)
         self._stacks = _memory_file()
-        self._beat_at = self._since = time.monotonic()
+        self._every = _JUDGE_SECONDS if rank.rank == 0 else beat_seconds(rank.world_size)
+        self._since = time.monotonic()
+        self._beat_at = self._since - self._every * rank.rank / rank.world_size  # so that beats are spread
         self._asked_at: float | None = None
         self._unheard_at = float("inf")  # when to report the ranks that no beat came from
         self._activity: Activity | None = None
@@ -72,12 +74,12 @@ class Watchdog:
         self.exchange.receive()
         if self._asked_at is not None or self.exchange.orders:
             self._go_on_ending(child)
-        elif time.monotonic() - self._beat_at >= _BEAT_SECONDS:
+        elif time.monotonic() - self._beat_at >= self._every:
             self._beat(child)
 
     def _beat(self, child: Child) -> None:
         now = time.monotonic()
-        if now - self._beat_at > _ASLEEP_SECONDS:
+        if now - self._beat_at > self._every + _ASLEEP_SECONDS:
             self._since = now
             self.exchange.wake()
         self._beat_at = now
@@ -197,7 +199,7 @@ class Watchdog:
             "exit_status": EXIT_STATUS, "signal": None, "secondary": False, "time": time.time(),
             "still_seconds": round(verdict.seconds, 1), "behind": late,
             "never_heard": self.exchange.never_heard() if self.exchange.is_hub else [],
-            "after": [path.name for path in self.run.told], "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
+            "after": self.run.count_account(), "ranks": [beat._asdict() for beat in sorted(verdict.beats)],
         }  # fmt: skip
 
     def leave(self) -> None:

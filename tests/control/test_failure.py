@@ -286,3 +286,11 @@ def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir
     if lost == "began":
         write_text(run.stop_request, "{}")
         assert explain_end(run, 1).status == 85
+
+
+def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
+    """The order of accounts is known without equal clocks, and no account names the earlier ones: 8,192 would."""
+    run = RunDir(tmp_path)
+    run.errors.mkdir()
+    assert [run.count_account() for _ in range(3)] == [0, 1, 2]
+    assert run.accounts.stat().st_size == 3

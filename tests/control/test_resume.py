@@ -94,7 +94,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "ranks, ZeRO and engine": (
         {"ranks": 2, "zero": {"stage": 1}, "engine": {"name": "inductor"}}, {},
         ["  changed: engine.name: 'eager' -> 'inductor': takes effect",
-         "  changed: zero: None -> {'stage': 1, 'fused_gradient_norm': True, 'offload': None, 'deepspeed': {}}: takes effect",
+         "  changed: zero: None -> {'stage': 1, 'fused_gradient_norm': True, 'offload': None, 'deepspeed': {}}: "
+         "takes effect",
          "  changed: world.ranks: 1 -> 2: takes effect",
          "  changed: world.global_samples: 2 -> 4: takes effect (the next step takes the samples that follow)"],
     ),

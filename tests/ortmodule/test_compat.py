@@ -170,6 +170,15 @@ try:
     ORTModule(Repeated(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 except Exception as error:
     raise SystemExit(f"stacked over another dimension: {error}")
+class Swapped(Model):
+    def forward(self, x):
+        weights = {"weight": self.linear.weight * 2, "bias": self.linear.bias}
+        return torch.func.functional_call(self.linear, weights, (x,)).sum()
+
+try:
+    ORTModule(Swapped(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
+except Exception as error:
+    raise SystemExit(f"weights of a call: {error}")
 class Tripled(Model):
     def forward(self, x):
         hidden = self.linear(x)
@@ -218,6 +227,7 @@ WITHOUT = {
     "fix_bernoulli_export": "bernoulli draws the other way round",
     "drop_redundant_casts": "a cast: ",
     "keep_constants_apart": "stacked over another dimension: ",
+    "trace_swapped_weights": "weights of a call: ",
     "export_diff_and_bool_cumsum": "documents: ",
     "export_exact_forms": "a loss of 200 was ",
     "export_rnn_as_gru": "an RNN: ",

@@ -13,7 +13,8 @@ import torch
 
 from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir, write_text
-from ortlaunch.worker.exchange import Exchange
+from ortlaunch.worker import exchange, stall
+from ortlaunch.worker.exchange import Exchange, beat_seconds
 from ortlaunch.worker.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, TRAINING, Pulse
 from ortlaunch.worker.rebuilding import COMPILING, tell_rebuilding
 from ortlaunch.worker.slow import SlowRanks
@@ -58,6 +59,43 @@ def test_limits(setting: float, warm: bool, step_seconds: float, found: tuple[fl
 def test_who_is_behind(beats: list[Beat], late: list[int]) -> None:
     """Silence counts more than a stopped process, that more than marks, marks more than collectives."""
     assert [one.rank for one in behind(beats)] == late
+
+
+def test_who_is_behind_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 2,048 beats is read twice; the least of all was once taken anew for each: four million reads."""
+    reads: list[int] = []
+
+    def passed(one: Beat) -> tuple[int, int]:
+        reads.append(one.rank)
+        return one.moves, one.collectives
+
+    monkeypatch.setattr(stall, "_passed", passed)
+    beats = [beat(rank, moves=9 + rank) for rank in range(2048)]
+    assert [late.rank for late in behind(beats)] == [0]
+    assert len(reads) == 2 * len(beats)
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(2, 1.0), (1024, 1.0), (2048, 2.0), (8192, 8.0)])
+def test_many_ranks_beat_less_often_and_are_silent_later(ranks: int, seconds: float) -> None:
+    """Rank 0 hears at most 1,024 beats a second; three lost beats in a row are not yet silence."""
+    assert beat_seconds(ranks) == seconds
+    hub = Exchange(Rank(0, ranks, 0, 1))
+    hub._key = b"met"
+    late = 3 * (seconds - 1.0)
+    hub._heard = {1: (beat(1), time.monotonic() - late - 4.0, None), 2: (beat(2), time.monotonic() - late - 6.0, None)}
+    assert [one.is_silent for one in hub.beats(beat(0)) or []] == [False, True]
+
+
+def test_a_look_takes_a_bounded_number_of_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guardian has its rank's output to read, too: what is left waits for the next look."""
+    monkeypatch.setattr(exchange, "_MESSAGES_A_LOOK", 3)
+    hub, *others = met(6)
+    for other in others:
+        other.tell(beat(other.rank.rank))
+    hub.receive()
+    assert len(hub._heard) == 3
+    hub.receive()
+    assert len(hub._heard) == 5
 
 
 def test_the_verdict_names_who_where_and_since_when() -> None:

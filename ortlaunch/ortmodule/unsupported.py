@@ -1,0 +1,117 @@
+"""What an export cannot take as it is: compiled layers run uncompiled, the rest is refused with a remedy.
+
+Owns the sentences for errors of torch and ONNX Runtime that do not name their cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule.counters import tally
+from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, owner
+
+_OURS = str(Path(__file__).parents[1])
+_HALF = "ONNX Runtime computes float32 on a CPU (and float16 on CUDA)"
+_EAGER = "use the model without ORTModule (engine.name: eager)"
+# A pattern in an error, and what is written in its place; {0} is what the pattern found.
+_SENTENCES = (
+    (
+        r"ORTModule does not support input type (<class '.*?'> for input \w+)",
+        "the forward pass is given {0}: an ORTModule takes tensors, Python's numbers, strings, lists, tuples and "
+        "dictionaries; give it the tensors of the object as arguments, and float(value) for a NumPy number",
+    ),
+    (
+        r"does not require grad and does not have a grad_fn",
+        "the forward pass calls torch.autograd.grad or backward, and ONNX Runtime's graph has no derivative of a "
+        f"derivative: wrap a part of the model that calls neither, or {_EAGER}",
+    ),
+)
+_TYPES = {
+    torch.bfloat16: f"{_HALF}, not bfloat16",
+    torch.float64: f"{_HALF}, not float64",
+    torch.float16: f"{_HALF}, not float16 there",
+}
+
+
+def install() -> None:
+    """Let errors of ONNX Runtime's passes name their cause."""
+    for manager in (TRAINING, EVALUATION):
+        wrap_method(owner(manager), "forward", _naming_causes)
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """The model itself of what `torch.compile(model)` returns."""
+    inner: nn.Module = vars(model)["_modules"]["_orig_mod"] if type(model).__name__ == "OptimizedModule" else model
+    return inner
+
+
+@contextlib.contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """While open, layers that torch.compile has compiled run as they are written."""
+    compiled = [layer for layer in module.modules() if vars(layer).get("_compiled_call_impl") is not None]
+    wrapped = [layer for layer in module.modules() if type(layer).__name__ == "OptimizedModule"]
+    if compiled or wrapped:
+        tally.note("layers compiled by torch.compile run in ONNX Runtime's graph, uncompiled")
+    with contextlib.ExitStack() as kept:
+        for layer, name, new in (
+            *((layer, "_compiled_call_impl", None) for layer in compiled),
+            *((layer, "forward", layer._orig_mod) for layer in wrapped),
+        ):
+            kept.callback(vars(layer).__setitem__, name, vars(layer)[name])
+            vars(layer)[name] = new
+        yield
+
+
+def refuse_weights(module: nn.Module) -> None:
+    """Raise RuntimeError where a weight is complex or its gradient sparse, which ONNX Runtime's graph has not."""
+    for path, layer in module.named_modules():
+        if getattr(layer, "sparse", False) is True and isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            raise RuntimeError(
+                f"{path.partition('.')[2]} has a sparse gradient, and ONNX Runtime's are dense: write sparse=False, "
+                f"with an optimizer for dense gradients, or {_EAGER}"
+            )
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_complex():
+            raise RuntimeError(
+                f"{name.partition('.')[2]} is complex, and ONNX Runtime takes real weights and buffers: keep its real "
+                "and imaginary part, torch.view_as_real(weight), and write torch.view_as_complex in the forward pass"
+            )
+
+
+def _naming_causes(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return original(manager, *args, **kwargs)
+    except Exception as error:
+        sentence = _sentence(manager, str(error))
+        if not sentence:
+            raise
+        raise RuntimeError(sentence + _line(str(error))) from error
+
+
+def _sentence(manager: Any, text: str) -> str:
+    for pattern, sentence in _SENTENCES:
+        if found := re.search(pattern, text):
+            return sentence.format(*found.groups())
+    if re.search(r"NOT_IMPLEMENTED|Type Error|Could not find an implementation", text):
+        device = manager._device.type if manager._device else "cpu"
+        kinds = {tensor.dtype for tensor in manager._flattened_module.parameters()}
+        if torch.is_autocast_enabled(device):
+            kinds.add(torch.get_autocast_dtype(device))
+        why = next((_TYPES[kind] for kind in kinds if kind in _TYPES and device == "cpu"), None)
+        return f"{why}: train in float32 without autocast (bf16=False), or {_EAGER}" if why else ""
+    return ""
+
+
+def _line(text: str) -> str:
+    """The innermost line of the user's in a traceback."""
+    found = re.findall(r'File "(.+?)", line (\d+)', text)
+    places = [(file, line) for file, line in found if not file.startswith(_OURS) and "site-packages" not in file]
+    return f" (at {places[-1][0]}:{places[-1][1]})" if places else ""

@@ -1,0 +1,196 @@
+"""Models that ended an export in torch's or ONNX Runtime's raw words: as in eager, or refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ortlaunch.ortmodule import ORTModule
+from tests.ort import needs_ort
+from tests.ortmodule.modules import Layers, same
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Hyper(nn.Module):
+    """A layer whose weights another layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.core = nn.Linear(8, 72), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.generator(x.mean(0))
+        return torch.func.functional_call(self.core, {"weight": made[:64].view(8, 8), "bias": made[64:]}, (x.tanh(),))
+
+
+class LowRank(nn.Module):
+    """Adds a product of two thin matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(8, 2) / 10), nn.Parameter(torch.randn(2, 8) / 10)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.left @ self.right
+
+
+class Cached(nn.Module):
+    """A parametrized layer that is used twice, its weight computed once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        parametrize.register_parametrization(self.layer, "weight", LowRank())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with parametrize.cached():
+            return self.layer(self.layer(x).tanh())
+
+
+class Quantized(nn.Module):
+    """Fake quantization by channels, with scales that have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, zeros = self.layer.weight, torch.zeros(8, dtype=torch.int32)
+        scale = weight.detach().abs().amax(1) / 127
+        weight = torch.fake_quantize_per_channel_affine(weight, scale, zeros, 0, -128, 127)
+        return nn.functional.linear(x, weight, self.layer.bias)
+
+
+class Diagonal(nn.Module):
+    """A complex constant, as in state space models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.turn = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.exp(-self.decay.exp() + 1j * self.turn) * x).real
+
+
+def compiled_layer() -> nn.Module:
+    """One layer compiled in place, and one by a wrapper."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    net[0].compile(backend="eager")
+    net[2] = torch.compile(net[2], backend="eager")
+    return net
+
+
+EQUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+    "weights that a layer computes": (Hyper, ORTModule),
+    "cached parametrizations": (Cached, ORTModule),
+    "quantized by channels": (Quantized, ORTModule),
+    "a complex constant": (Diagonal, ORTModule),
+    "compiled layers": (compiled_layer, ORTModule),
+    "a compiled model": (Layers, lambda model: ORTModule(torch.compile(model, backend="eager"))),
+    "an ORTModule that is compiled": (Layers, lambda model: torch.compile(ORTModule(model), backend="eager")),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_loss_and_gradients_are_eagers(name: str) -> None:
+    """In one step, and with other weights in a second one."""
+    make, wrap = EQUAL[name]
+    model = make()
+    eager = copy.deepcopy(model)
+    module = wrap(model)
+    for _ in range(2):
+        losses = [call(X).square().mean() for call in (module, eager)]
+        torch.testing.assert_close(*losses)
+        for each, loss in zip((model, eager), losses):
+            each.zero_grad()
+            loss.backward()
+        same(model, eager)
+        with torch.no_grad():
+            for each in (*model.parameters(), *eager.parameters()):
+                each.mul_(1.1)
+
+
+@dataclasses.dataclass
+class Batch:
+    """An object with a tensor."""
+
+    x: torch.Tensor
+
+
+class Given(nn.Module):
+    """Takes tensors, an object or a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, batch: Any, scale: Any = 1.0) -> torch.Tensor:
+        return self.norm(self.layer(getattr(batch, "x", batch)) * float(scale))
+
+
+class Derived(Given):
+    """A loss of a derivative."""
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.layer(x).tanh().sum(), x, create_graph=True)[0]
+
+
+class Sparse(nn.Module):
+    """Words with a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.words(x.long().clamp(0, 7))
+
+
+class Complex(nn.Module):
+    """A complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).abs()
+
+
+def autocast(module: Any) -> torch.Tensor:
+    """A pass as Trainer's bf16=True makes it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return module(X)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = {
+    "a dataclass": (Given, lambda module: module(Batch(X)), r"is given <class .*Batch'> for input batch: an ORTModule"),
+    "a NumPy number": (Given, lambda module: module(X, numpy.float32(2)), r"numpy.float32'> for input scale.*float\("),
+    "a derivative": (Derived, lambda module: module(X), r"calls torch.autograd.grad .* without ORTModule"),
+    "sparse gradients": (Sparse, lambda module: module(X), r"^words has a sparse gradient.* write sparse=False"),
+    "complex weights": (Complex, lambda module: module(X), r"^weight is complex.* torch.view_as_complex"),
+    "bfloat16": (lambda: Given().bfloat16(), lambda module: module(X.bfloat16()), r"not bfloat16: train in float32"),
+    "float64": (lambda: Given().double(), lambda module: module(X.double()), r"not float64: train in float32"),
+    "autocast": (Given, autocast, r"not bfloat16: train in float32 without autocast \(bf16=False\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_cause_and_remedy(name: str) -> None:
+    """In one sentence; eager runs the model."""
+    make, call, sentence = REFUSED[name]
+    call(make())
+    with pytest.raises(RuntimeError, match=sentence) as caught:
+        call(ORTModule(make()))
+    assert "\n" not in str(caught.value)
