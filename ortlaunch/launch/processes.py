@@ -60,6 +60,7 @@ class Job:
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.notice_ends = False
+        self.is_quiet = False  # another process prints what becomes of a notice
         self.private: str | None = None
         self.given_up: tuple[tuple[str, float], ...] = ()
         self.early: list[int] = []
@@ -236,8 +237,9 @@ def _kill(job: Job) -> None:
 def _notify(job: Job, number: int) -> None:
     """Pass a notice on."""
     saves = job.stop is not None and number == signal.SIGUSR2
-    _say(f"{signal.Signals(number).name} is passed on to the ranks, which "
-         f"{'save after this step' if saves else 'go on unless they handle it'}")  # fmt: skip
+    if not job.is_quiet:
+        _say(f"{signal.Signals(number).name} is passed on to the ranks, which "
+             f"{'save after this step' if saves else 'go on unless they handle it'}")  # fmt: skip
     _wake(job, number)
 
 
