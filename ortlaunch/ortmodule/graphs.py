@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ TWICE = (
 def choose_graphs() -> None:
     """ORT took the wrapper's mode for the model's, evaluation for no_grad, and every call for one like the first."""
     wrap_method(owner("_utils:"), "patch_torch_module_ort_forward_method", _choosing)
+    wrap_method(owner("_torch_module_ort:TorchModuleORT"), "is_training", _is_training)
     wrap_method(owner(TRAINING), "_create_autofunction_class", _once)
     _follow_flag(owner("ortmodule:ORTModule"))
 
@@ -77,6 +79,11 @@ def _choosing(original: Callable[..., None], module: Any) -> None:
         return module._ortlaunch_graphs.run(module, args, kwargs)
 
     module.forward = types.MethodType(forward, module)
+
+
+def _is_training(original: Callable[..., bool], module: Any) -> bool:
+    """For ORT's own callers: which manager a pass would take if no input had a gradient."""
+    return _trains(module._original_module, ())
 
 
 def _once(original: Callable[..., Any], manager: Any) -> Any:
@@ -145,6 +152,7 @@ class Graphs:
     """The managers of one ORTModule that have a graph, the last used first."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._kept: list[Any] = []
         self._groups: list[tuple[bool, bool]] = []
 
@@ -158,14 +166,13 @@ class Graphs:
             return managers(module.is_training()).forward(*args, **kwargs)
         module._flattened_module.training = model.training
         call = _call(managers(True), args, kwargs)
-        manager, why = self._find(managers, call)
-        if manager is None:
-            output = self._run_new(managers, call, why)
-        else:
+        with self._lock:  # threads share the graphs
+            manager, why = self._find(managers, call)
+            if manager is None:
+                return self._run_new(managers, call, why)
             _use(managers, call.trains, manager)
-            output = manager.forward(*args, **kwargs)
-        _refuse_other_numbers(managers(call.trains))
-        return output
+        _refuse_other_numbers(manager)
+        return manager.forward(*args, **kwargs)
 
     def _find(self, managers: Any, call: _Call) -> tuple[Any, str]:
         """The manager whose graph is one for this call, first now; else None, and why the last used is none."""
@@ -209,15 +216,14 @@ class Graphs:
             manager._ortlaunch_key = _Key(manager, call)
             self._kept.insert(0, manager)
             self._groups.append(group)
+            _refuse_other_numbers(manager)
         return output
 
 
 def _call(manager: Any, args: Any, kwargs: Any) -> _Call:
     gradients = torch.is_grad_enabled()
     model = manager._original_module
-    trains = any(layer.training for layer in model.modules()) or (
-        gradients and any(tensor.requires_grad for tensor in (*tensors((args, kwargs)), *model.parameters()))
-    )
+    trains = _trains(model, (args, kwargs))
     form = (
         _form(args, trains),
         _form(kwargs, trains),
@@ -225,6 +231,13 @@ def _call(manager: Any, args: Any, kwargs: Any) -> _Call:
         torch.are_deterministic_algorithms_enabled(),
     )
     return _Call(trains, model.training, gradients, form, args, kwargs)
+
+
+def _trains(model: Any, values: Any) -> bool:
+    """Whether a layer is in training mode, or gradients are computed."""
+    return any(layer.training for layer in model.modules()) or (
+        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
+    )
 
 
 def _form(value: Any, trains: bool) -> object:

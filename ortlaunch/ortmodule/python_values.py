@@ -145,12 +145,12 @@ class _Watch(TorchFunctionMode):
             places = self.places.checks
         places.add(f"{file}:{line}")
         if places is self.places.decisions:
-            self.places.layers.update(_innermost(frame, self._paths))
+            self.places.layers.update(innermost(frame, self._paths))
         if masked:
             self.places.masks.add(f"{file}:{line}")
 
 
-def _innermost(frame: Any, paths: dict[int, str]) -> list[str]:
+def innermost(frame: Any, paths: dict[int, str]) -> list[str]:
     """The path of the layer in whose code a frame runs; none for the model itself."""
     while frame:
         path = paths.get(id(frame.f_locals.get("self")))

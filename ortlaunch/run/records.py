@@ -66,6 +66,8 @@ class PlannedMemory:
     """What the forward pass keeps for the backward pass: an estimate."""
     buckets: int
     """DeepSpeed's communication buffers: an upper bound."""
+    overhead: int
+    """What the process holds beside these on a CPU: an estimate."""
     model: int
     """weights + gradients + optimizer."""
     peak: int
