@@ -67,10 +67,12 @@ class Metrics:
 def _shown(values: dict[str, Any]) -> list[str]:
     forms = {
         "epoch": "epoch {:.2f}", "loss": "loss {:.4f}", "evaluation_loss": "evaluation loss {:.4f}",
-        "learning_rate": "lr {:.3g}", "gradient_norm": "norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
+        "learning_rate": "lr {:.3g}", "gradient_norm": "grad norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
         **{f"evaluation_{name}": form for name, form in EVALUATED.items()},
     }  # fmt: skip
+    if values.get("tokens_per_second") is not None:  # one speed is enough for a line
+        del forms["samples_per_second"]
     own = (f"{name.replace(EVALUATION, 'evaluation ')} {values[name]:.4g}" for name in own_names(values))
     return [*(form.format(values[name]) for name, form in forms.items() if values.get(name) is not None), *own]
 

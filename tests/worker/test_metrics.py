@@ -107,8 +107,7 @@ def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytes
     assert (
         capsys.readouterr().out.splitlines()
         == [
-            "step 20/40  epoch 0.25  loss 1.2500  lr 0.002  norm 0.988  98,765 tokens/s  1,234.6 samples/s  MFU 5.2%  "
-            "ETA 0:10",
+            "step 20/40  epoch 0.25  loss 1.2500  lr 0.002  grad norm 0.988  98,765 tokens/s  MFU 5.2%  ETA 0:10",
             "step 20/40  loss 3.0000  ETA 0:10",
             "step 40/40  evaluation loss 2.0000  ETA 0:00",
         ]

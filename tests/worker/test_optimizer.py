@@ -110,7 +110,7 @@ def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> Non
             "fused_adam",
             torch.optim.AdamW,
             "torch.optim.AdamW(fused=True)",
-            "ONNX Runtime's FusedAdam runs on CUDA only",
+            "ONNX Runtime's is for CUDA only",
         ),
     ],
 )
