@@ -178,8 +178,7 @@ def _run(folder: Path, trial: Trial, overrides: Sequence[str]) -> Outcome:
 
 
 def _call(argv: Sequence[str], log: Path) -> int:
-    pipes = {"stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-    with log.open("ab") as file, subprocess.Popen(argv, stdout=file, **pipes) as child:
+    with log.open("ab") as file, subprocess.Popen(argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL) as child:
         try:
             return child.wait()
         except BaseException:  # a signal: what was started ends first
