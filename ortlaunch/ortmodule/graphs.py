@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ortlaunch.ortmodule import broadcasts, grad_mode
+from ortlaunch.ortmodule import broadcasts, escapes, grad_mode
 from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import seen_of
 from ortlaunch.ortmodule.grad_mode import tensors
@@ -164,6 +164,7 @@ class Graphs:
         else:
             _use(managers, call.trains, manager)
             output = manager.forward(*args, **kwargs)
+        escapes.put_back(managers(call.trains))
         _refuse_other_numbers(managers(call.trains))
         return output
 
