@@ -9,7 +9,7 @@ from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.source_guard import MANAGER, owner
 
 _ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
-_OF_THE_GRAPH = ("_ortlaunch_key", "_ortlaunch_norms")
+_OF_THE_GRAPH = ("_ortlaunch_key", "_ortlaunch_norms", "_ortlaunch_facts")
 
 
 def fix_deepcopy_and_pickle() -> None:

@@ -35,6 +35,13 @@ def is_torchs(name: str, inputs: Sequence[Any]) -> bool:
     return name in _TORCHS
 
 
+# Of ONNX Runtime's own ones torch.manual_seed repeats none.
+DRAWING = {
+    "aten::bernoulli", "aten::normal", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like",
+    "aten::randn", "aten::randn_like", "aten::randperm",
+}  # fmt: skip
+
+
 def _numbers(value: Any) -> list[float]:
     """Of a constant or a list of constants; none where it is computed."""
     parts = list(value.node().inputs()) if value.node().kind() == "prim::ListConstruct" else [value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ortlaunch.ortmodule.differentiable import STOPS
@@ -21,11 +22,11 @@ def without_unreached(export: Export, model: Any, names: list[str]) -> list[str]
     return [name for name in names if name in found or name not in used]
 
 
-def reached(graph: Any) -> set[str]:
-    """Names of a graph through which a gradient of its outputs may come."""
+def reached(graph: Any, outputs: Iterable[str] | None = None) -> set[str]:
+    """Names of a graph through which a gradient of these outputs may come, by default of all."""
     makers = {name: node for node in graph.node for name in node.output}
     reached: set[str] = set()
-    pending = [output.name for output in graph.output]
+    pending = [output.name for output in graph.output] if outputs is None else list(outputs)
     while pending:
         name = pending.pop()
         if name not in reached:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ortlaunch.ortmodule import broadcasts, grad_mode
+from ortlaunch.ortmodule import broadcasts, escapes, grad_mode
 from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import seen_of
 from ortlaunch.ortmodule.grad_mode import tensors
@@ -176,12 +176,17 @@ class Graphs:
         module._flattened_module.training = model.training
         call = _call(managers(True), args, kwargs)
         with self._lock:  # threads share the graphs
-            manager, why = self._find(managers, call)
-            if manager is None:
-                return self._run_new(managers, call, why)
-            _use(managers, call.trains, manager)
+            kept, why = self._find(managers, call)
+            if kept is None:
+                output = self._run_new(managers, call, why)
+            else:
+                _use(managers, call.trains, kept)
+            manager = managers(call.trains)
+        if kept is not None:
+            output = kept.forward(*args, **kwargs)
+        escapes.put_back(manager)
         _refuse_other_numbers(manager)
-        return manager.forward(*args, **kwargs)
+        return output
 
     def _find(self, managers: Any, call: _Call) -> tuple[Any, str]:
         """The manager whose graph is one for this call, first now; else None, and why the last used is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,13 +49,18 @@ class Call:
             if value.node().kind() == "prim::ListConstruct":
                 yield from value.node().inputs()
 
-    def write(self, context: Any, gradients: Any) -> Any:
+    def write(self, context: Any, gradients: Any, draws: bool = False, before: Any = None) -> Any:
         """Put the call into the graph; its outputs there.
+
+        draws: the operator draws random numbers, which have no gradient, and may be given no tensor.
+        before: a value of the graph that is computed before the call.
 
         Raises:
             NotCallable: with the reason.
         """
-        run = self._function(gradients)
+        run = self._function(gradients, draws)
+        if draws:
+            self._tensors.append(before or context.op("Constant", value_t=torch.zeros(1)))
         kinds, ranks, values = [], [], []
         for output in self._outputs:
             kind, rank = _described(output)
@@ -79,7 +85,7 @@ class Call:
             value.setType(like.with_dtype(kind).with_sizes([None] * rank))
         return values
 
-    def _function(self, gradients: Any) -> Callable[..., Any]:
+    def _function(self, gradients: Any, draws: bool) -> Callable[..., Any]:
         """What runs the operator on the tensors that the node is given.
 
         Those without a gradient are detached: torch refuses a scale of fake_quantize that has one.
@@ -91,7 +97,7 @@ class Call:
         builds = [self._argument(old, new, arg) for old, new, arg in zip(self._old, self._inputs, schema)]
         names = [arg.name if arg.kwarg_only else "" for arg in schema]
         pairs = [_is_complex(output) for output in self._outputs]
-        if not self._tensors:
+        if not self._tensors and not draws:
             raise NotCallable(f"{self.name} is given no tensor")
 
         derived = [gradients.reach(value) for value in self._tensors]
@@ -101,7 +107,8 @@ class Call:
             given = [build(tensors) for build in builds]
             args = [value for value, name in zip(given, names) if not name]
             kwargs = {name: value for value, name in zip(given, names) if name}
-            results = operator(*args, **kwargs)
+            with torch.no_grad() if draws else contextlib.nullcontext():
+                results = operator(*args, **kwargs)
             results = list(_flat(results))
             return [torch.view_as_real(r.resolve_conj()) if pair else r for r, pair in zip(results, pairs)]
 

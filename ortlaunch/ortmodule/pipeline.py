@@ -26,6 +26,7 @@ from ortlaunch.ortmodule import (
     counters,
     cross_entropy,
     custom_functions,
+    escapes,
     exact_forms,
     grad_mode,
     gradients,
@@ -59,6 +60,7 @@ _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], .
     ("follow_model_state", model_state.noted_state),
     ("stop_gradient_under_no_grad", grad_mode.noted),
     ("keep_buffers_exact", buffers.buffers_kept),
+    ("detect_kept_tensors", escapes.noted),
 )
 # 2. Around the trace alone, the innermost first.
 _TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (

@@ -22,6 +22,8 @@ import numpy
 import torch
 from torch import nn
 
+from ortlaunch.ortmodule.escapes import StaleTensor
+
 GLOBAL = "global "
 Place = tuple[str, str]
 _NUMBERS = (bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
@@ -144,7 +146,7 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
     Of an object its attributes with one of the `names`. Without names all, but no tensors in objects and dictionaries:
     there a pass leaves what nothing reads again.
     """
-    if isinstance(value, _WHOLE) or not deep:
+    if isinstance(value, (*_WHOLE, StaleTensor)) or not deep:
         return value
     if isinstance(value, nn.Parameter) and value.requires_grad:
         return value  # an input of the graph, which a step changes; a trace takes none for a constant

@@ -33,7 +33,9 @@ _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
           _T.allclose}  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_USERS = (f"{_TORCH}/", str(Path(__file__).parent), f"{Path(_TORCH).parent}/onnxruntime/")
 _LOOKS_AT_MASK = "_detect_is_causal_mask"
+_BETWEEN = (grad_mode.__file__, aliases.__file__, str(Path(__file__).with_name("weight_changes.py")))
 # Own looks at a batch, and torch's checks of a distribution's parameters.
 _QUIET = (str(Path(__file__).parent), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
 
@@ -47,6 +49,7 @@ def watched(export: Export) -> Iterator[None]:
     info, seen = export.info, export.seen
     numbers = [name in info.onnx_graph_input_const_as_tensor for name in info.onnx_graph_input_names]
     with _Watch(export.module, numbers, torch_modules.paths(export)) as watch:
+        seen["made"] = watch.made
         yield
     seen.update({name: sorted(places) for name, places in vars(watch.places).items() if places})
     if watch.places.sizes or watch.places.ones:
@@ -85,6 +88,8 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.places = _Places()
         self._kinds = WeakTensorKeyDictionary()  # of the others than values
+        self.made = WeakTensorKeyDictionary()
+        """Values, with the line of the model's that made each."""
         self._module, self._numbers = module, numbers
         # What is seen of a layer that runs as torch is not its call: the model calls its methods.
         layers = [(path, layer) for path, layer in module.named_modules() if not torch_modules.inside(path, whole)]
@@ -122,15 +127,15 @@ class _Watch(TorchFunctionMode):
         changed = changed_since(given, versions)
         for tensor in (*changed, *tensors(list(result) if isinstance(result, torch.Size) else result)):
             self._kinds[tensor] = kind
+        if kind == _VALUE:
+            frame = user_frame()
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self.made.update((tensor, line) for tensor in tensors(result) if not any(tensor is one for one in given))
         return result
 
     def _note(self, places: set[str]) -> None:
         frame = sys._getframe(2)
-        while frame.f_back and frame.f_code.co_filename in (
-            grad_mode.__file__,
-            aliases.__file__,
-            str(Path(__file__).with_name("weight_changes.py")),
-        ):  # which stand between
+        while frame.f_back and frame.f_code.co_filename in _BETWEEN:
             frame = frame.f_back
         if any(part in frame.f_code.co_filename for part in _QUIET):
             return
@@ -149,6 +154,14 @@ class _Watch(TorchFunctionMode):
             self.places.layers.update(innermost(frame, self._paths))
         if masked:
             self.places.masks.add(f"{file}:{line}")
+
+
+def user_frame() -> Any:
+    """The innermost running frame of code that is neither torch's nor ortlaunch's."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return frame
 
 
 def innermost(frame: Any, paths: dict[int, str]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ortlaunch.ortmodule import patching
+from ortlaunch.ortmodule.backward import follow_autograd
 from ortlaunch.ortmodule.broadcasts import keep_broadcast_sizes
 from ortlaunch.ortmodule.buffers import keep_buffers_exact
 from ortlaunch.ortmodule.checkpointing import see_ort_checkpoints
@@ -70,6 +71,7 @@ REPAIRS = (
         ),
         choose_graphs,
     ),
+    Repair("follow_autograd", (f"{TRAINING}._create_autofunction_class", f"{TRAINING}.forward"), follow_autograd),
     Repair(
         "keep_buffers_exact",
         (
@@ -114,6 +116,7 @@ REPAIRS = (
     ),
     Repair("export_smoothed_cross_entropy", (*_EXPORT, _CROSS_ENTROPY)),
     Repair("detect_traced_values", _EXPORT),
+    Repair("detect_kept_tensors", _EXPORT),
     Repair("export_grouped_conv1d_as_conv2d", _EXPORT),
     Repair("concatenate_constants", _EXPORT),
     Repair(

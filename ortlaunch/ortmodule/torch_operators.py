@@ -19,7 +19,7 @@ from unittest import mock
 from ortlaunch.ortmodule import extensions, operator_calls, torch_calls
 from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.differentiable import SILENT, Gradients, is_valid
-from ortlaunch.ortmodule.exact_forms import is_torchs
+from ortlaunch.ortmodule.exact_forms import DRAWING, is_torchs
 from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.settings import settings_of
@@ -78,6 +78,8 @@ class _Translator:
         self._training, self._able, self._by_rule = export.training, able, by_rule
         self._names = {*names, *_blamed_so_far(export.options)}
         self._schemas: dict[str, Any] = {}
+        self._drawn: Any = None
+        """The random numbers that the graph draws last: the next ones come after them, as in eager PyTorch."""
         self._makers: dict[str, set[str]] = vars(export.options).setdefault("_ortlaunch_makers", {})
         parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
         buffers = {name for name, _ in export.module.named_buffers()}
@@ -108,6 +110,10 @@ class _Translator:
         if name.rstrip("_") in _NEVER and not call.is_complex():
             return plainly()
         context = importlib.import_module(_JIT).GraphContext(graph, block, _opset(), node, {}, env, known, new)
+        if self._able and self._by_rule and name.rstrip("_") in DRAWING:
+            with contextlib.suppress(operator_calls.NotCallable):
+                self._drawn = call.write(context, self._gradients, draws=True, before=self._drawn)
+                return self._drawn
         asked = name.rstrip("_") in self._names or call.is_complex()
         if self._able and (asked or (self._by_rule and is_torchs(name.rstrip("_"), call.given()))):
             return call.write(context, self._gradients)

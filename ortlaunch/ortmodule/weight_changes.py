@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,20 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch.ortmodule import torch_modules
 from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.python_values import innermost
+from ortlaunch.ortmodule.python_values import innermost, user_frame
 from ortlaunch.ortmodule.source_guard import PACKAGE
 
 _SET_DATA = torch.Tensor.data.__set__
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _PLAIN_PASS = "parse_outputs_for_onnx_export_and_extract_schema"
-
-
-def user_frame() -> Any:
-    """The innermost running frame of code that is neither torch's nor ortlaunch's."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return frame
 
 
 @contextlib.contextmanager

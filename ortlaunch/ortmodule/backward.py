@@ -1,0 +1,162 @@
+"""Makes ONNX Runtime's backward pass follow autograd's rules: unused outputs, changed tensors, second derivatives.
+
+ORT gives every weight a gradient of zeros where its output was not used, computes with tensors that were changed after
+the forward pass, and has no derivative of its gradients. Here such weights get none, as in PyTorch, and the others are
+errors where PyTorch would raise one, or would compute a second derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ortlaunch.ortmodule.gradients import reached
+from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.source_guard import TRAINING, owner
+
+_SAME_VALUES = {"Cast", "Expand", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
+_SIZES = {"Shape", "Size"}
+_TWICE = (
+    "ONNX Runtime's graph has no derivative of its gradients, and this loss was computed of them (create_graph=True): "
+    "use plain PyTorch (engine.name: eager) for gradient penalties, forces and other second derivatives"
+)
+
+
+def follow_autograd() -> None:
+    """ORT's autograd function knows neither versions of tensors, unused outputs nor second derivatives."""
+    wrap_method(owner(TRAINING), "_create_autofunction_class", _following)
+
+
+class _Facts(NamedTuple):
+    """Of one training graph."""
+
+    needed: list[int]
+    """Places of the inputs and weights whose values the backward pass needs."""
+    reached: list[set[str]]
+    """Names of the inputs and weights that each output depends on with a gradient."""
+
+
+class _Saved(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+    version: int
+    address: int
+
+
+def _following(original: Callable[..., Any], manager: Any) -> Any:
+    function = original(manager)
+
+    class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            outputs = function.forward(ctx, *inputs)
+            names = list(_info(manager).onnx_graph_input_names)
+            ctx.ortlaunch_saved = list(_saved(names, inputs, _facts(manager).needed))
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            _check_versions(ctx.ortlaunch_saved)
+            with torch.no_grad():
+                found = function.backward(ctx, *gradients)
+            ctx.ortlaunch_saved = []
+            found = _without_unused(manager, gradients, found)
+            return _once_differentiable(found) if torch.is_grad_enabled() else found
+
+    return _ORTModuleFunction
+
+
+def _info(manager: Any) -> Any:
+    return manager._graph_transition_manager._post_export_processed_model_info
+
+
+def _facts(manager: Any) -> _Facts:
+    """Computed once for each graph."""
+    info, graph = _info(manager), manager._onnx_models.optimized_model.graph
+    known: tuple[Any, _Facts] | None = vars(manager).get("_ortlaunch_facts")
+    if known is None or known[0] is not graph:
+        names = set(_needed(graph))
+        places = [place for place, name in enumerate(info.onnx_graph_input_names) if name in names]
+        exported = info._post_export_processed_model.graph
+        outputs = [reached(exported, [output.name]) for output in exported.output]
+        known = vars(manager)["_ortlaunch_facts"] = graph, _Facts(places, outputs)
+    return known[1]
+
+
+# ------------------------------------------------------------------------------------------------ unused outputs
+
+
+def _without_unused(manager: Any, gradients: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+    """None for what only outputs without a gradient depend on."""
+    if all(gradient is not None for gradient in gradients):
+        return tuple(found)
+    outputs = _facts(manager).reached
+    used = set[str]().union(*(names for names, gradient in zip(outputs, gradients) if gradient is not None))
+    names = _info(manager).onnx_graph_input_names
+    return tuple(gradient if name in used else None for name, gradient in zip(names, found))
+
+
+# ----------------------------------------------------------------------------------------------- changed tensors
+
+
+def _saved(names: Sequence[str], inputs: Sequence[Any], places: Sequence[int]) -> Iterator[_Saved]:
+    for place in places:
+        tensor = inputs[place]
+        if not tensor.is_inference():
+            yield _Saved(names[place], tensor, tensor._version, tensor.data_ptr())
+
+
+def _check_versions(saved: Sequence[_Saved]) -> None:
+    for name, tensor, version, address in saved:
+        if (tensor._version, tensor.data_ptr()) != (version, address):
+            kind = f"{tensor.type()} {list(tensor.shape)}"
+            how = f"is at version {tensor._version}; expected version {version} instead"
+            if tensor._version == version:
+                how = "has another memory than in the forward pass (`.data = ...`)"
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{kind}], which is {name.replace('_original_module.', '', 1)}, {how}. Change it after the backward "
+                "pass, or call the module again before the backward pass"
+            )
+
+
+def _needed(graph: Any) -> Iterator[str]:
+    """Names of the inputs whose values nodes of the backward pass read, as they are or in another shape."""
+    nodes = list(graph.node)
+    border = next(place for place, node in enumerate(nodes) if node.op_type == "YieldOp")
+    makers = {name: node for node in nodes for name in node.output}
+    first = _before(nodes[border], makers)
+    for node in nodes:
+        if id(node) not in first and node is not nodes[border] and node.op_type not in _SIZES:
+            yield from (_origin(name, makers) for name in node.input)
+
+
+def _origin(name: str, makers: dict[str, Any]) -> str:
+    """What a value is, but for its shape."""
+    while name in makers and makers[name].op_type in _SAME_VALUES:
+        name = makers[name].input[0]
+    return name
+
+
+def _before(end: Any, makers: dict[str, Any]) -> set[int]:
+    """Ids of the nodes that `end` needs."""
+    found: set[int] = set()
+    waiting = [end]
+    while waiting:
+        node = waiting.pop()
+        new = [makers[name] for name in node.input if name in makers and id(makers[name]) not in found]
+        found.update(map(id, new))
+        waiting += new
+    return found
+
+
+# -------------------------------------------------------------------------------------------- second derivatives
+
+
+def _once_differentiable(found: Sequence[Any]) -> tuple[Any, ...]:
+    """Gradients whose own derivative is an error."""
+    made = [gradient for gradient in found if gradient is not None]
+    marked = iter(torch._C._functions.DelayedError(_TWICE, len(made))(*(g.detach().requires_grad_() for g in made)))
+    return tuple(None if gradient is None else next(marked) for gradient in found)

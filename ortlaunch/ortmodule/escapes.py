@@ -1,0 +1,199 @@
+"""Tensors of a forward pass that are kept outside its result: in attributes of layers, by hooks, in closures.
+
+ONNX Runtime's graph returns a model's outputs alone, so that such a tensor would be the one of the export for ever,
+without a gradient. After each pass a `StaleTensor` takes its place: nothing changes for a model in which nobody reads
+it, and every use of it is an error with its location. Tensors made of constants, buffers or sizes alone are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ortlaunch.ortmodule.export import Export, seen_of
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_DEEP = 3
+Kept = tuple[Any, Any, Any]
+"""A container, a key or index in it, and what takes its place there."""
+
+
+class StaleTensor(torch.Tensor):
+    """Takes the place of a tensor that ONNX Runtime's graph does not compute; every use of it raises RuntimeError."""
+
+    message: str
+
+    @staticmethod
+    def __new__(cls, message: str) -> StaleTensor:
+        with torch._C.DisableTorchFunction():
+            stale: StaleTensor = torch.Tensor._make_subclass(cls, torch.empty(0))
+        stale.message = message
+        return stale
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(next(one.message for one in tree_leaves((args, kwargs)) if isinstance(one, StaleTensor)))
+
+    def __repr__(self) -> str:
+        return f"StaleTensor({self.message!r})"
+
+    def __deepcopy__(self, memo: Any) -> StaleTensor:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return StaleTensor, (self.message,)
+
+
+@contextlib.contextmanager
+def noted(export: Export) -> Iterator[None]:
+    """Note which tensors of the trace are alive after it, and where.
+
+    Raises:
+        RuntimeError: one is kept where nothing can take its place.
+    """
+    yield
+    made = export.seen.pop("made", {})
+    if any(_held(tensor) for tensor in list(made)):
+        gc.collect()
+    if any(_held(tensor) for tensor in list(made)):
+        with _unfrozen():
+            export.seen["kept"] = _find(export.module, made)
+
+
+@contextlib.contextmanager
+def _unfrozen() -> Iterator[None]:
+    """While open, no object is frozen: referrers are searched among the others alone."""
+    frozen, enabled = gc.get_freeze_count(), gc.isenabled()
+    gc.disable()
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def put_back(manager: Any) -> None:
+    """Let stale tensors be where this graph's export, or a pass of the model itself since, has left others."""
+    for container, key, value in seen_of(manager._graph_transition_manager).get("kept", ()):
+        if isinstance(container, types.CellType):
+            container.cell_contents = value
+        elif isinstance(container, dict) or key < len(container):
+            container[key] = value
+
+
+def _held(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, nn.Parameter)
+
+
+def _find(module: nn.Module, made: Mapping[torch.Tensor, str]) -> list[Kept]:
+    alive = [tensor for tensor in list(made) if _held(tensor)]
+    stale: dict[int, Any] = {id(tensor): (tensor, made[tensor]) for tensor in alive}
+    found: list[Kept] = []
+    _replace(module, alive, stale, found, _DEEP)
+    containers = {id(container) for container, _, _ in found}
+    for layer in module.modules():
+        for name, value in vars(layer).items():
+            if id(value) in containers or _contains(value, containers, _DEEP):
+                found.append((vars(layer), name, value))
+    return found
+
+
+def _replace(module: nn.Module, objects: list[Any], stale: dict[int, Any], found: list[Kept], deep: int) -> None:
+    """Note, for each container of one of `objects`, what takes the place of the object there.
+
+    stale: by the id of an object it and its line, or it and what takes its place.
+    """
+    inner: dict[int, Any] = {}
+    own = {id(objects), id(stale), *map(id, stale.values())}
+    for holder in gc.get_referrers(*objects):
+        if id(holder) not in own and not isinstance(holder, types.FrameType):
+            found.extend(_replaced(module, holder, stale, inner if deep else None))
+    if inner:
+        _replace(module, [old for old, _ in inner.values()], inner, found, deep - 1)
+
+
+def _replaced(module: nn.Module, holder: Any, stale: dict[int, Any], inner: dict[int, Any] | None) -> list[Kept]:
+    """Of one container; a tuple goes into `inner`, with another one."""
+    if isinstance(holder, types.CellType):
+        items: Any = {"cell_contents": holder.cell_contents}
+    else:
+        items = holder if isinstance(holder, (dict, list, deque, tuple)) else getattr(holder, "__dict__", None)
+    if items is None or (isinstance(items, tuple) and inner is None):
+        raise RuntimeError(_message(f"a {type(holder).__name__}", "one of its lines"))
+    places = list(items.items() if isinstance(items, dict) else enumerate(items))
+    new = {key: _stale(module, holder, items, key, stale[id(value)]) for key, value in places if id(value) in stale}
+    if isinstance(items, tuple) and inner is not None:
+        inner[id(items)] = items, _typed(items, tuple(new.get(key, value) for key, value in places))
+        return []
+    container = holder if isinstance(holder, types.CellType) else items
+    return [(container, key, value) for key, value in new.items()]
+
+
+def _stale(module: nn.Module, holder: Any, items: Any, key: Any, entry: tuple[Any, Any]) -> Any:
+    """What takes the place of an object under a key of a container."""
+    if not isinstance(entry[1], str):
+        return entry[1]
+    for path, layer in module.named_modules():
+        if items is layer._buffers:
+            raise RuntimeError(_message(f"the buffer {_plain(f'{path}.{key}')}", entry[1]))
+    return StaleTensor(_message(_where(module, holder, items, key), entry[1]))
+
+
+def _message(where: str, line: str) -> str:
+    return (
+        f"{where} keeps a tensor that the forward pass made at {line}. ONNX Runtime's graph returns the outputs of the "
+        "model alone, so that this tensor would stay the first pass's, without a gradient: return it from forward"
+    )
+
+
+def _where(module: nn.Module, holder: Any, items: Any, key: Any) -> str:
+    for path, layer in module.named_modules():
+        if items is vars(layer):
+            return f"the model's attribute {_plain(f'{path}.{key}')}"
+        for name, value in vars(layer).items():
+            if value is items or (name not in _HOOKS and _contains(value, {id(items)}, _DEEP)):
+                return f"the model's attribute {_plain(f'{path}.{name}')}"
+        for hook in (hook for hooks in _HOOKS for hook in getattr(layer, hooks).values()):
+            if any(items is value or holder is value for value in _reads(hook)):
+                return f"a hook of the layer {_plain(path) or 'around all others'} (under {key!r})"
+    return f"a {type(holder).__name__} outside the model (under {key!r})"
+
+
+def _reads(hook: Any) -> Iterator[Any]:
+    """What a hook may write to."""
+    function = getattr(hook, "__func__", hook)
+    for cell in getattr(function, "__closure__", None) or ():
+        yield cell
+        yield cell.cell_contents
+    owner = getattr(hook, "__self__", None)
+    if owner is not None and hasattr(owner, "__dict__"):
+        yield from (vars(owner), *vars(owner).values())
+    if isinstance(function, types.FunctionType):
+        yield from (function.__globals__.get(name) for name in function.__code__.co_names)
+
+
+def _plain(path: str) -> str:
+    """Without ORT's own part of it."""
+    return path.partition(".")[2]
+
+
+def _typed(old: Any, values: tuple[Any, ...]) -> Any:
+    return type(old)(*values) if hasattr(old, "_fields") else type(old)(values)
+
+
+def _contains(value: Any, containers: set[int], deep: int) -> bool:
+    if not deep or not isinstance(value, (dict, list, tuple, deque)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return any(id(item) in containers or _contains(item, containers, deep - 1) for item in inner)

@@ -1,0 +1,148 @@
+"""A tensor of a forward pass that is kept outside its result is never one of an earlier pass."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ortlaunch.ortmodule.escapes import StaleTensor
+from tests.ort import needs_ort
+from tests.ortmodule.modules import wrapped
+from tests.ortmodule.programs import compare
+
+pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+OUTSIDE: dict[str, Any] = {}
+BOX = types.SimpleNamespace(loss=None)
+
+
+class Auxiliary(nn.Module):
+    """A second loss that a function of the test keeps."""
+
+    def __init__(self, keep: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.first, self.keep, self.losses, self.loss = nn.Linear(8, 4), keep, [], None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.first(x).softmax(-1)
+        self.keep(self, shares.square().mean())
+        return (shares * shares.log()).sum(-1).mean()
+
+
+def attribute(model: Any, loss: torch.Tensor) -> None:
+    model.loss = loss
+
+
+def listed(model: Any, loss: torch.Tensor) -> None:
+    model.losses = [loss]
+
+
+def in_a_tuple(model: Any, loss: torch.Tensor) -> None:
+    model.loss = {"all": (loss, loss * 2)}
+
+
+def in_a_box(model: Any, loss: torch.Tensor) -> None:
+    BOX.loss = loss
+
+
+def in_a_global(model: Any, loss: torch.Tensor) -> None:
+    OUTSIDE["loss"] = loss
+
+
+def closure() -> tuple[Any, Any]:
+    kept = None
+
+    def keep(model: Any, loss: torch.Tensor) -> None:
+        nonlocal kept
+        kept = loss
+
+    return keep, lambda model: kept
+
+
+in_a_cell, of_the_cell = closure()
+KEPT: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "attribute": (attribute, lambda model: model.loss, "the model's attribute loss"),
+    "list": (listed, lambda model: model.losses[0], "the model's attribute losses"),
+    "tuple": (in_a_tuple, lambda model: model.loss["all"][0], "the model's attribute loss"),
+    "object": (in_a_box, lambda model: BOX.loss, "outside the model"),
+    "global": (in_a_global, lambda model: OUTSIDE["loss"], "outside the model"),
+    "cell": (in_a_cell, of_the_cell, "outside the model"),
+}
+
+
+@pytest.mark.parametrize("place", KEPT)
+def test_a_kept_tensor_is_an_error_where_it_is_used(place: str) -> None:
+    """In each pass, after one of the model itself too; the message has the place and the line."""
+    keep, read, where = KEPT[place]
+    model = Auxiliary(keep)
+    module = wrapped(model)
+    for _ in range(2):
+        module(X).backward()
+        with pytest.raises(RuntimeError, match=rf"{where}.* keeps a tensor .* at {re.escape(__file__)}:\d+"):
+            (module(X) + read(model)).backward()
+        model(X)
+        assert type(read(model)) is torch.Tensor
+
+
+def trained(module: Any, model: nn.Module) -> dict[str, Any]:
+    losses = {}
+    for step in range(3):
+        losses[f"loss {step}"] = loss = module(X)
+        loss.backward()
+    return losses
+
+
+@pytest.mark.parametrize("place", KEPT)
+def test_a_model_whose_kept_tensors_nobody_reads_trains_as_before(place: str) -> None:
+    """Values and gradients are eager's, and the model can be copied, pickled and printed."""
+    compare(trained, Auxiliary(KEPT[place][0]))
+    if place == "attribute":
+        model = Auxiliary(attribute)
+        wrapped(model)(X)
+        assert isinstance(copy.deepcopy(model).loss, StaleTensor)
+        assert "model's attribute loss" in repr(pickle.loads(pickle.dumps(model.loss)))
+
+
+def test_what_a_hook_keeps_is_an_error_where_it_is_used() -> None:
+    """The message has the layer of the hook."""
+    kept: dict[str, torch.Tensor] = {}
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1))
+    model[0].register_forward_hook(lambda layer, given, output: kept.update(output=output))
+    wrapped(model)(X)
+    with pytest.raises(RuntimeError, match="a hook of the layer 0"):
+        kept["output"].square().mean()
+
+
+class Table(nn.Module):
+    """Computes what depends on sizes once, and again for a longer batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.angles = nn.Linear(8, 8), None
+        self.register_buffer("rates", torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.angles is None or self.angles.shape[0] < x.shape[0]:
+            self.angles = (torch.arange(x.shape[0])[:, None] * self.rates).cos()
+        return (self.first(x) * self.angles[: x.shape[0]]).square().mean()
+
+
+def test_a_table_of_constants_stays() -> None:
+    """Rotary embeddings and masks are made of sizes and buffers alone."""
+
+    def trained(module: Any, model: nn.Module) -> dict[str, Any]:
+        losses = {f"loss {rows}": module(X[:rows]) for rows in (4, 6, 5)}
+        sum(losses.values()).backward()
+        assert type(model.angles) is torch.Tensor
+        return losses
+
+    compare(trained, Table())
