@@ -21,6 +21,7 @@ _COMPLETE = "_ortlaunch_complete"
 def wrapper_class() -> Any:
     """A subclass of ORT's ORTModule, once a process."""
     base: Any = importlib.import_module(PACKAGE).ORTModule
+    eval_frame: Any = importlib.import_module("torch._C._dynamo").eval_frame
 
     class ORTModule(base):
         @property  # type: ignore[misc]
@@ -33,6 +34,16 @@ def wrapper_class() -> Any:
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             _complete(self)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Unseen by torch.compile(wrapped), which would trace ORT's Python code."""
+            compiling = eval_frame.set_eval_frame(None)
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                eval_frame.set_eval_frame(compiling)
+
+        vars(__call__)["_torchdynamo_disable"] = True
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             return _new, (), self.__getstate__()
@@ -64,7 +75,6 @@ def _complete(wrapped: Any) -> None:
     for name in list(vars(wrapped)):
         if name in _SAVING or isinstance(inspect.getattr_static(kind, name, None), classmethod):
             del vars(wrapped)[name]
-    wrapped.forward.__func__._torchdynamo_disable = True  # torch.compile(wrapped) would trace ORT's Python code
     vars(wrapped)[_COMPLETE] = True
 
 

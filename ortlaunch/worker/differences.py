@@ -41,7 +41,8 @@ LIMITS = {
 ROUNDING = 10
 """In fp32 a difference is rounding if the engine is no more than this many times as far from float64 as PyTorch is."""
 CAP = 10
-"""Above this many times the tolerance nothing is rounding: a model whose passes differ is far from float64, too."""
+"""Above this many times the tolerance a difference is rounding only if the engine itself is within the tolerance of
+float64: a model whose passes differ is far from float64, too."""
 
 
 class Difference(NamedTuple):
@@ -122,7 +123,8 @@ def judged(found: Comparison, ours: Comparison, theirs: Comparison, tolerance: f
     """`found`, with what is rounding by how far the engine and PyTorch are from float64."""
 
     def is_rounding(value: float, our: float, their: float) -> bool:
-        return tolerance < value <= CAP * tolerance and our <= max(tolerance, ROUNDING * their)
+        near = value <= CAP * tolerance and our <= ROUNDING * their
+        return value > tolerance and (our <= tolerance or near)
 
     def marked(all_found: Sequence[Difference], *errors: Sequence[Difference]) -> tuple[Difference, ...]:
         our, their = ({each.name: each.value for each in of_one} for of_one in errors)

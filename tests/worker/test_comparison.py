@@ -259,6 +259,24 @@ def test_float64_tells_rounding_from_an_error(roundings: int, judgement: str) ->
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_an_engine_that_is_nearer_to_float64_is_right() -> None:
+    """Where PyTorch itself loses digits, here by a sum that is larger than its terms by a million."""
+
+    class Losing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((8,), 0.1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x * self.weight + 1e6) - 1e6).square().mean()
+
+    net = Losing()
+    found = compare(net, lambda x: (x * net.weight).square().mean(), BATCH)
+    assert found.gradients[0].value > 0.01
+    assert found.rounding == ["loss", "weight"]
+    assert found.largest == 0
+
+
 def test_a_model_whose_passes_differ_is_no_rounding() -> None:
     """It is as far from itself in float64 as an engine is that has one pass's values."""
 

@@ -102,6 +102,23 @@ class Sampled(nn.Module):
         return (self.decoder(code + torch.empty(4).normal_()) - x).square().mean()
 
 
+def test_a_reentrant_checkpoint_is_compared() -> None:
+    """Its gradients come by backward() alone in PyTorch; ONNX Runtime recomputes in its graph."""
+
+    class Kept(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.utils.checkpoint.checkpoint(torch.nn.Sequential(self.first, nn.Tanh()), x * self.scale,
+                                                       use_reentrant=True)  # fmt: skip
+            return self.second(hidden).square().mean()
+
+    net = Kept()
+    net.scale = nn.Parameter(torch.ones(8))
+    found = compare(net, wrapped(net), {"x": X})
+    assert found.largest < 1e-5
+    assert len(found.gradients) == 5
+    assert all(each.reference_norm > 0 for each in found.gradients)
+
+
 def test_a_model_that_draws_random_numbers_is_compared() -> None:
     """Both passes get the same ones, new ones in every step, from one graph."""
     net, made = Sampled(), []
