@@ -85,7 +85,7 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
     recipe, plan = recipe or _recipe(run), Plan.read(run.plan)
     make_importable(recipe, Path(plan.modules))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    if not (run.checkpoint(step) / COMPLETE).exists():  # this user may not hold it (run/held.py)
+    if not (run.checkpoint(step) / COMPLETE).exists():  # a disk without locks: run/held.py
         raise CheckpointError(f"{run.checkpoint(step)} was removed by its run meanwhile (checkpoint.keep); try again")
     if wrong := damage(run.checkpoint(step), alone):
         raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")

@@ -107,7 +107,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run.export_records": (set(), set()),
     "run.engine_report": ({"run.records"}, set()),
     "run.reference": ({"plan", "run"}, set()),
-    "run.held": ({"process", "run.folder"}, set()),
+    "run.held": ({"run.folder"}, set()),
     "run.lock": ({"errors", "rank", "process", "run.folder"}, set()),
     "run.lost": ({"run.folder"}, set()),
     "launch": (
