@@ -12,6 +12,7 @@ import hashlib
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from datetime import timedelta
@@ -35,6 +36,8 @@ from ortlaunch.worker.meeting_port import cannot_meet
 # end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.
 _KEPT: list[object] = []
 JOIN_TIMEOUT = timedelta(minutes=30)
+_LATE_SECONDS, _ARRIVED = 20, "ortlaunch/arrived/{}"
+_MET = threading.Event()  # the first collective of all ranks was done
 
 
 class DistributedContext:
@@ -153,7 +156,9 @@ def agree(plan: Plan, rank: Rank) -> None:
 def agree_on_files(group: DistributedContext, run: RunDir, texts: list[str]) -> None:
     """All ranks must have read the same recipe and plan: one that came early may have met an older run's."""
     digest = hashlib.sha256("".join(texts).encode()).hexdigest()
-    other = next((rank for rank, found in enumerate(group.gather(digest)) if found != digest), None)
+    digests = group.gather(digest)
+    _MET.set()
+    other = next((rank for rank, found in enumerate(digests) if found != digest), None)
     if other is not None:
         raise LaunchError(
             f"rank {group.rank} and rank {other} have read different files in {run}; start again, in a folder that all "
@@ -215,11 +220,32 @@ def _join(plan: Plan, rank: Rank, run: RunDir, backend: str) -> None:
         hosts = [node.host for node in plan.nodes]
         store = _through_mpi(rank) if _uses_mpi(launcher) else _through_folder(rank, _meeting(run, launcher), hosts)
     try:
+        if isinstance(store, dist.TCPStore):
+            store.set(_ARRIVED.format(rank.rank), "")
+            if rank.rank == 0:
+                threading.Thread(target=_report_late_ranks, args=(plan, store.host, store.port), daemon=True).start()
         dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT)
     except dist.DistNetworkError as error:
         if store is not None:
             raise
         raise cannot_meet(os.environ, str(error).splitlines()[0]) from None
+
+
+def _report_late_ranks(plan: Plan, host: str, port: int) -> None:
+    """Print, if no collective of all ranks was done after some seconds, who has not reached rank 0's port."""
+    if _MET.wait(_LATE_SECONDS):
+        return
+    with contextlib.suppress(dist.DistError):  # a connection of its own: the other one waits in its lock
+        seen = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+        late = [rank for rank in range(plan.world_size) if not seen.check([_ARRIVED.format(rank)])]
+        names = ", ".join(f"rank {rank} on host {plan.node_of(rank).host}" for rank in late[:4])
+        more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+        where = f"{names}{more} did not reach {host}:{port}, where ranks meet" if late else (
+            "every rank reached rank 0, and connections among the others are missing: a firewall between two hosts?"
+        )  # fmt: skip
+        print(
+            f"still joining after {_LATE_SECONDS} s: {where}; `ortlaunch doctor` tries every pair of hosts", flush=True
+        )
 
 
 def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
@@ -287,7 +313,9 @@ def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     interface.use(where[0] if listener else interface.source_address(where[0]) or "", os.environ)
     held = {"master_listen_fd": listener.detach()} if listener else {}
-    return dist.TCPStore(where[0], where[1], rank.world_size, is_master=bool(held), timeout=JOIN_TIMEOUT, **held)
+    return dist.TCPStore(
+        where[0], where[1], rank.world_size, is_master=bool(held), timeout=JOIN_TIMEOUT, wait_for_workers=False, **held
+    )
 
 
 def _export(rank: Rank, device: torch.device) -> None:

@@ -39,6 +39,27 @@ def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
     assert (train.returncode, f"on host {lost} is lost, and all others" in said, named < 15) == (1, True, True)
 
 
+def test_ranks_that_cannot_join(home: Home) -> None:
+    """Where nobody looked at the hosts before, rank 0 prints after seconds that connections are missing."""
+    (home.folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\nhost3 slots=1\n")
+    words = ["train", "recipe.yaml", "launch.preflight=false", "batch.micro_size=8", "batch.accumulation_steps=1"]
+    words += ["batch.global_size=null", "--hostfile", "hosts", "--launcher", "torchrun", "--run-dir", "my run"]
+    command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
+    with home.lab.firewall("meta l4proto tcp tcp dport 1024-65535 ct state new", "host2"):
+        train = subprocess.Popen(command, env=home.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            assert train.stdout is not None
+            lines = []
+            for line in train.stdout:
+                lines.append(line)
+                if "still joining after 20 s" in line:
+                    break
+        finally:
+            train.terminate()
+            train.wait(30)
+    assert "every rank reached rank 0, and connections among the others are missing" in lines[-1], "".join(lines)
+
+
 @pytest.mark.long
 def test_a_stalled_run_whose_guardians_hear_nothing_of_each_other(home: Home) -> None:
     """UDP closed between hosts is printed; a link that is lost then is a stall, and no launcher outlives it."""
