@@ -25,7 +25,7 @@ _CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
 # What a process on a CPU holds at its peak beside the tensors that are counted, by engine: bytes, and shares of the
 # model's bytes and of activations. Fitted to memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch
 # 2.13): the sum is then within 25 % of the peak, without recomputation.
-_OVERHEAD = {"eager": (10 << 20, 0.0, 0.5), "inductor": (85 << 20, 0.0, 0.2), "ort": (40 << 20, 0.4, 0.25)}
+_OVERHEAD = {"eager": (10 << 20, 0.0, 0.5), "inductor": (85 << 20, 0.0, 0.2), "ort": (30 << 20, 0.4, 0.25)}
 # DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
 _PERSISTENT, _BUCKET = 100_000, 500_000_000
 
