@@ -43,7 +43,11 @@ class Metrics:
         """Record the values of a step (from 1) and show them."""
         elapsed = time.perf_counter() - self.started
         record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
-        self.file.write(json_text(record) + "\n")
+        try:
+            self.file.write(json_text(record) + "\n")
+        except OSError as error:
+            error.filename = self.file.name  # a full disk is met in a write, which has no name
+            raise
         for tracker in self.trackers:
             tracker.log(step, values)
         self._show(step, values, elapsed)

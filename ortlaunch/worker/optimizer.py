@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ortlaunch.errors import InputError
 from ortlaunch.recipe.models import Optimizer
 
 # multi_tensor_adam.cu of ONNX Runtime 1.19.2: `int sizes[]`, and `chunk_idx * chunk_size` in int.
@@ -42,6 +43,10 @@ def build_optimizer(
         ranks: over which DeepSpeed divides them.
     """
     groups, notes = parameter_groups(recipe, model.named_parameters())
+    if not groups:
+        count = len([*model.parameters()])
+        why = f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
+        raise InputError(f"model: there is nothing to train: {why}")
     rate: dict[str, Any] = {"lr": recipe.learning_rate}
     adam: dict[str, Any] = {**rate, "betas": recipe.betas, "eps": recipe.epsilon}
     if recipe.name == "lamb":

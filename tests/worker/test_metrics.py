@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import struct
@@ -69,6 +70,21 @@ def test_a_record_is_there_at_once(tmp_path: Path, clock: list[float]) -> None:
     metrics.write(10, {"evaluation_loss": 2.0})
     assert records(run)[1:] == [{"step": 10, "evaluation_loss": 2.0, "elapsed_seconds": 2.5}]
     metrics.close()
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """A write has no file name, by which the run's own errors are known from the user's."""
+    metrics = Metrics(recipe(), RunDir(tmp_path), 0)
+    metrics.file.close()
+
+    def write(text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    full: Any = SimpleNamespace(name="metrics.jsonl", write=write)
+    metrics.file = full
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        metrics.write(1, {"loss": 1.0})
+    assert caught.value.filename == "metrics.jsonl"
 
 
 def test_a_record_is_json(tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
