@@ -69,7 +69,7 @@ def session_here(
     wrapped.has_numbers = made.model.task == "custom"
     engine = build_engine(made, planned, wrapped, group, batches.micro_batch(0, 0, 0))
     held_out = None if evaluation is None else OwnSamples(evaluation)
-    data: Any = SimpleNamespace(train=batches.samples, evaluation=held_out, tokenizer=None)
+    data: Any = SimpleNamespace(train=batches.samples, evaluation=held_out, tokenizer=None, class_lines=list)
     found = choose(run, group)
     known = identity(batches.samples, model)
     return Session(made, planned, run, group, data, batches, wrapped, engine, found, identity=known)

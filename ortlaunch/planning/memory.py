@@ -25,7 +25,8 @@ _CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
 # What a process on a CPU holds at its peak beside the tensors that are counted, by engine: bytes, and shares of the
 # model's bytes and of activations. Fitted to memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch
 # 2.13): the sum is then within 25 % of the peak, without recomputation.
-_OVERHEAD = {"eager": (10 << 20, 0.0, 0.5), "inductor": (85 << 20, 0.0, 0.2), "ort": (40 << 20, 0.4, 0.25)}
+_OVERHEAD = {"eager": (10 << 20, 0.0, 0.5), "inductor": (85 << 20, 0.0, 0.2), "ort": (25 << 20, 0.4, 0.25)}
+_LLAMA_GRAPH = 25 << 20  # of engine ort more, whose graph writes out RMSNorm and rotary positions
 # DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
 _PERSISTENT, _BUCKET = 100_000, 500_000_000
 
@@ -121,17 +122,24 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
         exact = _off_gpu(recipe, _zero(recipe, tensors, trainable, activations, stage, ranks), stage, device)
         stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
     if device == "cpu":
-        stages = [(stage, parts._replace(overhead=_overhead(recipe, parts))) for stage, parts in stages]
+        stages = [
+            (stage, parts._replace(overhead=_overhead(recipe, parts, config["model_type"]))) for stage, parts in stages
+        ]
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     chunk = chunked(recipe, micro_samples * (recipe.data.sequence_length or 0), int(config["vocab_size"]), device)
     compared = 2 * _width(recipe) * trainable if compared_steps(recipe, config["model_type"]).steps else 0
     return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable), chunk, compared)
 
 
-def _overhead(recipe: Recipe, parts: Bytes) -> int:
+def _overhead(recipe: Recipe, parts: Bytes, family: str) -> int:
     """Of engine `auto` the most."""
-    known = _OVERHEAD.values() if recipe.engine.name == "auto" else [_OVERHEAD[recipe.engine.name]]
-    return max(int(least + of_model * parts.model + kept * parts.activations) for least, of_model, kept in known)
+    names = _OVERHEAD if recipe.engine.name == "auto" else [recipe.engine.name]
+    return max(
+        int(least + of_model * parts.model + kept * parts.activations)
+        + (_LLAMA_GRAPH if name == "ort" and family == "llama" else 0)
+        for name in names
+        for least, of_model, kept in [_OVERHEAD[name]]
+    )
 
 
 def why_unknown(recipe: Recipe) -> str:

@@ -127,7 +127,7 @@ class Change(NamedTuple):
 
     def line(self, allowed: tuple[str, ...] = ()) -> str:
         """For a person."""
-        told = f"{self.field}: {self.before!r} -> {self.after!r}: {self._verdict(allowed)}"
+        told = f"{self.field}: {_as_written(self.before)} -> {_as_written(self.after)}: {self._verdict(allowed)}"
         return f"{told} ({self.rule.why})" if self.rule.why else told
 
     def _verdict(self, allowed: tuple[str, ...]) -> str:
@@ -141,6 +141,12 @@ class Change(NamedTuple):
     def is_refused(self, allowed: tuple[str, ...]) -> bool:
         """Whether nobody has allowed it."""
         return self.rule.verdict == REFUSED and self.rule.allow not in allowed
+
+
+def _as_written(value: Any) -> str:
+    """A list of one text is one text in a recipe, too."""
+    single = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
+    return repr(value[0] if single else value)
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], rules: Mapping[str, RuleOf]) -> list[Change]:

@@ -57,7 +57,10 @@ def _overview() -> Iterator[tuple[str, Any]]:
     yield "stopped early", lambda one: one.summary.get("stopped_early")
     yield "tokens per second, median", lambda one: _median(one, "tokens_per_second")
     yield "samples per second, median", lambda one: _median(one, "samples_per_second")
-    yield "time of training", lambda one: _time(one.summary.get("training_seconds") or _newest(one, "elapsed_seconds"))
+    yield (
+        "time of training, all starts",
+        lambda one: _time(one.summary.get("training_seconds") or _newest(one, "elapsed_seconds")),
+    )
     yield (
         "where the last start's time went",
         lambda one: {k: f"{v:,.1f} s" for k, v in one.summary.get("seconds", {}).items()},
@@ -69,7 +72,7 @@ def _overview() -> Iterator[tuple[str, Any]]:
 
 def _state(one: Record) -> str:
     code = "" if one.status.job.exit_status is None else f", exit status {one.status.job.exit_status}"
-    took = "" if one.status.seconds is None else f", {duration(one.status.seconds)} in all"
+    took = "" if one.status.seconds is None else f", {duration(one.status.seconds)} since its last start"
     sure = "" if one.status.certain else " (as recorded last; its host is another)"
     return f"{one.status.state.value}{code}{took}{sure}"
 

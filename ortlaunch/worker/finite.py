@@ -20,6 +20,7 @@ from ortlaunch.worker.distributed import DistributedContext
 
 Named = Iterable[tuple[str, "torch.Tensor | None"]]
 _SHOWN = 16  # samples that are named, and micro batches
+_STEPS = 1  # of several steps whose losses were not finite: the first tells
 _ADVICE = (
     "The run ends here; nothing is exported, and no checkpoint of this step is written. Look at these samples; a lower "
     "optimizer.learning_rate, a warm-up (schedule.warmup_steps) and train.max_grad_norm keep a training from growing "
@@ -82,10 +83,12 @@ def require_finite_loss(
     """
     if mean is None or math.isfinite(mean):
         return
-    lines = []
-    for bad in bad_losses(group, losses)[:_SHOWN]:
+    lines, found = [], sorted(bad_losses(group, losses), key=lambda bad: bad.place)
+    for bad in found[:_STEPS]:
         step, passes = first + bad.place, range(batches.batch.accumulation_steps)
         lines.append(bad_loss(step, bad, [index for i in passes for index in batches.indices(step, i, bad.rank)]))
+    if len(found) > _STEPS:
+        lines.append(f"so are {len(found) - _STEPS} losses after it, up to step {first + found[-1].place + 1}")
     raise NonFiniteError("\n".join([*lines, "its gradients were finite, so that the weights are, too", _ADVICE]))
 
 

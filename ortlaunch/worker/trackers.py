@@ -74,7 +74,8 @@ class TensorBoard:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            held_out = name.startswith("evaluation_")  # the groups of Hugging Face's Trainer
+            self._board.add_scalar(f"eval/{name[11:]}" if held_out else f"train/{name}", value, step)
 
     def close(self, failed: bool) -> None:
         self._board.close()

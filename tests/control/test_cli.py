@@ -344,5 +344,6 @@ def test_the_installed_command(tmp_path: Path) -> None:
     bad = subprocess.run([command, "validate", "bad.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (bad.returncode, bad.stdout, bad.stderr.startswith("bad.yaml:")) == (2, "", True)
     env = {**os.environ, "PYTHONWARNINGS": "error"}
-    module = [sys.executable, "-m", "ortlaunch.cli", "--version"]
-    assert subprocess.run(module, env=env, capture_output=True, text=True, check=False).stdout == good.stdout
+    for name in ("ortlaunch", "ortlaunch.cli"):
+        module = [sys.executable, "-m", name, "--version"]
+        assert subprocess.run(module, env=env, capture_output=True, text=True, check=False).stdout == good.stdout

@@ -32,6 +32,7 @@ BENCH = {"process", "__init__", "rank", "errors", "units", "machine", "cache", "
 # What a module or package may import: of ortlaunch, and outside the standard library. The longest name holds.
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
+    "__main__": ({"cli"}, set()),
     "errors": (set(), set()),
     "rank": ({"errors"}, set()),
     "cache": ({"errors", "run.folder"}, set()),

@@ -11,6 +11,7 @@ import yaml
 
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.recipe import resume_rules
 from ortlaunch.recipe.resume_rules import NAMES, OTHER_RULES, RULES, rule_of
 from ortlaunch.run import origin, preview, provenance, resume
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
@@ -345,6 +346,20 @@ def test_what_is_no_checkpoint_of_deepspeeds_for_us(name: str, files: tuple[str,
     theirs(Path("theirs"), *files)
     with pytest.raises(InputError, match=rf"^--resume deepspeed:{name}: .*{why}"):
         says(ResumeOptions(f"deepspeed:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (["dev.jsonl"], ["new.jsonl"], "'dev.jsonl' -> 'new.jsonl'"),
+        (["a"], ["a", "b"], "'a' -> ['a', 'b']"),
+        ([1], 2, "[1] -> 2"),
+    ],
+)
+def test_a_list_of_one_text_is_printed_as_text(before: Any, after: Any, expected: str) -> None:
+    """As it was written in the recipe."""
+    change = resume_rules.Change("data.evaluation.path", before, after, resume_rules.Rule(resume_rules.EFFECT))
+    assert change.line().startswith(f"data.evaluation.path: {expected}: ")
 
 
 def test_a_dry_run_shows_what_has_changed() -> None:

@@ -114,8 +114,9 @@ def test_tensorboard_has_the_same_numbers(full: Run) -> None:
 
     board = EventAccumulator(str(full.folder / "tensorboard"))
     board.Reload()
-    for name in ("loss", "evaluation_loss", "learning_rate", "gradient_norm"):
-        written = [(event.step, event.value) for event in board.Scalars(name)]
+    tags = {"loss": "train/loss", "evaluation_loss": "eval/loss", "learning_rate": "train/learning_rate"}
+    for name, tag in {**tags, "gradient_norm": "train/gradient_norm"}.items():
+        written = [(event.step, event.value) for event in board.Scalars(tag)]
         assert written == [(step, pytest.approx(value, rel=1e-6)) for step, value in full.values(name)]
 
 

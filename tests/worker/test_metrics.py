@@ -151,14 +151,14 @@ def test_tensorboard(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         metrics.write(step, {"loss": float(step), "gradient_norm": None, "skipped_steps": step})
     metrics.close()
-    assert scalars(run, "loss") == [(2, 2.0), (4, 4.0), (6, 6.0)]
-    assert scalars(run, "skipped_steps")[-1] == (6, 6.0)
+    assert scalars(run, "train/loss") == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert scalars(run, "train/skipped_steps")[-1] == (6, 6.0)
     with pytest.raises(KeyError):
-        scalars(run, "gradient_norm")
+        scalars(run, "train/gradient_norm")
     resumed = Metrics(recipe(trackers=("tensorboard",)), run, 4)
     resumed.write(5, {"loss": 0.5})
     resumed.close()
-    assert scalars(run, "loss") == [(2, 2.0), (4, 4.0), (5, 0.5)]
+    assert scalars(run, "train/loss") == [(2, 2.0), (4, 4.0), (5, 0.5)]
 
 
 def run_in(folder: Path) -> RunDir:
