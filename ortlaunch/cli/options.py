@@ -21,6 +21,7 @@ def shipped_recipes(incomplete: str) -> list[str]:
 RecipePath = Annotated[
     Path,
     typer.Argument(
+        metavar="RECIPE",
         help="The recipe: a YAML file, or a name of `ortlaunch recipes list`.",
         show_default=False,
         autocompletion=shipped_recipes,
@@ -29,7 +30,7 @@ RecipePath = Annotated[
 Overrides = Annotated[
     Optional[list[str]],
     typer.Argument(
-        metavar="[KEY.PATH=VALUE]...",
+        metavar="KEY.PATH=VALUE",
         help="Set keys of the recipe, as train.max_steps=100; `ortlaunch schema` lists them.",
         show_default=False,
     ),
