@@ -61,6 +61,12 @@ class Verb(TyperCommand):
             hint = _hint(word, args[number + 1 : number + 2], ours)
             if hint:
                 raise InputError(f"there is no option {word.partition('=')[0]}; {hint}")
+        for number, word in enumerate(args):
+            name, equals, value = word.partition("=")
+            value = value if equals else "".join(args[number + 1 : number + 2])
+            if name == "--nproc-per-node" and not value.isdecimal():
+                usual = "without it there is one rank for each GPU, or one"
+                raise InputError(f"--nproc-per-node: got {value or 'nothing'}; give a number from 1 on; {usual}")
         return super().parse_args(ctx, args)
 
 

@@ -86,7 +86,10 @@ def _launch_options(
     from ortlaunch.planning.world import LaunchOptions
 
     if launcher not in (None, "auto", *LAUNCHERS):
-        raise typer.BadParameter(f"got {launcher}; one of {', '.join(('auto', *LAUNCHERS))}", param_hint="--launcher")
+        queue = launcher in ("slurm", "sbatch", "kubernetes", "azureml")
+        why = "that is a queue: ortlaunch submit RECIPE --scheduler NAME; here " if queue else ""
+        names = ", ".join(("auto", *LAUNCHERS))
+        raise typer.BadParameter(f"got {launcher}; {why}one of {names}", param_hint="--launcher")
     return LaunchOptions(launcher, nproc_per_node, hostfile, include, exclude)
 
 

@@ -129,3 +129,35 @@ def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_
     for given in ("runs/a", "b", "a-2026"):
         assert registry.named(Path(given)) == Path(given)
     assert "b: is no folder" in ortlaunch("status", "b").err
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("train good.yaml --launcher slurm", "that is a queue: ortlaunch submit RECIPE --scheduler NAME"),
+        (
+            "train good.yaml --nproc-per-node=auto",
+            "got auto; give a number from 1 on; without it there is one rank for",
+        ),
+        ("train good.yaml --nproc-per-node", "got nothing; give a number from 1 on"),
+        ("validate good_yaml", "there is no such file; did you mean good.yaml?"),
+        ("validate good.yml", "there is no such file; did you mean good.yaml?"),
+        ("validate good.yaml engine=eager", "as {name: ort}; on the command line: engine.name=eager"),
+        ("validate good.yaml train={max_steps:1,000}", "a comma inside { } separates keys"),
+        ("validate good.yaml log.tensorboard=true", "log.tensorboard: unknown key; write log.trackers: [tensorboard]"),
+        ("validate blank.yaml", "blank.yaml:2:10: is not YAML: a no-break space follows this colon"),
+    ],
+)
+def test_a_slip_is_named_with_what_to_write(typed: str, hint: str, ortlaunch: Run) -> None:
+    """Words of schedulers, of other launchers and of other tools; misspelt files; characters that look like others."""
+    Path("blank.yaml").write_text("name: x\nprecision:\xa0fp32\n", encoding="utf-8")
+    ended = ortlaunch(*(word.replace("max_steps:", "max_steps: ") for word in typed.split()))
+    assert ended.status == 2
+    assert hint in " ".join(ended.err.split())
+
+
+def test_a_place_for_anchors(ortlaunch: Run) -> None:
+    """Top-level keys that begin with `x-` or a point are ignored, and what they hold can be merged."""
+    text = Path("good.yaml").read_text()
+    Path("anchors.yaml").write_text(f"x-defaults: &d {{every_steps: 7}}\n.seed: &s 5\n{text}log: *d\nseed: *s\n")
+    assert ortlaunch("validate", "anchors.yaml").out == "anchors.yaml: valid (made)\n"
