@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ TWICE = (
 def choose_graphs() -> None:
     """ORT took the wrapper's mode for the model's, evaluation for no_grad, and every call for one like the first."""
     wrap_method(owner("_utils:"), "patch_torch_module_ort_forward_method", _choosing)
+    wrap_method(owner("_torch_module_ort:TorchModuleORT"), "is_training", _is_training)
     wrap_method(owner(TRAINING), "_create_autofunction_class", _once)
     _follow_flag(owner("ortmodule:ORTModule"))
 
@@ -79,6 +81,11 @@ def _choosing(original: Callable[..., None], module: Any) -> None:
     module.forward = types.MethodType(forward, module)
 
 
+def _is_training(original: Callable[..., bool], module: Any) -> bool:
+    """For ORT's own callers: which manager a pass would take if no input had a gradient."""
+    return _trains(module._original_module, ())
+
+
 def _once(original: Callable[..., Any], manager: Any) -> Any:
     """ORT's second backward pass ended in an AttributeError of its own."""
     function = original(manager)
@@ -113,7 +120,9 @@ class _Key:
     def __init__(self, manager: Any, call: _Call) -> None:
         module, traced = manager._flattened_module, seen_of(manager._graph_transition_manager)
         self._trains, self._mode, self._gradients, self._form = call[:4]
-        self._asked = traced.get("grad_mode", False)
+        # A graph whose code reads the grad mode, or that calls Python, which then saves tensors for a backward pass.
+        called = any(node.op_type == "PythonOp" for node in manager._onnx_models.optimized_model.graph.node)
+        self._one_mode = called or traced.get("grad_mode", False)
         self._sizes = fixed_sizes(manager, (call.args, call.kwargs))
         self._buffers = fixed_buffers(manager)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
@@ -127,7 +136,7 @@ class _Key:
         """Why the graph is not one for `call`; empty where it is."""
         if (self._trains, self._form) != (call.trains, call.form):
             return "the call"
-        if self._gradients != call.gradients and (self._asked or not self._gradients):
+        if self._gradients != call.gradients and (self._one_mode or not self._gradients):
             return "the grad mode"
         if call.gradients and any(parameter.requires_grad for parameter in self._frozen):
             return "a frozen weight"
@@ -145,6 +154,7 @@ class Graphs:
     """The managers of one ORTModule that have a graph, the last used first."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._kept: list[Any] = []
         self._groups: list[tuple[bool, bool]] = []
 
@@ -158,14 +168,13 @@ class Graphs:
             return managers(module.is_training()).forward(*args, **kwargs)
         module._flattened_module.training = model.training
         call = _call(managers(True), args, kwargs)
-        manager, why = self._find(managers, call)
-        if manager is None:
-            output = self._run_new(managers, call, why)
-        else:
+        with self._lock:  # threads share the graphs
+            manager, why = self._find(managers, call)
+            if manager is None:
+                return self._run_new(managers, call, why)
             _use(managers, call.trains, manager)
-            output = manager.forward(*args, **kwargs)
-        _refuse_other_numbers(managers(call.trains))
-        return output
+        _refuse_other_numbers(manager)
+        return manager.forward(*args, **kwargs)
 
     def _find(self, managers: Any, call: _Call) -> tuple[Any, str]:
         """The manager whose graph is one for this call, first now; else None, and why the last used is none."""
@@ -209,15 +218,14 @@ class Graphs:
             manager._ortlaunch_key = _Key(manager, call)
             self._kept.insert(0, manager)
             self._groups.append(group)
+            _refuse_other_numbers(manager)
         return output
 
 
 def _call(manager: Any, args: Any, kwargs: Any) -> _Call:
     gradients = torch.is_grad_enabled()
     model = manager._original_module
-    trains = any(layer.training for layer in model.modules()) or (
-        gradients and any(tensor.requires_grad for tensor in (*tensors((args, kwargs)), *model.parameters()))
-    )
+    trains = _trains(model, (args, kwargs))
     form = (
         _form(args, trains),
         _form(kwargs, trains),
@@ -225,6 +233,13 @@ def _call(manager: Any, args: Any, kwargs: Any) -> _Call:
         torch.are_deterministic_algorithms_enabled(),
     )
     return _Call(trains, model.training, gradients, form, args, kwargs)
+
+
+def _trains(model: Any, values: Any) -> bool:
+    """Whether a layer is in training mode, or gradients are computed."""
+    return any(layer.training for layer in model.modules()) or (
+        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
+    )
 
 
 def _form(value: Any, trains: bool) -> object:

@@ -38,6 +38,7 @@ from ortlaunch.ortmodule import (
     torch_operators,
     tracing,
     unsupported,
+    weight_changes,
 )
 from ortlaunch.ortmodule import python_values as values
 from ortlaunch.ortmodule.counters import tally
@@ -54,6 +55,7 @@ _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], .
     ("export_smoothed_cross_entropy", cross_entropy.written_out),
     ("skip_ignored_labels", cross_entropy.ignored_labels_left_out),
     ("map_gradient_checkpointing", checkpointing.called_plainly),
+    ("refuse_weight_changes", weight_changes.weights_kept),
     ("follow_model_state", model_state.noted_state),
     ("stop_gradient_under_no_grad", grad_mode.noted),
     ("keep_buffers_exact", buffers.buffers_kept),

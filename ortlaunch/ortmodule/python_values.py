@@ -129,6 +129,7 @@ class _Watch(TorchFunctionMode):
         while frame.f_back and frame.f_code.co_filename in (
             grad_mode.__file__,
             aliases.__file__,
+            str(Path(__file__).with_name("weight_changes.py")),
         ):  # which stand between
             frame = frame.f_back
         if any(part in frame.f_code.co_filename for part in _QUIET):
@@ -145,12 +146,12 @@ class _Watch(TorchFunctionMode):
             places = self.places.checks
         places.add(f"{file}:{line}")
         if places is self.places.decisions:
-            self.places.layers.update(_innermost(frame, self._paths))
+            self.places.layers.update(innermost(frame, self._paths))
         if masked:
             self.places.masks.add(f"{file}:{line}")
 
 
-def _innermost(frame: Any, paths: dict[int, str]) -> list[str]:
+def innermost(frame: Any, paths: dict[int, str]) -> list[str]:
     """The path of the layer in whose code a frame runs; none for the model itself."""
     while frame:
         path = paths.get(id(frame.f_locals.get("self")))

@@ -81,6 +81,7 @@ REPAIRS = (
         ),
         keep_buffers_exact,
     ),
+    Repair("refuse_weight_changes", (*_EXPORT, "_io:parse_outputs_for_onnx_export_and_extract_schema")),
     Repair("restore_output_dtypes", (f"{PROCESSED}.restore_outputs",), restore_output_dtypes),
     Repair("fix_deepcopy_and_pickle", (f"{MANAGER}.__getstate__",), fix_deepcopy_and_pickle),
     Repair("follow_model_state", _EXPORT),

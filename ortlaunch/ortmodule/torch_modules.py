@@ -119,6 +119,11 @@ def called(export: Export) -> Iterator[None]:
 _running: list[None] = []
 
 
+def is_running() -> bool:
+    """Whether one of these layers runs as torch, unseen by the export."""
+    return bool(_running)
+
+
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Nothing that runs is traced, noted or watched, and numbers drawn by Python's generators are given back."""

@@ -114,8 +114,10 @@ def test_one_rank_has_no_links() -> None:
 
 def test_a_port_and_an_interface_that_were_asked_for() -> None:
     """Of this machine alone, too."""
-    with probe.listening(None, 0) as port:
-        assert verdicts(port=port)["port"][:2] == (FAILED, f"cannot listen at port {port}: Address already in use")
+    doors = probe.Doors("127.0.0.1", (0,))
+    port = doors.ports[0][0]
+    assert verdicts(port=port)["port"][:2] == (FAILED, f"cannot listen at port {port}: Address already in use")
+    doors.close()
     assert verdicts(port=port)["port"][:2] == (OK, f"listens at 127.0.0.1:{port}")
     assert verdicts(interface="eth9")["interface"][0] == FAILED
 

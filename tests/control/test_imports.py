@@ -79,6 +79,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "cache",
             "errors",
+            "launchers",
             "units",
             "output",
             "rank",

@@ -250,6 +250,15 @@ def test_mpich(installed: Any) -> None:
     )
 
 
+def test_mpich_names_this_host_by_address(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Hydra's proxies look up the host's name, which leads to themselves on Debian; alone it takes none."""
+    installed("MPICH")
+    assert "-localhost" not in backend("mpi").request(made("mpi", (host("localhost", 2),)), RUN).argv
+    monkeypatch.setattr(mpi, "_own_address", lambda plan: "10.0.0.9")
+    argv = backend("mpi").request(made("mpi"), RUN).argv
+    assert argv[argv.index("-localhost") + 1] == "10.0.0.9"
+
+
 def test_mpich_without_variables(installed: Any) -> None:
     """An empty list of names is left out: Hydra would take the next word for it."""
     installed("MPICH")

@@ -254,7 +254,7 @@ REFUSED: dict[Forward, str] = {
     through_a_detached: "share memory are changed in place, and one of them is detached",
     in_another_form: "share memory are changed in place, and one of them reads it in another form",
     under_no_grad: "changed in place under torch.no_grad",
-    a_weight: "a weight is changed in the forward pass",
+    a_weight: "the forward pass changes the weight first",
     a_hook: "gives a tensor a hook",
 }
 

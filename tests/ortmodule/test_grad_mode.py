@@ -168,5 +168,5 @@ def test_a_weight_that_a_pass_changes_is_refused() -> None:
     def looked_up(model: Two, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(x.long(), model.first.weight, max_norm=1.0).sum()
 
-    with pytest.raises(Exception, match="a weight is changed in the forward pass"):
+    with pytest.raises(Exception, match="the forward pass changes the weight first"):
         wrapped(Two(looked_up))(torch.ones(3, 4))

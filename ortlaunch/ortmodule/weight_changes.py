@@ -1,0 +1,152 @@
+"""Refuses a forward pass that changes weights, and restores what the passes of an export changed of them.
+
+ONNX Runtime's graph would leave such a change out. A function mode detects `weight.data = ...`, and a dispatch mode
+every operator that writes to a weight's memory, in the plain pass by which ORT learns a model's outputs. Layers of
+`Settings.torch_modules` run as torch in each pass and may change their weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ortlaunch.ortmodule import torch_modules
+from ortlaunch.ortmodule.export import Export
+from ortlaunch.ortmodule.python_values import innermost
+from ortlaunch.ortmodule.source_guard import PACKAGE
+
+_SET_DATA = torch.Tensor.data.__set__
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_PLAIN_PASS = "parse_outputs_for_onnx_export_and_extract_schema"
+
+
+def user_frame() -> Any:
+    """The innermost running frame of code that is neither torch's nor ortlaunch's."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return frame
+
+
+@contextlib.contextmanager
+def weights_kept(export: Export) -> Iterator[None]:
+    """While open, a pass that changes a weight is refused; afterwards every weight is what it was before."""
+    weights = dict(export.module.named_parameters())
+    memories = [(weight, weight.data) for weight in weights.values()]
+    seen = _Seen()
+    writes = _Writes(seen, weights)
+
+    def begin(module: nn.Module, _: Any) -> None:  # a copy that ORT makes of the module takes the hook along
+        seen.objects.update((id(weight), name) for name, weight in module.named_parameters())
+        seen.memory.update((_memory(weight), name) for name, weight in module.named_parameters())
+        seen.layers.update((id(layer), _plain(path)) for path, layer in module.named_modules())
+
+    io: Any = importlib.import_module(f"{PACKAGE}._io")
+    hook = export.module.register_forward_pre_hook(begin)
+    plain = functools.partial(_under, writes, getattr(io, _PLAIN_PASS))
+    try:
+        with mock.patch.object(io, _PLAIN_PASS, plain), _Assignments(seen):
+            yield
+    finally:
+        hook.remove()
+        with torch.no_grad():
+            for weight, data in memories:
+                if _memory(weight) != _memory(data):
+                    weight.data = data
+            for name, value in writes.values.items():
+                weights[name].copy_(value)
+
+
+def _under(writes: _Writes, run: Callable[..., Any], *args: Any) -> Any:
+    with writes:
+        return run(*args)
+
+
+def _refuse(name: str, layers: dict[int, str]) -> None:
+    frame = user_frame()
+    layer = innermost(frame, layers)
+    remedy = f", or let {layer[0]} run as torch (Settings.torch_modules={layer})" if layer else ""
+    raise RuntimeError(
+        f"the forward pass changes the weight {_plain(name)} at {frame.f_code.co_filename}:{frame.f_lineno}, which "
+        "ONNX Runtime's graph would leave out; change weights outside the forward pass, for example after "
+        f"optimizer.step(){remedy}"
+    )
+
+
+def _plain(path: str) -> str:
+    """Without ORT's own part of it."""
+    return path.partition(".")[2]
+
+
+class _Seen:
+    """Names of a model's weights and layers, by what identifies them in the passes of one export."""
+
+    def __init__(self) -> None:
+        self.objects: dict[int, str] = {}
+        self.memory: dict[int, str] = {}
+        self.layers: dict[int, str] = {}
+
+
+class _Assignments(TorchFunctionMode):
+    """Refuses `weight.data = ...`."""
+
+    def __init__(self, seen: _Seen) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and id(args[0]) in self._seen.objects:
+            _refuse(self._seen.objects[id(args[0])], self._seen.layers)
+        return func(*args, **(kwargs or {}))
+
+
+class _Writes(TorchDispatchMode):
+    """Refuses operators that write to a weight's memory; in layers that run as torch, keeps the value before."""
+
+    def __init__(self, seen: _Seen, weights: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._seen, self._weights = seen, weights
+        self.values: dict[str, torch.Tensor] = {}
+        """Of changed weights, before."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func._schema, args, kwargs) if func._schema.is_mutable else ():
+            name = self._seen.memory.get(_memory(tensor))
+            if name is not None and not torch_modules.is_running():
+                _refuse(name, self._seen.layers)
+            if name is not None and name not in self.values:  # of the model's own: the pass may be one of a copy
+                self.values[name] = self._weights[name].detach().clone()
+        return func(*args, **kwargs)
+
+
+def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a call of an operator changes."""
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written = [tensor for tensor in _listed(value) if isinstance(tensor, torch.Tensor)]
+            if schema.name == "aten::set_":  # of an alias gives it another memory
+                written = [tensor for tensor in written if isinstance(tensor, nn.Parameter)]
+            yield from written
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Identifies what a tensor shares with its views."""
+    with torch._C.DisableTorchFunction():
+        return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
