@@ -36,11 +36,11 @@ from ortlaunch.cli import (
     validate,
 )
 from ortlaunch.cli.hints import Verb, Verbs
+from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.file_errors import explained
 from ortlaunch.output import guarded
 
-# In the order of --help.
 VERBS = (
     validate.validate,
     import_config.import_config,
@@ -79,12 +79,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_NAMES = {"list_runs": "list", "import_config": "import"}  # which Python has taken
+NAMES = {"list_runs": "list", "import_config": "import"}  # which Python has taken
 for verb in VERBS:
-    app.command(_NAMES.get(verb.__name__), cls=Verb)(verb)
-app.add_typer(recipes.app, name="recipes")
-app.add_typer(data.app, name="data")
-app.add_typer(device.app, name="device")
+    name = NAMES.get(verb.__name__, verb.__name__)
+    app.command(name, cls=Verb, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example)(verb)
+for name, family in (("recipes", recipes.app), ("data", data.app), ("device", device.app)):
+    app.add_typer(family, name=name, short_help=SUMMARIES[name].text, epilog=SUMMARIES[name].example)
 
 
 def _version(wanted: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from ortlaunch.cli.options import DryRun, Overrides, with_launch_options
+from ortlaunch.cli.status import by_name
 from ortlaunch.errors import InputError
 from ortlaunch.output import go_on_unread
 
@@ -18,6 +19,7 @@ def evaluate(
             metavar="RUN|MODEL",
             help="Run folder; or a model.onnx, its folder or one of transformers', measured by one process on the CPU.",
             show_default=False,
+            callback=by_name,
         ),
     ],
     overrides: Overrides = None,

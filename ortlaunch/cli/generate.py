@@ -5,11 +5,18 @@ from typing import Annotated, Optional
 
 import typer
 
+from ortlaunch.cli.status import by_name
+
 
 def generate(
     model: Annotated[
         Path,
-        typer.Argument(metavar="RUN|MODEL", help="Run folder, or one of transformers'.", show_default=False),
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="Run folder or name, or a folder of transformers'.",
+            show_default=False,
+            callback=by_name,
+        ),
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on with.", show_default=False)],
     step: Annotated[

@@ -5,11 +5,13 @@ Loads the recipe's tables only where there is something to say.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from ortlaunch.cli.summaries import SUMMARIES
 from ortlaunch.errors import InputError
 
 # Verbs of other tools.
@@ -42,8 +44,16 @@ _RECIPE = "the recipe is given without an option, as in `ortlaunch train RECIPE`
 _WORDS = {"config": _RECIPE, "config_file": _RECIPE, "recipe": _RECIPE, "config_path": _RECIPE}
 
 
+_TYPE = re.compile(r"<(\w+)[^<>]*>")
+_TYPES = {"int": "NUMBER", "float": "NUMBER", "path": "PATH"}
+
+
 class Verb(TyperCommand):
-    """A verb that says more of an unknown option than that it is none."""
+    """A verb that says more of an unknown option than that it is none, and names the values of its options readably."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Typer's, with `<list[str]>` and its like as words of the same width."""
+        return _TYPE.sub(lambda found: _TYPES.get(found[1], "TEXT").ljust(len(found[0])), super().get_help(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ours = {name for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
@@ -51,6 +61,12 @@ class Verb(TyperCommand):
             hint = _hint(word, args[number + 1 : number + 2], ours)
             if hint:
                 raise InputError(f"there is no option {word.partition('=')[0]}; {hint}")
+        for number, word in enumerate(args):
+            name, equals, value = word.partition("=")
+            value = value if equals else "".join(args[number + 1 : number + 2])
+            if name == "--nproc-per-node" and not value.isdecimal():
+                usual = "without it there is one rank for each GPU, or one"
+                raise InputError(f"--nproc-per-node: got {value or 'nothing'}; give a number from 1 on; {usual}")
         return super().parse_args(ctx, args)
 
 
@@ -62,6 +78,15 @@ class Verbs(TyperGroup):
         if name not in self.commands and not name.startswith("-"):
             raise InputError(_not_a_verb(args, list(self.commands), ctx.command_path))
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """In groups, where they are the verbs of ortlaunch itself."""
+        if ctx.parent is not None:
+            return super().format_commands(ctx, formatter)
+        for group in dict.fromkeys(summary.group for summary in SUMMARIES.values()):
+            with formatter.section(group):
+                formatter.write_dl([(verb, one.text) for verb, one in SUMMARIES.items() if one.group == group])
+        return None
 
 
 def _not_a_verb(args: Sequence[str], ours: Sequence[str], above: str) -> str:

@@ -21,6 +21,7 @@ def shipped_recipes(incomplete: str) -> list[str]:
 RecipePath = Annotated[
     Path,
     typer.Argument(
+        metavar="RECIPE",
         help="The recipe: a YAML file, or a name of `ortlaunch recipes list`.",
         show_default=False,
         autocompletion=shipped_recipes,
@@ -29,7 +30,7 @@ RecipePath = Annotated[
 Overrides = Annotated[
     Optional[list[str]],
     typer.Argument(
-        metavar="[KEY.PATH=VALUE]...",
+        metavar="KEY.PATH=VALUE",
         help="Set keys of the recipe, as train.max_steps=100; `ortlaunch schema` lists them.",
         show_default=False,
     ),
@@ -85,7 +86,10 @@ def _launch_options(
     from ortlaunch.planning.world import LaunchOptions
 
     if launcher not in (None, "auto", *LAUNCHERS):
-        raise typer.BadParameter(f"got {launcher}; one of {', '.join(('auto', *LAUNCHERS))}", param_hint="--launcher")
+        queue = launcher in ("slurm", "sbatch", "kubernetes", "azureml")
+        why = "that is a queue: ortlaunch submit RECIPE --scheduler NAME; here " if queue else ""
+        names = ", ".join(("auto", *LAUNCHERS))
+        raise typer.BadParameter(f"got {launcher}; {why}one of {names}", param_hint="--launcher")
     return LaunchOptions(launcher, nproc_per_node, hostfile, include, exclude)
 
 

@@ -5,11 +5,13 @@ from typing import Annotated, Optional
 
 import typer
 
+from ortlaunch.cli.status import by_name
+
 
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders; several stand side by side.", show_default=False),
+        typer.Argument(metavar="RUN", help="Run folders, or names of runs; several are compared.", show_default=False),
     ],
     to: Annotated[
         Optional[Path],
@@ -23,4 +25,4 @@ def report(
     from ortlaunch.launch.record import now
     from ortlaunch.report import report as write
 
-    typer.echo(f"report: {write(runs, to, now())}")
+    typer.echo(f"report: {write([by_name(run) for run in runs], to, now())}")

@@ -28,10 +28,10 @@ def list_runs(
     every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
 ) -> None:
     """List the runs that this user has started or queued, the newest first: state, step, job, folder."""
-    from ortlaunch.run.listing import line, looks
+    from ortlaunch.run.listing import HEAD, line, looks
 
     found = looks(None if every else 20)
     if json:
         typer.echo(texts.dumps([texts.loads(status.to_json()) for status in found], indent=2))
         return
-    typer.echo("\n".join(map(line, found)) or "no runs yet")
+    typer.echo("\n".join([HEAD, *map(line, found)]) if found else "no runs yet")

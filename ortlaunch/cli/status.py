@@ -5,8 +5,22 @@ from typing import Annotated
 
 import typer
 
+
+def by_name(given: Path) -> Path:
+    """The folder of a run that is given by its name; what is a path stays."""
+    from ortlaunch.run.registry import named
+
+    return named(given)
+
+
 RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Run folder, as `ortlaunch train` prints it.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="Run folder, as `ortlaunch train` prints it; `latest`, or a run's name: the newest of it.",
+        show_default=False,
+        callback=by_name,
+    ),
 ]
 
 

@@ -27,6 +27,10 @@ class Advice(NamedTuple):
 
 def advise(key: str, section: KeyPath) -> Advice:
     """What to say of a key that `section` does not have."""
+    if key.isdecimal():
+        return Advice("a comma inside { } separates keys; write a number without commas, as 1000")
+    if section == ("log",) and normal(key) in ("tensorboard", "wandb", "mlflow"):
+        return Advice(f"write log.trackers: [{normal(key)}]", ("log", "trackers"))
     exact = _nested(key, section) or _foreign(key, section) or _elsewhere(normal(key), section)
     if exact:
         return exact

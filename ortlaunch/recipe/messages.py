@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from ortlaunch.recipe.fields import choices, description, is_required, takes_null
-from ortlaunch.recipe.place import KeyPath
+from ortlaunch.recipe.place import KeyPath, dotted
 from ortlaunch.recipe.tree import Tree
 from ortlaunch.recipe.words import closest
 
@@ -101,6 +101,8 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
         return "it must be " + " or ".join(filter(None, (", ".join(words[:-1]), words[-1]))) + _guess(guess)
     if kind in _BOUNDS:
         return f"it must be {_BOUNDS[kind]} {next(iter(context.values()))}"
+    if _KINDS.get(kind) == "a mapping" and raw in choices((*path, "name")):
+        return f"it must be a mapping, as {EXAMPLES[path]}; on the command line: {dotted(path)}.name={raw}"
     if kind in _KINDS:
         about = f", as {EXAMPLES[path]}" if path in EXAMPLES else f": {description(path)}" if description(path) else ""
         words = choices(path) if "number" in _KINDS[kind] else ()

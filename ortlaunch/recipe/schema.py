@@ -12,7 +12,8 @@ _EXTENDS = {
     "type": "string",
     "minLength": 1,
     "title": "Extends",
-    "description": "Another recipe, relative to this file: this one is merged over it, key by key; lists are replaced.",
+    "description": "Another recipe, relative to this file: this one is merged over it, key by key; lists are replaced. "
+    "Keys beside it that begin with `x-` or `.` are ignored: a place for YAML anchors.",
 }
 
 _NULL = {"type": "null"}
@@ -41,6 +42,7 @@ def document() -> dict[str, Any]:
         place["properties"][name]["description"] = text
     return {
         **schema,
+        "patternProperties": {r"^(x-|\.)": {"description": "Ignored: a place for YAML anchors."}},
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ortlaunch recipe",
         "properties": {"extends": _EXTENDS, **schema["properties"]},

@@ -27,7 +27,10 @@ def read(path: Path, problems: list[Line], seen: Sequence[Path] = ()) -> Tree:
     if tree.kind != "mapping":
         what = "a list" if tree.kind == "list" else "a single value"
         raise SourceError(tree.place, f"a recipe is a mapping of `key: value` lines, this is {what}")
-    base, tree = tree.find(("extends",)), tree.without(("extends",))
+    base = tree.find(("extends",))
+    left_out = ("extends", *(key for key in tree.children if str(key).startswith(("x-", "."))))  # of anchors alone
+    for key in left_out:
+        tree = tree.without((key,))
     return tree if base is None else merge(_read_base(base, path, problems, seen), tree)
 
 

@@ -70,6 +70,12 @@ def _composed(text: str, source: str) -> tuple[Any, yaml.Node | None]:
 
 def _explained(error: yaml.MarkedYAMLError, source: str, text: str) -> SourceError:
     """The parser's complaint, at the place to mend, with what usually causes it."""
+    blank = re.search(r":\xa0", text)
+    if blank:
+        place = Place(
+            source, text.count("\n", 0, blank.start()) + 1, blank.start() - text.rfind("\n", 0, blank.start())
+        )
+        return SourceError(place, "is not YAML: a no-break space follows this colon; write a plain space")
     found, opened = error.problem_mark or error.context_mark, error.context_mark
     lines = text.splitlines()
     line = lines[found.line] if found and found.line < len(lines) else ""

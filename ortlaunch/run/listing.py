@@ -18,6 +18,9 @@ def looks(newest: int | None) -> list[Status]:
     return found
 
 
+HEAD = f"{'state':<10} {'step':>12}  {'job':<16} {'started':<19}  folder"
+
+
 def line(status: Status) -> str:
     """For a person."""
     step = "-" if status.step is None else f"{status.step}{f'/{status.steps}' if status.steps else ''}"

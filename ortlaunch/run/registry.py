@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -20,6 +21,18 @@ def add(run: RunDir) -> None:
         write_text(cache_folder("runs") / hashlib.sha256(os.fsencode(path)).hexdigest()[:16], path)
     except (OSError, FileError) as error:
         print(f"`ortlaunch list` will not know of {run}: {error}", file=sys.stderr, flush=True)
+
+
+def named(given: Path) -> Path:
+    """The newest run of this user for `latest`, or of a run's name or folder name; anything else stays a path."""
+    if given.exists() or str(given) != given.name:
+        return given
+    pattern = re.compile("" if str(given) == "latest" else rf"{re.escape(str(given))}(-\d{{8}}-\d{{6}}(-\d+)?)?$")
+    found = next((run.path for run in runs() if pattern.match(run.path.name)), None)
+    if found is None:
+        return given
+    print(f"run: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def runs() -> list[RunDir]:

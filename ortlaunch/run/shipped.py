@@ -81,13 +81,16 @@ def locate(given: Path) -> Path:
     known = names()
     if bare in known:
         return find(bare)
-    from ortlaunch.recipe.words import closest
+    from ortlaunch.recipe.words import closest, likeness
 
     guess = closest(bare, known) if given.parent.name else None
     if guess:
         raise RecipeError(
             [f"{given}: there is no such file, and no shipped recipe of that name; did you mean {guess}?"]
         )
+    beside = max(given.parent.glob("*.y*ml"), key=lambda path: likeness(given.name, path.name), default=given)
+    if likeness(given.name, beside.name) >= 0.8 and beside != given:
+        raise RecipeError([f"{given}: there is no such file; did you mean {beside}?"])
     return given
 
 

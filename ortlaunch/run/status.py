@@ -170,7 +170,9 @@ def _or_told(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
 def _job(run: RunDir) -> JobRecord:
     """The job of the command that has the folder now, else the recorded one."""
     if not run.path.is_dir():
-        raise InputError(f"{run}: is no folder; give the run folder that `ortlaunch train` printed")
+        raise InputError(
+            f"{run}: is no folder; give the run folder that `ortlaunch train` printed, or see `ortlaunch list`"
+        )
     job, command = JobRecord.read(run), lock.command_at(run)
     if job is not None and queued.is_queued(job):
         return job

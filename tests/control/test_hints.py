@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
+from ortlaunch import cli
+from ortlaunch.cli.summaries import SUMMARIES
+from ortlaunch.run import registry
+from ortlaunch.run.folder import RunDir
 from tests.control.typed import Run
+
+FAMILIES = {"recipes", "data", "device"}
 
 
 @pytest.mark.parametrize(
@@ -81,3 +90,74 @@ def test_the_shell_completes(words: str, offered: str, ortlaunch: Run, monkeypat
     monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
     monkeypatch.setenv("_ORTLAUNCH_COMPLETE", "complete_bash")
     assert ortlaunch().out.split() == [offered]
+
+
+def test_the_verbs_are_grouped(ortlaunch: Run) -> None:
+    """Every verb is in a group of --help, with a summary that fits 80 columns."""
+    shown = ortlaunch("--help").out
+    assert set(SUMMARIES) == {cli.NAMES.get(verb.__name__, verb.__name__) for verb in cli.VERBS} | FAMILIES
+    assert "..." not in shown.partition("Train:")[2]
+    for verb, summary in SUMMARIES.items():
+        assert f"  {verb} " in shown
+        assert summary.text in shown
+
+
+@pytest.mark.parametrize("verb", ["train", "bench", "status", "recipes"])
+def test_help_has_an_example_and_no_types_of_python(verb: str, ortlaunch: Run) -> None:
+    """Values are NUMBER, PATH or TEXT."""
+    shown = ortlaunch(verb, "--help").out
+    assert f"Example: ortlaunch {verb}" in shown
+    assert "<" not in shown.replace("<=", "")
+    assert "[[" not in shown
+
+
+def test_a_run_by_its_name(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`latest` and the name of a recipe stand for the newest run; a path and an unknown name stay."""
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    for age, name in enumerate(("a-20260101-000000", "a-20260102-000000-2", "a-b-20260103-000000")):
+        run = RunDir(tmp_path / "runs" / name)
+        run.path.mkdir(parents=True)
+        run.job.write_text("{}")
+        os.utime(run.job, (age, age))
+        registry.add(run)
+    for given, expected in {
+        "latest": "a-b-20260103-000000",
+        "a": "a-20260102-000000-2",
+        "a-b": "a-b-20260103-000000",
+    }.items():
+        assert registry.named(Path(given)).name == expected
+    for given in ("runs/a", "b", "a-2026"):
+        assert registry.named(Path(given)) == Path(given)
+    assert "b: is no folder" in ortlaunch("status", "b").err
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("train good.yaml --launcher slurm", "that is a queue: ortlaunch submit RECIPE --scheduler NAME"),
+        (
+            "train good.yaml --nproc-per-node=auto",
+            "got auto; give a number from 1 on; without it there is one rank for",
+        ),
+        ("train good.yaml --nproc-per-node", "got nothing; give a number from 1 on"),
+        ("validate good_yaml", "there is no such file; did you mean good.yaml?"),
+        ("validate good.yml", "there is no such file; did you mean good.yaml?"),
+        ("validate good.yaml engine=eager", "as {name: ort}; on the command line: engine.name=eager"),
+        ("validate good.yaml train={max_steps:1,000}", "a comma inside { } separates keys"),
+        ("validate good.yaml log.tensorboard=true", "log.tensorboard: unknown key; write log.trackers: [tensorboard]"),
+        ("validate blank.yaml", "blank.yaml:2:10: is not YAML: a no-break space follows this colon"),
+    ],
+)
+def test_a_slip_is_named_with_what_to_write(typed: str, hint: str, ortlaunch: Run) -> None:
+    """Words of schedulers, of other launchers and of other tools; misspelt files; characters that look like others."""
+    Path("blank.yaml").write_text("name: x\nprecision:\xa0fp32\n", encoding="utf-8")
+    ended = ortlaunch(*(word.replace("max_steps:", "max_steps: ") for word in typed.split()))
+    assert ended.status == 2
+    assert hint in " ".join(ended.err.split())
+
+
+def test_a_place_for_anchors(ortlaunch: Run) -> None:
+    """Top-level keys that begin with `x-` or a point are ignored, and what they hold can be merged."""
+    text = Path("good.yaml").read_text()
+    Path("anchors.yaml").write_text(f"x-defaults: &d {{every_steps: 7}}\n.seed: &s 5\n{text}log: *d\nseed: *s\n")
+    assert ortlaunch("validate", "anchors.yaml").out == "anchors.yaml: valid (made)\n"

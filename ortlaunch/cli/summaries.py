@@ -1,0 +1,59 @@
+"""What --help shows of each verb: its group, a summary that fits a line of 80 columns, and an example."""
+
+from typing import NamedTuple
+
+
+class Summary(NamedTuple):
+    """A verb in the list of all, and the end of its own help."""
+
+    group: str
+    text: str
+    example: str
+
+
+_GROUPS = {
+    "Train": {
+        "train": ("Train a recipe, or continue a run.", "my.yaml train.max_steps=100 --nproc-per-node 2"),
+        "validate": ("Check a recipe; all errors at once.", "my.yaml"),
+        "plan": ("Show ranks, batch, memory and the command; run nothing.", "my.yaml zero.stage=2"),
+        "parity": ("Compare a recipe's engine with plain PyTorch.", "my.yaml --steps 3"),
+        "bench": ("Measure engines and settings in turns.", "my.yaml"),
+        "data": ("Prepare a recipe's data.", "prepare my.yaml"),
+    },
+    "Runs": {
+        "list": ("List your runs, the newest first.", ""),
+        "status": ("Show state, last step, loss and speed of a run.", "latest"),
+        "logs": ("Print a rank's output.", "latest --follow"),
+        "report": ("Write an HTML page of runs.", "runs/bert-tiny-20261123-171950"),
+        "diagnose": ("Explain why a run failed.", "latest"),
+        "stop": ("Let a run save and end.", "latest"),
+        "checkpoint": ("Let a run save a checkpoint and continue.", "latest"),
+        "restart": ("Let an elastic run save and start again.", "latest"),
+        "cancel": ("End a run with all its processes.", "latest"),
+    },
+    "Result": {
+        "evaluate": ("Measure a checkpoint or a model.", "latest"),
+        "export": ("Write a checkpoint in another format.", "latest --format onnx"),
+        "generate": ("Continue a prompt by a causal model.", 'latest "The cat"'),
+        "device": ("Train on devices, and average the results.", "--help"),
+    },
+    "Cluster": {
+        "submit": ("Queue a recipe: Slurm, Kubernetes, Azure ML.", "my.yaml launch.nodes=2 --dry-run"),
+        "doctor": ("Check this machine or hosts before a run.", "--hostfile hosts"),
+        "selftest": ("Train a tiny model under each backend here.", "--hostfile hosts"),
+        "ranks": ("Show which rank this process is.", ""),
+        "hostfile": ("Print an example of a host file.", "> hosts"),
+    },
+    "Setup": {
+        "setup": ("Build the torch extensions of engine ort, once.", ""),
+        "recipes": ("List, show and copy the shipped recipes.", "copy llama2-7b/tiny my.yaml"),
+        "import": ("Convert another tool's config into a recipe.", "args.json data.train=python-docs"),
+        "schema": ("Print the recipe's JSON schema.", "> schema.json"),
+        "constraints": ("Print a tested set of versions for pip.", "> constraints.txt"),
+    },
+}
+SUMMARIES = {
+    verb: Summary(group, text, f"Example: ortlaunch {verb} {example}".rstrip())
+    for group, verbs in _GROUPS.items()
+    for verb, (text, example) in verbs.items()
+}
