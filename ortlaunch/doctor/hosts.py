@@ -208,8 +208,8 @@ def _slow(host: str, answer: Answer, asked: Asked, usual_cpus: int) -> Iterator[
         ("/dev/shm", told["shm"] >= _LITTLE_SHM, f"{human(told['shm'])} free", "make it larger, for NCCL"),
         ("open files", told["open_files"] < 0 or told["open_files"] >= _FEW_FILES, f"at most {told['open_files']}",
          "ulimit -n 65536"),
-        ("stale", not told["stale"], f"ranks alive: {', '.join(map(str, told['stale'])) or 'none'}",
-         "end them, or wait for their run"),
+        ("stale", not told["stale"], f"ranks of yours alive: {', '.join(told['stale']) or 'none'}",
+         "wait for their run, or end it: ortlaunch cancel RUN_FOLDER"),
     ]  # fmt: skip
     if told["infiniband"]:
         limit = "no limit" if told["memlock"] < 0 else f"at most {human(told['memlock'])}"

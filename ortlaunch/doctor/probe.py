@@ -247,18 +247,18 @@ def token(folder: str) -> str | None:
         return None
 
 
-def stale() -> list[int]:
-    """Process ids of ranks that are alive here."""
-    found = []
+def stale() -> list[str]:
+    """Ranks of this user that are alive here: `process id (run folder)`; those of other users are not this user's."""
+    found = {}
     for number in filter(str.isdecimal, os.listdir("/proc")):
         try:
             with open(f"/proc/{number}/cmdline", "rb") as file:
-                words = file.read().split(b"\0")
+                words = file.read().rstrip(b"\0").split(b"\0")
+            if b"ortlaunch.worker" in words and os.stat(f"/proc/{number}").st_uid == os.getuid():
+                found[int(number)] = os.path.join(os.readlink(f"/proc/{number}/cwd"), os.fsdecode(words[-1]))
         except OSError:
             continue
-        if b"ortlaunch.worker" in words:
-            found.append(int(number))
-    return sorted(found)
+    return [f"{number} ({folder})" for number, folder in sorted(found.items())]
 
 
 def gpus() -> int:

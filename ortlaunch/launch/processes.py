@@ -60,6 +60,7 @@ class Job:
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.notice_ends = False
+        self.is_quiet = False  # another process prints what becomes of a notice
         self.private: str | None = None
         self.given_up: tuple[tuple[str, float], ...] = ()
         self.early: list[int] = []
@@ -237,8 +238,9 @@ def _notify(job: Job, number: int) -> None:
     """Pass a notice on."""
     saves = job.stop is not None and number == signal.SIGUSR2
     name = signal.Signals(number).name
-    _say(f"checkpoint requested ({name}): the ranks save after this step" if saves else
-         f"{name} is passed on to the ranks, which go on unless they handle it")  # fmt: skip
+    if not job.is_quiet:
+        _say(f"checkpoint requested ({name}): the ranks save after this step" if saves else
+             f"{name} is passed on to the ranks, which go on unless they handle it")  # fmt: skip
     _wake(job, number)
 
 

@@ -120,7 +120,9 @@ class _Key:
     def __init__(self, manager: Any, call: _Call) -> None:
         module, traced = manager._flattened_module, seen_of(manager._graph_transition_manager)
         self._trains, self._mode, self._gradients, self._form = call[:4]
-        self._asked = traced.get("grad_mode", False)
+        # A graph whose code reads the grad mode, or that calls Python, which then saves tensors for a backward pass.
+        called = any(node.op_type == "PythonOp" for node in manager._onnx_models.optimized_model.graph.node)
+        self._one_mode = called or traced.get("grad_mode", False)
         self._sizes = fixed_sizes(manager, (call.args, call.kwargs))
         self._buffers = fixed_buffers(manager)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
@@ -134,7 +136,7 @@ class _Key:
         """Why the graph is not one for `call`; empty where it is."""
         if (self._trains, self._form) != (call.trains, call.form):
             return "the call"
-        if self._gradients != call.gradients and (self._asked or not self._gradients):
+        if self._gradients != call.gradients and (self._one_mode or not self._gradients):
             return "the grad mode"
         if call.gradients and any(parameter.requires_grad for parameter in self._frozen):
             return "a frozen weight"

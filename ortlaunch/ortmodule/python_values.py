@@ -129,6 +129,7 @@ class _Watch(TorchFunctionMode):
         while frame.f_back and frame.f_code.co_filename in (
             grad_mode.__file__,
             aliases.__file__,
+            str(Path(__file__).with_name("weight_changes.py")),
         ):  # which stand between
             frame = frame.f_back
         if any(part in frame.f_code.co_filename for part in _QUIET):

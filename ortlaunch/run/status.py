@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from ortlaunch.errors import DamagedFile, InputError
+from ortlaunch.errors import DamagedFile, InputError, LaunchError, MissingDependency
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import End, explain_silence, first_failure, ranks_that_began
 from ortlaunch.launch.record import JobRecord, now
@@ -158,10 +158,10 @@ def _look(run: RunDir) -> Status:
 
 
 def _or_told(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
-    """What is read; of a damaged file that it is."""
+    """What is read; of a damaged file, or of a queue that does not answer, that it is so."""
     try:
         return read()
-    except DamagedFile as error:
+    except (DamagedFile, LaunchError, MissingDependency) as error:
         if str(error) not in wrong:
             wrong.append(str(error))
         return otherwise

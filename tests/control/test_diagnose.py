@@ -113,6 +113,7 @@ def test_the_account_of_a_rank(name: str, tmp_path: Path) -> None:
 
 ENDS = {
     "ortlaunch: mpirun was ended by SIGKILL, and the ranks with it; none of them had failed": "launcher-killed",
+    "ortlaunch: torchrun failed with DistError: flock: No locks available, and ended the ranks; its": "no-locks",
     "ortlaunch: torchrun failed with EOFError: Ran out of input, and ended the ranks; its": "launcher-failed",
     "ortlaunch: the command (process 7 on host a) disappeared without an error record (usually": "command-killed",
     "ortlaunch: rank 1 on host a vanished without a word, as a process killed by SIGKILL does": "rank-vanished",

@@ -226,11 +226,11 @@ def test_the_plain_case_is_told_briefly() -> None:
     """One process without ZeRO: no rendezvous, nothing forwarded, no table of what cannot be sharded."""
     asked = bert(train={"epochs": 3})
     lines = describe(plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked).splitlines()
-    assert [line.split(":")[0].strip() for line in lines[:5]] == ["made", "localhost", "batch", "steps", "memory"]
-    assert lines[3] == "steps: as many as 3 epochs take, known when the data are read"
+    assert [line.split(":")[0].strip() for line in lines[:4]] == ["made", "batch", "steps", "memory"]
+    assert lines[2] == "steps: as many as 3 epochs take, known when the data are read"
     assert [line for line in lines if "ZeRO" in line] == []
-    assert lines[5].split() == ["weights", "gradients", "activations", "overhead", "total"]  # SGD has no state
-    assert len(lines[6].split()) == 2 * len(lines[5].split())
+    assert lines[4].split() == ["weights", "gradients", "activations", "overhead", "total"]  # SGD has no state
+    assert len(lines[5].split()) == 2 * len(lines[4].split())
 
 
 def test_describe_many_hosts_briefly() -> None:
