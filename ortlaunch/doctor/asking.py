@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ _SECONDS, _AGAIN_SECONDS = 12.0, 6.0
 _MORE_SECONDS = 0.05  # for each host: all of them start a program on this one
 _PAIRS = 32  # others that each host tries: all of them, of more hosts some
 _LEAVE_SECONDS, _ERROR_SECONDS = 2.0, 0.2
-_AT_ONCE = 128
+_AT_ONCE, _GROUP = 128, 64  # connections; hosts that try each other, where there are more than that
 
 
 class Question(NamedTuple):
@@ -95,30 +94,55 @@ class Reached(NamedTuple):
 
 
 def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
-    """Each host's answer, in their order; and the name of the one that the others were to reach, if there was one."""
-    asked: list[_Call] = []
+    """Each host's answer, in their order; and the name of the one that the others were to reach, if there was one.
+
+    At most `_AT_ONCE` connections are open. Hosts that have answered form a group as soon as there are enough of them,
+    try each other, and leave; a dead host delays none of them.
+    """
+    names = question.names
+    seconds = _SECONDS + _MORE_SECONDS * min(len(names), _AT_ONCE)
+    calls: dict[int, _Call] = {}
+    running: dict[Future[_Call], int] = {}
     meeting: _Call | None = None
-    with ThreadPoolExecutor(_AT_ONCE) as pool, contextlib.ExitStack() as open_calls:
-        for batch in _batches(question.names):
-            seconds = _SECONDS + _MORE_SECONDS * len(batch)
-            calls = list(pool.map(functools.partial(_Call, question, seconds), batch))
-            asked += calls
-            for call in calls:
-                open_calls.callback(call.close)
-            meeting = meeting or next((call for call in calls if call.listens), None)
-            # The first host tries those of each batch.
-            group = [meeting] if meeting else []
-            group += [call for call in calls if call.listens and call is not meeting]
-            rest = [call for call in calls if call not in group]
-            list(pool.map(functools.partial(_Call.second, group=group), [*group, *rest]))
-            for call in calls:
-                if call is not meeting:
-                    call.hang_up()
-    return [call.answer for call in asked], meeting.host if meeting else None
+    group: list[int] = []
+    started = 0
+    with (
+        ThreadPoolExecutor(_AT_ONCE) as first,
+        ThreadPoolExecutor(_AT_ONCE) as second,
+        contextlib.ExitStack() as open_calls,
+    ):
+        while running or started < len(names):
+            while started < len(names) and len(running) + len(group) < _AT_ONCE:
+                running[first.submit(_Call, question, seconds, names[started])] = started
+                started += 1
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                at = running.pop(done)
+                calls[at] = done.result()
+                open_calls.callback(calls[at].close)
+                if isinstance(calls[at].answer, Answer):
+                    group.append(at)
+                else:
+                    calls[at].close()
+            # The first host is the one to reach where it answers: no group is formed before.
+            is_last = not running and started == len(names)
+            if is_last or (0 in calls and started < len(names) and len(group) >= _GROUP):
+                members = [calls[at] for at in sorted(group)]
+                meeting = meeting or next((call for call in members if call.listens), None)
+                _try_each_other(members, meeting, second)
+                group = []
+    return [calls[at].answer for at in range(len(names))], meeting.host if meeting else None
 
 
-def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE))
+def _try_each_other(members: list[_Call], meeting: _Call | None, pool: ThreadPoolExecutor) -> None:
+    """Those that listen try each other, and the one that all are to reach; then they may end."""
+    group = [meeting] if meeting else []
+    group += [call for call in members if call.listens and call is not meeting]
+    rest = [call for call in members if call not in group]
+    list(pool.map(functools.partial(_Call.second, group=group), [*group, *rest]))
+    over = [call for call in members if call is not meeting]
+    for call in over:
+        call.hang_up()
+    list(pool.map(_Call.close, over))  # its pipes are three open files
 
 
 def _others(call: _Call, group: list[_Call]) -> list[_Call]:

@@ -31,6 +31,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ortlaunch.launch.node")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True, help="on each node")
+    parser.add_argument("--number", type=int, help="of this node; without it the platform's variable")
     parser.add_argument("--master", default=os.environ.get("PET_MASTER_ADDR", ""), help="rank 0's host")
     parser.add_argument(
         "--name-seconds", type=float, default=_NAME_SECONDS, help="how long rank 0's host may be unknown to the others"
@@ -39,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(words)
     try:
         shared = shared_variables(asked.nodes, asked.ranks, asked.master)
-        node = number(asked.nodes, os.environ)
+        node = number(asked.nodes, os.environ) if asked.number is None else asked.number
         _wait_for_name(asked.master if asked.nodes > 1 and node else "", asked.name_seconds)
         return _wait(_started(asked.command, shared, node, asked.ranks))
     except (LaunchError, RankError) as error:
@@ -90,7 +91,7 @@ def _wait_for_name(host: str, seconds: float) -> None:
 
 
 def _started(command: Sequence[str], shared: Mapping[str, str], node: int, ranks: int) -> list[subprocess.Popen[bytes]]:
-    """The processes, each with its rank; signals to this one reach them from then on."""
+    """The processes, each with its rank, which get signals from this one alone, also those sent to its group."""
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     started: list[subprocess.Popen[bytes]] = []
     early: list[int] = []  # that came before all were there
@@ -103,7 +104,7 @@ def _started(command: Sequence[str], shared: Mapping[str, str], node: int, ranks
         signal.signal(name, pass_on)
     for local in range(ranks):
         own = {"RANK": str(node * ranks + local), "LOCAL_RANK": str(local)}
-        process = subprocess.Popen(command, env={**clean, **shared, **own})
+        process = subprocess.Popen(command, env={**clean, **shared, **own}, start_new_session=True)
         _send([process], *early)
         started.append(process)
     return started

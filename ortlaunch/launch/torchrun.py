@@ -3,7 +3,8 @@
 Its rendezvous would listen on every interface and unpickle what anybody puts there. Here it is a file, new for each
 start: on one host in a folder that this user alone can write to, on several in the run folder, which they share. Ranks
 of one host meet in another file, those of several at a port of rank 0's address that is told through the run folder
-(worker/distributed.py). A world of several hosts has as many ranks on each: torchrun
+(worker/distributed.py). On more hosts than such a file serves, launch/node.py takes torchrun's place, with the same
+variables: the plan numbers the hosts already. A world of several hosts has as many ranks on each: torchrun
 documents no other.
 """
 
@@ -24,6 +25,7 @@ from ortlaunch.run.folder import RunDir
 
 __all__ = ["cancel", "request", "state", "submit", "wait"]
 
+MOST_RENDEZVOUS_HOSTS = 64  # the file is read whole by each host, and grows with the square of the hosts
 _KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; a lost host is seen by ssh
 _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a port for a store of the ranks
 
@@ -60,10 +62,12 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
         )
     if plan.threads is None:
         env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS" or name in dict(plan.env)}
+    many = len(plan.nodes) > MOST_RENDEZVOUS_HOSTS
     agents = [
-        {"host": node.host, "argv": _torchrun(plan, run_dir, f"{number:05d}.{node.host}", run_dir.rendezvous)}
+        {"host": node.host, "argv": _node(plan, run_dir, number) if many
+         else _torchrun(plan, run_dir, f"{number:05d}.{node.host}", run_dir.rendezvous)}
         for number, node in enumerate(plan.nodes)
-    ]
+    ]  # fmt: skip
     work = {"agents": agents, "env": dict(sorted(env.items())), "forward": plan.forward}
     files = (
         (str(run_dir.rendezvous), ""),
@@ -73,6 +77,20 @@ def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
     )
     argv = (*start.command("ortlaunch.launch.over_ssh", plan.argv[0]), str(run_dir.agents))
     return Request(argv, files=files, stop=stop_of(plan, run_dir), given_up=given_up_of(plan, run_dir))
+
+
+def _node(plan: Plan, run_dir: RunDir, number: int) -> tuple[str, ...]:
+    """The command on one of many hosts: ortlaunch's own starter of ranks, which needs no rendezvous."""
+    return (
+        *start.command("ortlaunch.launch.node", plan.argv[0]),
+        f"--nodes={len(plan.nodes)}",
+        f"--ranks={plan.nodes[0].slots}",
+        f"--number={number}",
+        "--master=127.0.0.1",  # never used: ranks meet through the run folder
+        "--",
+        *plan.argv,
+        str(run_dir),
+    )
 
 
 def _torchrun(plan: Plan, run_dir: RunDir, name: str, rendezvous: Path, more: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ runs/<name>-<timestamp>/
   agents.json meeting                                                  of torchrun on several hosts
   logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
   errors/stall.json errors/stacks_00003.txt                            the run stood still: who, and where each rank was
-  errors/lost.json errors/accounts                                     a host that is lost; a byte for each account
+  errors/lost.json errors/accounts                                     a host that is lost; the rank of each account
   slow_ranks.jsonl                                                     ranks that hold the others up, each named once
   attempts/1/{logs,errors}                                             of a failed start, once another has begun
   metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
@@ -46,6 +46,7 @@ PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the co
 
 
 _FULL_BYTES = 1 << 20
+_COUNTED = 8  # bytes of a line of `accounts`
 _STEP = re.compile(r"step_(\d+)")
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
@@ -164,17 +165,24 @@ class RunDir:
 
     @property
     def accounts(self) -> Path:
-        """There once an account of an end is written: a byte each."""
+        """Created with the first account of an end; a line of `_COUNTED` bytes for each, in their order."""
         return self.errors / "accounts"
 
-    def count_account(self) -> int:
-        """Count an account that is about to be written; returns how many were before it, on whatever host."""
+    def count_account(self, rank: int = -1) -> int:
+        """Count an account of this rank (-1: of the run) that is about to be written; returns the number before it."""
         with contextlib.suppress(OSError):
             self.errors.mkdir(parents=True, exist_ok=True)
             with open(self.accounts, "ab") as file:
-                file.write(b".")
-                return file.tell() - 1
+                file.write(b"%07d\n" % rank)
+                file.flush()  # so that `tell` counts those of other hosts
+                return file.tell() // _COUNTED - 1
         return 0
+
+    def first_counted(self) -> list[int]:
+        """Ranks of the first accounts; nothing where a full disk kept them from being counted."""
+        with contextlib.suppress(OSError, ValueError), open(self.accounts, "rb") as file:
+            return list(map(int, file.read(8 * _COUNTED).split()))
+        return []
 
     def stacks(self, rank: int) -> Path:
         """Where a rank stood when the run stood still."""

@@ -38,6 +38,7 @@ _KEPT: list[object] = []
 JOIN_TIMEOUT = timedelta(minutes=30)
 _LATE_SECONDS, _ARRIVED = 20, "ortlaunch/arrived/{}"
 _MET = threading.Event()  # the first collective of all ranks was done
+_MOST_MESH_RANKS = 64
 
 
 class DistributedContext:
@@ -117,6 +118,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     """
     agree(plan, rank)
     _raise_limit_of_open_files()
+    _connect_on_demand(rank.world_size, os.environ)
     device = _device(plan, rank)
     found = detect(os.environ)
     launcher = found[1] if found else ""
@@ -133,8 +135,19 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
         MPI.Finalize()
 
 
+def _connect_on_demand(ranks: int, environ: MutableMapping[str, str]) -> None:
+    """Let gloo connect two ranks at their first message; by default each group connects every rank to all others.
+
+    An all-reduce then needs two connections a rank, whatever the number of ranks (benchmarks/gloo_connections.py).
+    Small runs keep the full mesh, in which a closed port ends the start and not the first step. The user's value is
+    kept.
+    """
+    if ranks > _MOST_MESH_RANKS:
+        environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def _raise_limit_of_open_files() -> None:
-    """To what the host allows: gloo keeps a connection to every other rank, twice, and many shells stop at 1,024."""
+    """To what the host allows: rank 0 holds the store of all ranks, and many shells stop at 1,024."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != most:
         with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own

@@ -96,7 +96,7 @@ class Account:
                  "step": seen.step, "phase": seen.phase}  # fmt: skip
         limit = machine.tightest_limit()
         where["memory_limit"] = {"name": limit.name, "bytes": limit.size}
-        where["after"] = self.run.count_account()
+        where["after"] = self.run.count_account(rank.rank)
         self._store({**where, "time": time.time(), **record})
 
     def is_an_echo(self) -> None:

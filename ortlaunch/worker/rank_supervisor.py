@@ -207,8 +207,9 @@ def _conclude(
     if watchdog.ended_it:
         return _conclude_stall(account, child, watchdog)
     number, echo, kind = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None, "Signal"
-    by_wish = not child.ended_by_us or child.surroundings.others_stopped()
-    if number and child.saves and by_wish and number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ())):
+    by_stop = number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ()))
+    # The last one reads every rank's account.
+    if number and child.saves and by_stop and (not child.ended_by_us or child.surroundings.others_stopped()):
         return _was_stopped(account, child, child.asked or number)
     if number == signal.SIGKILL and not (child.was_killed_late or child.ended_by_us):
         echo = False  # nobody here sent that

@@ -41,6 +41,10 @@ class Surroundings:
 
     def has_failed(self) -> bool:
         """Whether another rank has told its end."""
+        # One known file, not a listing of errors/: of thousands of guardians each looks, in the moment of a fault too.
+        counted = self.run.first_counted()
+        if counted:
+            return any(rank != self.rank for rank in counted)
         return any(path != self.run.error(self.rank) for path in self._failures())
 
     def others_stopped(self) -> bool:
@@ -57,7 +61,6 @@ class Surroundings:
                 os.kill(pid, signal.SIGCONT)
 
     def _failures(self) -> list[Path]:
-        # One known file, not a listing of errors/: guardians look every few seconds, and there are thousands.
         if not self.run.accounts.exists():
             return []
         return [*self.run.errors.glob("rank_*.json"), *self.run.errors.glob("lost.json")]

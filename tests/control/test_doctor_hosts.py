@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -181,6 +181,50 @@ def test_which_hosts_try_which() -> None:
     assert len(chosen[0]) == 127
     assert max(len(chosen[at]) for at in many[1:]) <= 15
     assert all(at in chosen[other] for at in many for other in chosen[at])
+
+
+class SimulatedCall:
+    """A host that answers at once, or whose name begins with "dead": once all others have been asked, it is silent."""
+
+    living, everyone_asked = 0, threading.Event()
+    open_now, most_open = set[str](), 0
+    groups: ClassVar[list[list[str]]] = []
+
+    def __init__(self, question: asking.Question, seconds: float, host: str) -> None:
+        kind = type(self)
+        self.host, self.listens = host, not host.startswith("dead")
+        kind.open_now.add(host)
+        kind.most_open = max(kind.most_open, len(kind.open_now))
+        self.answer: Any = WELL if self.listens else Silence("reached", "no answer", "")
+        if self.listens:
+            kind.living -= 1
+            kind.everyone_asked.set() if kind.living == 0 else None
+        else:
+            assert kind.everyone_asked.wait(20), "a dead host delays the others"
+
+    def second(self, group: list[SimulatedCall]) -> None:
+        """One of the group keeps who is in it."""
+        self.groups.append([one.host for one in group]) if self is group[-1] else None
+
+    def hang_up(self) -> None:
+        """Nothing is there to end."""
+
+    def close(self) -> None:
+        """Free its place."""
+        self.open_now.discard(self.host)
+
+
+def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,024 hosts 64 never answer: all others are asked first, within 128 connections, and each is in a group."""
+    names = tuple(f"dead{at}" if at % 16 == 1 else f"host{at}" for at in range(1024))
+    monkeypatch.setattr(asking, "_Call", SimulatedCall)
+    monkeypatch.setattr(SimulatedCall, "living", 960)
+    answers, meeting = asking.ask(asking.Question(names, None, None, False, 0))
+    assert [isinstance(answer, Answer) for answer in answers] == [not name.startswith("dead") for name in names]
+    assert meeting == "host0"
+    assert SimulatedCall.most_open <= 129  # a silent host's connection ends just after its thread does
+    assert SimulatedCall.open_now == set()
+    assert {one for group in SimulatedCall.groups for one in group} == {name for name in names if "host" in name}
 
 
 @pytest.mark.parametrize(("host", "verdicts"), [(0, ["failed"]), (1, [])])

@@ -13,6 +13,7 @@ import pytest
 from ortlaunch.launch import failure
 from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.worker.surroundings import Surroundings
 from tests.makers import host, plan, recipe
 
 TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: planted\n"
@@ -292,5 +293,19 @@ def test_accounts_are_counted_without_a_listing(tmp_path: Path) -> None:
     """The order of accounts is known without equal clocks, and no account names the earlier ones: 8,192 would."""
     run = RunDir(tmp_path)
     run.errors.mkdir()
-    assert [run.count_account() for _ in range(3)] == [0, 1, 2]
-    assert run.accounts.stat().st_size == 3
+    assert [run.count_account(rank) for rank in (4, -1, 12345)] == [0, 1, 2]
+    assert run.accounts.stat().st_size == 24
+    assert run.first_counted() == [4, -1, 12345]
+
+
+def test_a_failure_of_another_rank_is_seen_without_a_listing(tmp_path: Path) -> None:
+    """A rank's own account is none of another; on a full disk, where none could be counted, the files are listed."""
+    run, other = RunDir(tmp_path / "run"), RunDir(tmp_path / "full")
+    found = [Surroundings(run, 1).has_failed()]
+    for rank in (1, 0):
+        run.count_account(rank)
+        found.append(Surroundings(run, 1).has_failed())
+    assert found == [False, False, True]
+    write_text(other.accounts, "")
+    write_text(other.error(0), "")
+    assert [Surroundings(other, rank).has_failed() for rank in (0, 1)] == [False, True]

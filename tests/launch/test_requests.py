@@ -18,7 +18,7 @@ import pytest
 
 from ortlaunch import launchers, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError
-from ortlaunch.launch import Backend, JobState, Request, backend, mpi
+from ortlaunch.launch import Backend, JobState, Request, backend, mpi, torchrun
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.private import make_private, private_folder
 from ortlaunch.launch.stop import Stop
@@ -75,6 +75,30 @@ def test_torchrun_on_several_hosts() -> None:
     assert set(NAMES) - {"NCCL_DEBUG", "NOTE"} <= set(work["forward"])
     assert (files["runs/x/rendezvous"], files["runs/x/meeting"]) == ("", "")
     assert "s3cret" not in str(request)
+
+
+@pytest.mark.parametrize(("hosts", "module"), [(64, "torch.distributed.run"), (65, "ortlaunch.launch.node")])
+def test_many_hosts_need_no_rendezvous(hosts: int, module: str) -> None:
+    """torchrun's file grows with the square of the hosts: 512 simulated ones had not met within 240 s."""
+    request = backend("torchrun").request(made("torchrun", tuple(host(f"n{at}", 2) for at in range(hosts))), RUN)
+    agents = json.loads(dict(request.files)["runs/x/agents.json"])["agents"]
+    assert {agent["argv"][2] for agent in agents} == {module}
+    assert len({tuple(agent["argv"]) for agent in agents}) == hosts
+
+
+def test_ranks_of_many_hosts_are_the_planned_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts through their agents, started without torchrun: each process finds its planned rank."""
+    monkeypatch.setattr(torchrun, "MOST_RENDEZVOUS_HOSTS", 1)
+    script = "import os, pathlib, sys; from ortlaunch.rank import Rank; rank = Rank.from_environ(os.environ); "
+    script += "pathlib.Path(sys.argv[1], f'told-{rank.rank}').write_text(str(tuple(rank)))"
+    planned = made("torchrun", (host("localhost", 2), host("127.0.0.1", 2)))
+    planned = replace(planned, argv=(sys.executable, "-c", script))
+    request = backend("torchrun").request(planned, RunDir(tmp_path))
+    request = request._replace(argv=(sys.executable, *request.argv[1:]))
+    write_text(tmp_path / "plan.json", planned.to_json())
+    assert backend("torchrun").wait(backend("torchrun").submit(request)) == 0
+    found = [(tmp_path / f"told-{rank}").read_text() for rank in range(4)]
+    assert found == [str(tuple(rank)) for rank in planned.ranks]
 
 
 def test_an_agent_hears_a_signal_that_came_with_its_work() -> None:

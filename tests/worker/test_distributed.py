@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
+import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -312,3 +314,24 @@ def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Pat
     store.set("name", "value")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert store.get("name") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environ", "value"),
+    [(64, {}, None), (65, {}, "1"), (65, {"TORCH_GLOO_LAZY_INIT": "0"}, "0")],
+)
+def test_many_ranks_connect_on_demand(ranks: int, environ: dict[str, str], value: str | None) -> None:
+    """A full mesh takes two descriptors for each other rank; the user's own choice is kept."""
+    distributed._connect_on_demand(ranks, environ)
+    assert environ.get("TORCH_GLOO_LAZY_INIT") == value
+
+
+@pytest.mark.slow
+def test_connections_on_demand_are_few() -> None:
+    """32 ranks with two gloo groups compute the same, with less than half of the full mesh's descriptors."""
+    script = Path(__file__).parents[2] / "benchmarks" / "gloo_connections.py"
+    command = [sys.executable, str(script), "--ranks", "32"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    mesh, on_demand = map(int, re.findall(r"(\d+) descriptors at most", ended.stdout))
+    assert mesh > 62
+    assert on_demand < mesh / 2
