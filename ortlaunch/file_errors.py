@@ -23,6 +23,7 @@ _CAUSES = {
     errno.ENFILE: "this machine has too many open files",
     errno.EAGAIN: "raise the limit of processes (ulimit -u)",
     errno.E2BIG: "the variables of launch.env and of your shell are longer than the kernel takes",
+    errno.ENOLCK: "a disk has no file locks (flock), which run folder, ORTLAUNCH_CACHE and TMPDIR need",
     errno.EROFS: "nothing can be written there",
     errno.EACCES: "this user may not",
     errno.EPERM: "this user may not",
@@ -56,8 +57,8 @@ def of_ours(run: Path) -> Iterator[None]:
         yield
     except OSError as error:
         path = error.filename
-        ours = error.errno in _CAUSES and isinstance(path, (str, Path)) and _below(path, run, cache_root())
-        found = explained(error) if ours else None
+        ours = error.errno in _CAUSES and isinstance(path, (str, Path)) and _below(path, run, *_cache())
+        found = explained(error) if ours or error.errno == errno.ENOLCK else None  # which has no file name
         if found is None:
             raise
         raise found from error
@@ -65,7 +66,14 @@ def of_ours(run: Path) -> Iterator[None]:
 
 def _elsewhere(path: str) -> str:
     """How to choose another place."""
-    return f"{'ORTLAUNCH_CACHE' if _below(path, cache_root()) else '--run-dir'} names another place"
+    return f"{'ORTLAUNCH_CACHE' if _below(path, *_cache()) else '--run-dir'} names another place"
+
+
+def _cache() -> list[Path]:
+    """The cache folder, where this user has one."""
+    with contextlib.suppress(FileError):
+        return [cache_root()]
+    return []
 
 
 def _below(path: str | Path, *folders: Path) -> bool:

@@ -16,7 +16,7 @@ class Launcher(NamedTuple):
     program: str
     """The command that starts the ranks and waits for them; empty: ortlaunch's own."""
     rendezvous: str
-    """How ranks meet, for a person."""
+    """How ranks of several hosts meet, for a person."""
 
 
 INSIDE = "inside"
@@ -27,16 +27,20 @@ LAUNCHERS = {
     "torchrun": Launcher(
         "ortlaunch.launch.torchrun",
         "torchrun",
-        "a file in the run folder; on one host no port is opened, else one of rank 0's address",
+        "a file in the run folder, then a port of rank 0's host",
     ),
     "mpi": Launcher(
         "ortlaunch.launch.mpi",
         "mpirun",
-        "on one host a file in the run folder, else a port of rank 0's address, told through MPI",
+        "a port of rank 0's host, sent through MPI",
     ),
 }
 
 
-def rendezvous(name: str) -> str:
+def rendezvous(name: str, hosts: int) -> str:
     """How the ranks of a plan meet."""
-    return "as the launcher's environment says" if name == INSIDE else LAUNCHERS[name].rendezvous
+    if name == INSIDE:
+        return "as the launcher's environment says"
+    if hosts > 1 or name == "local":
+        return LAUNCHERS[name].rendezvous
+    return "a file in the run folder"

@@ -62,6 +62,7 @@ REASONS = (
     (r"bert_(?:result|memory)_|positional arguments|labels|config\.json", "transformers 5 has another call or file"),
     (r"takes values of tensors into Python", "refused on purpose: engine.allow_traced_values"),
     (r"enable_layerwise_recompute", "gradient checkpoints become recomputation, on purpose"),
+    (r"save_onnx_models.*inference|eval_onnx_models", "eval() with gradients on has a gradient graph, as in eager"),
     (r"cache_exported_model", "ORTMODULE_CACHE_DIR is not used, on purpose"),
 )
 

@@ -21,6 +21,7 @@ from ortlaunch.bench.report import results, short_reason
 from ortlaunch.bench.turns import Failed, VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
+from ortlaunch.plan import PROCESS
 from ortlaunch.process import heeded
 from ortlaunch.run import provenance
 from ortlaunch.run.folder import RunDir
@@ -188,7 +189,7 @@ def _that_fits(length: Length, players: Sequence[VariantJob], say: Say) -> Lengt
     needed, free = 0, machine.tightest_free().free
     for plan in plans:
         assert plan.memory is not None
-        needed += dict(plan.memory.by_stage)[plan.memory.chosen].total * plan.nodes[0].slots
+        needed += (PROCESS + dict(plan.memory.by_stage)[plan.memory.chosen].total) * plan.nodes[0].slots
     if needed <= free:
         return length
     say(

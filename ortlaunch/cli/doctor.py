@@ -34,6 +34,10 @@ def doctor(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Of the first host, that ranks are to meet at; 0: any.")
     ] = 0,
+    ports: Annotated[
+        Optional[str],
+        typer.Option("--ports", metavar="LOW-HIGH", help="Ports that all hosts are to reach of each other; any else."),
+    ] = None,
     fabric: Annotated[
         bool,
         typer.Option("--fabric", help="Start ranks there, too, and measure matrix products, links and the all-reduce."),
@@ -44,8 +48,9 @@ def doctor(
 ) -> None:
     """Look before a run: at this machine, or at the hosts of --hostfile or of the Slurm job that this runs in.
 
-    This machine: what is installed, GPUs, disk, limits. Hosts, all at once: reached, versions, addresses, a port that
-    all reach, shared folder, disk, clock, limits, ranks left behind. Exit status 1 where a check failed.
+    This machine: what is installed, GPUs, disk, limits. Hosts, all at once: reached, versions, addresses, ports of
+    each other (TCP, UDP, packets of the MTU), shared folder, disk, clock, limits, ranks left behind.
+    Exit status 1 where a check failed.
     """
     import json as texts
     from dataclasses import asdict
@@ -55,8 +60,12 @@ def doctor(
 
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"got {device}; cpu or cuda", param_hint="--device")
+    low, _, high = (ports or "0-0").partition("-")
+    if not (low.isdecimal() and high.isdecimal() and int(low) <= int(high) <= 65535 and (int(low) or not ports)):
+        raise typer.BadParameter(f"got {ports}; two ports from 1 to 65535, as 40000-50000", param_hint="--ports")
+    wanted = (int(low), int(high)) if ports else None
     found = checkup(
-        recipe, tuple(overrides or ()), options, Place(run_dir, device, interface, port, fabric), os.environ
+        recipe, tuple(overrides or ()), options, Place(run_dir, device, interface, port, wanted, fabric), os.environ
     )
     typer.echo(texts.dumps([asdict(finding) for finding in found], indent=2) if json else told(found))
     raise typer.Exit(any(finding.verdict == FAILED for finding in found))

@@ -55,7 +55,14 @@ AllowOption = Annotated[
     Optional[list[str]],
     typer.Option("--allow", metavar="NAME", help="Let a change take effect that would be refused, as data or model."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", "--dryrun", help="Print what would be run, and stop.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        "--dryrun",
+        help="Print the command that would run, on standard error plan, changes and refusals; write nothing.",
+    ),
+]
 
 
 def _launch_options(

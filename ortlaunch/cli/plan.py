@@ -27,7 +27,6 @@ def plan(
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.planning.describe import describe
-    from ortlaunch.planning.memory import why_unknown
     from ortlaunch.run.folder import RunDir
     from ortlaunch.run.preview import dry_run, preview, size_notes
     from ortlaunch.run.resolve import resolve
@@ -45,7 +44,5 @@ def plan(
         return
     command = dry_run(resolved, RunDir(f"runs/{resolved.plan.name}-TIME")).splitlines()[-1]
     notes = size_notes(resolved)
-    if resolved.plan.memory is None:
-        notes.append(f"memory: not known here: {why_unknown(resolved.file.recipe)}")
     shown = describe(resolved.plan, resolved.file.recipe)
     typer.echo("\n".join([*resolved.notes, shown, *notes, f"command: {command}"]))

@@ -1,5 +1,7 @@
 """`ortlaunch selftest`."""
 
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Optional
@@ -12,17 +14,21 @@ from ortlaunch.cli.options import Overrides
 def selftest(
     overrides: Overrides = None,
     hostfile: Annotated[Optional[str], typer.Option("--hostfile", "-H", help="Hosts to start ranks on, too.")] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Queue a job of one or two nodes, too.")] = False,
     folder: Annotated[
         Optional[Path],
         typer.Option("--dir", help="A new folder for the runs, which all hosts share; selftest-TIME by default."),
     ] = None,
 ) -> None:
-    """Train a tiny model under each backend that this place has: one process, torchrun, mpirun, hosts, Slurm.
+    """Train a tiny model under each backend here: one process, torchrun, mpirun, hosts; Slurm with --slurm.
 
     Ranks must be where the plan has them, and losses equal; exit status 1 where one is not. Engine eager on the CPU;
     override it as in engine.name=ort.
     """
+    from ortlaunch.process import heeded
     from ortlaunch.run.selftest import selftest as run
 
-    equal = run((folder or Path(time.strftime("selftest-%Y%m%d-%H%M%S"))).absolute(), hostfile, overrides or ())
+    for number in heeded((signal.SIGTERM, signal.SIGHUP)):  # as Ctrl-C: what was started ends, a job is cancelled
+        signal.signal(number, lambda given, _: sys.exit(128 + given))
+    equal = run((folder or Path(time.strftime("selftest-%Y%m%d-%H%M%S"))).absolute(), hostfile, overrides or (), slurm)
     raise typer.Exit(not equal)

@@ -46,15 +46,16 @@ def start(
     from ortlaunch.run import preview
     from ortlaunch.run.prepare import run_folder
     from ortlaunch.run.resolve import resolve
+    from ortlaunch.run.resume import ResumeOptions
 
     resolved = resolve(recipe, overrides, options._replace(planned_only=dry_run), os.environ)
     if dry_run:
         resolved = preview.preview(resolved)
-        print(*resolved.notes, sep="\n", end="\n" if resolved.notes else "", file=sys.stderr)
-        typer.echo(preview.dry_run(resolved, run_folder(run_dir, resolved, os.environ)))
+        run = run_folder(run_dir, resolved, os.environ)
+        print(*preview.before_start(resolved, run, ResumeOptions(*resume)), sep="\n", file=sys.stderr)
+        typer.echo(preview.dry_run(resolved, run))
         return
     from ortlaunch.run import control
-    from ortlaunch.run.resume import ResumeOptions
 
     go_on_unread()
     raise typer.Exit(control.train(resolved, run_dir, ResumeOptions(*resume)))

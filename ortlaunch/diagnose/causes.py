@@ -124,6 +124,8 @@ def _known_words(found: Evidence) -> Cause | None:
     return None
 
 
+_LOCKS = ("run folder (--run-dir), ORTLAUNCH_CACHE and TMPDIR must be on disks with file locks (flock); "
+          "NFS has them where its lock service runs",)  # fmt: skip
 _WORDS: tuple[tuple[str, re.Pattern[str], str, tuple[str, ...]], ...] = (
     ("port-taken", words.PORT_TAKEN, "{} met a port that is taken",
      ("ss -ltnp names who has it; MASTER_PORT or launch.env choose another, or let ortlaunch choose",)),
@@ -139,6 +141,7 @@ _WORDS: tuple[tuple[str, re.Pattern[str], str, tuple[str, ...]], ...] = (
      "{} lacks a file", ("relative paths begin where you run the command; every host must see the file",)),
     ("unreadable-file", re.compile(r"PermissionError|Permission denied|Errno 13\b"),
      "{} may not open a file", ("ls -l it, as the user of the run, on that host",)),
+    ("no-locks", words.NO_LOCKS, "{} met a disk without file locks", _LOCKS),
     ("damaged-checkpoint", re.compile(r"CheckpointError"), "{} could not use a checkpoint", ()),
 )  # fmt: skip
 
@@ -202,6 +205,7 @@ _OUTSIDE = ("who sends signals: a person, a scheduler's limit, a watchdog; see t
 _ENDS: tuple[tuple[str, re.Pattern[str], tuple[str, ...]], ...] = (
     ("command-killed", re.compile(r"the command .* disappeared"), (*_OUTSIDE, "start it again with --run-dir")),
     ("launcher-killed", re.compile(r"was ended by SIG\w+, and the ranks with it"), _OUTSIDE),
+    ("no-locks", words.NO_LOCKS, _LOCKS),
     ("launcher-failed", re.compile(r"failed with .*, and ended the ranks"), ("its traceback is above its last line",)),
     ("signalled", re.compile(r"was ended by SIG\w+, sent to it"), _OUTSIDE),
     ("rank-vanished", re.compile(r"vanished without a word"), ("dmesg on that host: was it out of memory?", *_OUTSIDE)),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.diagnose.evidence import Evidence
-from ortlaunch.plan import Plan
+from ortlaunch.plan import PROCESS, Plan
 from ortlaunch.planning.describe import memory_lines
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe import Recipe, read_resolved
@@ -25,10 +26,13 @@ def what_would_fit(found: Evidence) -> list[str]:
         return [f"what would fit: {_UNKNOWN}"]
     recipe = read_resolved(found.run.recipe)
     limit = _limit(found, plan)
-    head = "what would fit, by the plan's estimate (without framework overhead)"
-    shown = f"{head}: {human(limit)} a rank is the limit there" if limit else head
-    table = memory_lines(plan.memory, choice=plan.world_size > 1)
-    return [*table, shown, *(_row(*row, limit) for row in _less(recipe, plan))]
+    rows = [*_less(recipe, plan)]
+    scale = max(1.0, limit / rows[0][1]) if limit else 1.0  # it took all that there is, whatever the plan was
+    head = "what would fit" + (f", by the plan with its process ({human(PROCESS)})" if plan.device == "cpu" else "")
+    more = f", {scale:.2f} times as much, for it reached the limit" if scale > 1 else ""
+    shown = f"{head}{more}: {human(limit)} a rank is the limit there" if limit else head
+    table = memory_lines(plan.memory, plan.world_size > 1, plan.device)
+    return [*table, shown, *(_row(said, math.ceil(scale * size), limit) for said, size in rows)]
 
 
 def _limit(found: Evidence, plan: Plan) -> int | None:
@@ -75,7 +79,7 @@ def _with(recipe: Recipe, update: dict[str, dict[str, Any]]) -> Recipe:
 def _total(recipe: Recipe, micro: int, ranks: int, device: str) -> int:
     memory = estimate(recipe, micro, ranks, device)
     assert memory is not None  # the plan has one
-    return dict(memory.by_stage)[memory.chosen].total
+    return dict(memory.by_stage)[memory.chosen].total + (PROCESS if device == "cpu" else 0)
 
 
 def _row(said: str, total: int, limit: int | None) -> str:

@@ -1,4 +1,4 @@
-"""All hosts asked at once, over one connection each: what they are, then whether they reach the first."""
+"""All hosts asked at once, over one connection each: what they are, then which of the others they reach."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 _PYTHON = "import sys; sys.path[:] = filter(None, sys.path); exec(sys.stdin.buffer.read(int(sys.argv[1])))"
 _SECONDS, _AGAIN_SECONDS = 12.0, 6.0
 _MORE_SECONDS = 0.05  # for each host: all of them start a program on this one
+_PAIRS = 32  # others that each host tries: all of them, of more hosts some
 _LEAVE_SECONDS, _ERROR_SECONDS = 2.0, 0.2
 _AT_ONCE = 128
 
@@ -38,12 +39,19 @@ class Question(NamedTuple):
     interface: str | None
     cuda: bool
     port: int
+    range: tuple[int, int] | None = None  # of ports to try, at every host
 
     def asked_of(self, host: str) -> dict[str, Any]:
         """As the probe takes it."""
         peers = [name.rpartition("@")[2] for name in self.names if name != host]
-        return {"peers": peers[:4], "folder": str(self.folder) if self.folder else None, "port": self.port,
+        return {"peers": peers[:4], "folder": str(self.folder) if self.folder else None, "ports": self._ports(host),
                 "interface": self.interface, "cuda": self.cuda}  # fmt: skip
+
+    def _ports(self, host: str) -> tuple[int, ...]:
+        """That it is to listen at: the ends of the range."""
+        if self.range is not None:
+            return tuple(dict.fromkeys(self.range))
+        return (self.port if (host,) == self.names[:1] or not self.names else 0,)
 
     def to(self, host: str) -> bytes:
         """The program that answers it."""
@@ -62,36 +70,67 @@ class Answer(NamedTuple):
     """What a host tells, and the seconds until it did.
 
     skew: seconds of its clock beside this one; doubt: how wrong that may be.
-    reach: why it cannot reach the port of `place`; None: not asked.
+    reached: the other hosts that it tried.
     """
 
     told: dict[str, Any]
     took: float
     skew: float = 0.0
     doubt: float = 0.0
-    reach: str | None = None
+    reached: tuple[Reached, ...] = ()
+
+
+class Reached(NamedTuple):
+    """How a host reaches a port of another."""
+
+    host: str
+    port: int
+    error: str
+    """Of a TCP connection; empty: it was accepted."""
+    udp: bool
+    """Whether a datagram was answered."""
+    whole: bool
+    """Whether a packet as long as `mtu` was."""
+    mtu: int
 
 
 def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
     """Each host's answer, in their order; and the name of the one that the others were to reach, if there was one."""
-    answers: list[Answer | Silence] = []
+    asked: list[_Call] = []
     meeting: _Call | None = None
     with ThreadPoolExecutor(_AT_ONCE) as pool, contextlib.ExitStack() as open_calls:
         for batch in _batches(question.names):
             seconds = _SECONDS + _MORE_SECONDS * len(batch)
             calls = list(pool.map(functools.partial(_Call, question, seconds), batch))
+            asked += calls
             for call in calls:
                 open_calls.callback(call.close)
             meeting = meeting or next((call for call in calls if call.listens), None)
-            answers += pool.map(functools.partial(_Call.second, meeting=meeting), calls)
+            # The first host tries those of each batch.
+            group = [meeting] if meeting else []
+            group += [call for call in calls if call.listens and call is not meeting]
+            rest = [call for call in calls if call not in group]
+            list(pool.map(functools.partial(_Call.second, group=group), [*group, *rest]))
             for call in calls:
                 if call is not meeting:
                     call.hang_up()
-    return answers, meeting.host if meeting else None
+    return [call.answer for call in asked], meeting.host if meeting else None
 
 
 def _batches(names: Sequence[str]) -> Iterator[Sequence[str]]:
     return (names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE))
+
+
+def _others(call: _Call, group: list[_Call]) -> list[_Call]:
+    """Those that a host tries: all in a small group; in a large one the first host, which tries all, and those that are
+    1, 2, 4, ... places before and behind it, so that each pair is tried in both directions."""
+    if call not in group:
+        return []
+    at, count = group.index(call), len(group)
+    if count <= _PAIRS + 1 or at == 0:
+        return [one for one in group if one is not call]
+    distances = [sign << power for power in range(count.bit_length() - 1) for sign in (1, -1)]
+    return [group[place] for place in sorted({0, *((at + distance) % count for distance in distances)} - {at})]
 
 
 class _Call:
@@ -107,7 +146,7 @@ class _Call:
         """Whether others can be told to reach it."""
         if isinstance(self.answer, Silence):
             return False
-        return self.answer.told["address"] is not None and isinstance(self.answer.told["listens"], int)
+        return self.answer.told["address"] is not None and bool(self.answer.told["doors"])
 
     def _first(self, program: bytes) -> Answer | Silence:
         remote = [sys.executable, "-c", _PYTHON, str(len(program))]
@@ -128,23 +167,31 @@ class _Call:
             return Answer(ast.literal_eval(line.decode()), took)
         return self._failed(line)
 
-    def second(self, meeting: _Call | None) -> Answer | Silence:
-        """Its answer, with its clock and whether it reaches the place where ranks could meet."""
+    def second(self, group: list[_Call]) -> None:
+        """Have its clock, and how it reaches the ports of others."""
         if isinstance(self.answer, Silence):
-            return self.answer
-        place = b""
-        if meeting is not None and meeting is not self:
-            assert isinstance(meeting.answer, Answer)
-            place = f"{meeting.answer.told['address']} {meeting.answer.told['listens']}".encode()
+            return
+        places = [(one, tcp, udp) for one in _others(self, group) for tcp, udp in one.told["doors"]]
+        words = " ".join(f"{one.told['address']} {tcp} {udp} {one.told['mtu']}" for one, tcp, udp in places)
         before, self._deadline = time.time(), time.monotonic() + _AGAIN_SECONDS
-        self._send(place + b"\n")
+        self._send(f"{words}\n".encode())
         line = self._line()
-        doubt = (time.time() - before) / 2
-        with contextlib.suppress(ValueError, SyntaxError):
+        try:
             found = ast.literal_eval((line or b"").decode())
-            reach = found["reach"] if place else None
-            return self.answer._replace(skew=found["time"] - before - doubt, doubt=doubt, reach=reach)
-        return Silence("reached", "it answered, and then no more", f"try: ssh {self.host} true")
+            doubt = max(0.0, time.time() - before - found["took"]) / 2
+        except (ValueError, SyntaxError):
+            self.answer = Silence("reached", "it answered, and then no more", f"try: ssh {self.host} true")
+            return
+        reached = [Reached(one.host, tcp, error, udp, whole, min(one.told["mtu"], self.told["mtu"]))
+                   for (one, tcp, _), (error, udp, whole) in zip(places, found["reach"])]  # fmt: skip
+        self.answer = self.answer._replace(
+            skew=found["time"] - before - doubt, doubt=doubt, reached=(*self.answer.reached, *reached)
+        )
+
+    @property
+    def told(self) -> dict[str, Any]:
+        assert isinstance(self.answer, Answer)
+        return self.answer.told
 
     def hang_up(self) -> None:
         """Let it end: it has told all."""

@@ -22,9 +22,10 @@ class Finding:
     host: str
     """As the host file has it."""
     check: str
-    """Of a host: `reached`, `interpreter`, `packages`, `address`, `interface`, `port`, `gpus`, `run folder`, `disk`,
-    `clock`, `/dev/shm`, `open files`, `memlock`, `gpus idle` or `stale`. Of this machine, too: `python`, `torch`,
-    `ort`, `deepspeed`, `mpi`, `nccl` or `recipe`. Of `--fabric`: `matrix rate`, `link` or `all-reduce`."""
+    """Of a host: `reached`, `interpreter`, `packages`, `alias`, `address`, `interface`, `port`, `udp`, `mtu`, `gpus`,
+    `run folder`, `disk`, `clock`, `cpus`, `/dev/shm`, `open files`, `memlock`, `gpus idle` or `stale`. Of this machine,
+    too: `python`, `torch`, `ort`, `deepspeed`, `mpi`, `nccl` or `recipe`. Of `--fabric`: `matrix rate`, `link` or
+    `all-reduce`."""
     verdict: Literal["ok", "warning", "failed"]
     """`failed`: a run on it would fail."""
     what: str

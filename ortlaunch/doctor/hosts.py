@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.doctor import asking, probe
-from ortlaunch.doctor.asking import Answer, Question, Silence
+from ortlaunch.doctor.asking import Answer, Question, Reached, Silence
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged, refused
 from ortlaunch.errors import InputError
-from ortlaunch.plan import Node
+from ortlaunch.plan import LOCAL_NAMES, Node
 from ortlaunch.units import counted, human
 
 _SKEW_SECONDS = 5.0
@@ -31,20 +31,22 @@ class Asked(NamedTuple):
     quick: bool = False  # what would let a run fail; not what may only slow it
     interface: str | None = None  # that ranks are to meet on
     port: int = 0  # of the first host, that ranks are to meet at; 0: any
+    ports: tuple[int, int] | None = None  # range of ports that all hosts are to reach of each other
 
     @property
     def question(self) -> Question:
         """That each host answers."""
         names = tuple(node.host for node in self.nodes)
-        return Question(names, self.folder, self.interface, self.device == "cuda", self.port)
+        return Question(names, self.folder, self.interface, self.device == "cuda", self.port, self.ports)
 
 
 def look(asked: Asked) -> list[Finding]:
     """Every check of every host, in their order."""
     with _token(asked.folder) as token:
         answers, meeting = asking.ask(asked.question)
-    here = probe.versions()
+    here, sources = probe.versions(), probe.sources()
     found: list[Finding] = []
+    usual, shut, first_of = _usual_cpus(answers), _shut(answers), dict[str, str]()
     # A host that is not there has no route to it either.
     routed = len(asked.nodes) > 1 and not any(isinstance(answer, Silence) for answer in answers)
     for node, answer in zip(asked.nodes, answers):
@@ -54,19 +56,39 @@ def look(asked: Asked) -> list[Finding]:
         told = answer.told
         reached = f"{told['hostname']}, Python {told['python']}, {answer.took:.1f} s"
         found += [Finding(node.host, "reached", OK, reached), _packages(node.host, told["packages"], here)]
-        found += [*_network(node.host, answer, asked, routed, meeting), *_own(node, told, asked, token)]
+        if told["sources"] != sources and told["packages"].get("ortlaunch") == here.get("ortlaunch"):
+            what, mend = "other files of ortlaunch than here, of the same version", "install the same one on every host"
+            found.append(Finding(node.host, "packages", FAILED, what, mend))
+        if (first := first_of.setdefault(told["machine"] or node.host, node.host)) != node.host:
+            what, mend = f"is the same machine as {first}", f"list it once, as {first} with the slots of both"
+            found.append(
+                judged(node.host, "alias", False, what, mend, else_=FAILED if asked.device == "cuda" else WARNING)
+            )
+        found += _network(node.host, answer, asked, routed, meeting)
+        found += _reached(node.host, answer.reached, shut, sum(isinstance(one, Answer) for one in answers) - 1)
+        found += _own(node, told, asked, token)
         if not asked.quick:
-            found += _slow(node.host, answer, asked)
+            found += _slow(node.host, answer, asked, usual)
     return found
+
+
+def _usual_cpus(answers: Sequence[Answer | Silence]) -> int:
+    """The number of CPUs that most hosts have."""
+    counts = [answer.told["cpus"] for answer in answers if isinstance(answer, Answer)]
+    return max(counts, key=counts.count, default=0)
 
 
 def of_this_host(node: Node, asked: Asked) -> list[Finding]:
     """What needs no other host, of this one."""
     told = probe.told(asked.question.asked_of(node.host))
-    with probe.listening(told["address"], asked.port) as told["listens"]:
-        alone, answer = asked._replace(nodes=(node,)), Answer(told, 0.0)
+    doors = probe.Doors(told["address"] or "127.0.0.1", (asked.port,))
+    told["listens"] = doors.ports[0][0] if doors.ports else doors.error
+    alone, answer = asked._replace(nodes=(node,)), Answer(told, 0.0)
+    doors.close()
     found = [*_network(node.host, answer, alone, False, node.host), *_own(node, told, asked, None)]
-    return [one for one in (*found, *_slow(node.host, answer, asked)) if one.check != "clock"]
+    return [
+        one for one in (*found, *_slow(node.host, answer, asked, told["cpus"])) if one.check not in ("clock", "cpus")
+    ]
 
 
 def require(asked: Asked) -> None:
@@ -97,20 +119,62 @@ def _network(host: str, answer: Answer, asked: Asked, routed: bool, meeting: str
         return
     if routed:
         mend = "see its routes, or name the interface: launch.interface=eth0"
+        mend = "give the name that the other hosts know it by" if host in LOCAL_NAMES else mend
         what = told["address"] or "no route to any of the other hosts but loopback"
         yield judged(host, "address", told["address"] is not None, what, mend, else_=FAILED)
-    if isinstance(told["listens"], str) and host == asked.nodes[0].host:
+    named = asked.ports is not None or host == asked.nodes[0].host
+    if isinstance(told["listens"], str) and named:
         where = f"port {asked.port}" if asked.port else "a free port"
-        mend = "end who has it, or give another one" if asked.port else "see `ip address` there"
+        where = f"ports {asked.ports[0]} and {asked.ports[1]}" if asked.ports else where
+        mend = "end who has it, or give another one" if asked.port or asked.ports else "see `ip address` there"
         yield Finding(host, "port", FAILED, f"cannot listen at {where}: {told['listens']}", mend)
     elif host == meeting and (len(asked.nodes) > 1 or asked.port):
         yield Finding(host, "port", OK, f"listens at {told['address'] or '127.0.0.1'}:{told['listens']}")
-    elif answer.reach is not None:
+
+
+def _shut(answers: Sequence[Answer | Silence]) -> dict[tuple[str, int], str]:
+    """The ports that none of those who tried could connect to, with the reason: that is their own host's fault."""
+    tried: dict[tuple[str, int], list[str]] = {}
+    for answer in answers:
+        for one in answer.reached if isinstance(answer, Answer) else ():
+            tried.setdefault((one.host, one.port), []).append(one.error)
+    return {door: errors[0] for door, errors in tried.items() if all(errors)}
+
+
+def _reached(
+    host: str, tried: Sequence[Reached], shut: Mapping[tuple[str, int], str], others: int
+) -> Iterator[Finding]:
+    """Which of the others it reaches, by TCP, by UDP and by packets as long as its interface has them."""
+    for (name, port), error in shut.items():
+        if name == host:
+            mend = "let these hosts reach all ports of each other: see its firewall, or launch.interface"
+            yield Finding(host, "port", FAILED, f"no other host reaches its port {port}: {error}", mend)
+    closed = [one for one in tried if one.error and (one.host, one.port) not in shut]
+    deaf = [one for one in tried if not one.error and not one.udp]
+    narrow = [one for one in tried if not one.error and one.udp and not one.whole]
+    if closed:
+        places = _listed([f"port {one.port} of {one.host}" for one in closed])
+        mend = f"let these hosts reach all ports of each other: see the firewall of {closed[0].host}"
+        yield Finding(host, "port", FAILED, f"cannot reach {places}: {closed[0].error}", f"{mend}, or launch.interface")
+    elif reached := {one.host for one in tried if not one.error}:
+        rest = f" of {others}; the rest was not tried" if len({one.host for one in tried}) < others else ""
+        yield Finding(host, "port", OK, f"reaches ports of {counted(len(reached), 'other host')}{rest}")
+    if deaf:
         what = (
-            f"reaches a port of {meeting}" if not answer.reach else f"cannot reach a port of {meeting}: {answer.reach}"
+            f"no datagram to {_listed([one.host for one in deaf])} is answered: a lost host is noticed as a stall only"
         )
-        mend = f"let these hosts reach all ports of each other: see the firewall of {meeting}, or launch.interface"
-        yield judged(host, "port", not answer.reach, what, mend, else_=FAILED)
+        yield Finding(host, "udp", WARNING, what, "let these hosts reach all UDP ports of each other")
+    if narrow:
+        names = _listed([one.host for one in narrow])
+        what = f"packets of {narrow[0].mtu} B, the MTU of both interfaces, are lost on the way to {names}"
+        mend = "raise the MTU of the path, or lower that of the interfaces: ip link set IFACE mtu 1500"
+        yield Finding(host, "mtu", FAILED, what, mend)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first four, each once."""
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _own(node: Node, told: dict[str, Any], asked: Asked, token: str | None) -> Iterator[Finding]:
@@ -123,24 +187,29 @@ def _own(node: Node, told: dict[str, Any], asked: Asked, token: str | None) -> I
     if token is not None:
         shared = told["token"] == token
         what = f"{asked.folder} {'is shared' if shared else 'there is another folder than here'}"
-        yield judged(host, "run folder", shared, what, "give a --run-dir on a disk that all hosts share", else_=FAILED)
+        mend = "give a --run-dir on a disk that all hosts share"
+        if shared and not told["writable"]:
+            shared, what, mend = False, f"{asked.folder} cannot be written there", "see how its disk is mounted there"
+        yield judged(host, "run folder", shared, what, mend, else_=FAILED)
     enough = told["free"] >= asked.bytes_needed
     need = f", and checkpoints take {human(asked.bytes_needed)}" if asked.bytes_needed else ""
     yield judged(host, "disk", enough, f"{human(told['free'])} free{need}", "make room, or lower checkpoint.keep",
                  else_=FAILED)  # fmt: skip
 
 
-def _slow(host: str, answer: Answer, asked: Asked) -> Iterator[Finding]:
+def _slow(host: str, answer: Answer, asked: Asked, usual_cpus: int) -> Iterator[Finding]:
     """What may slow a run, or end it late."""
     told, skew = answer.told, answer.skew
     checks = [
         ("clock", abs(skew) - answer.doubt <= _SKEW_SECONDS, f"{skew:+.1f} s beside this host",
          "let it follow a time server"),
+        ("cpus", told["cpus"] == usual_cpus, f"{told['cpus']}, where most hosts have {usual_cpus}",
+         "see its cpuset and launch.binding; the slowest host sets the pace"),
         ("/dev/shm", told["shm"] >= _LITTLE_SHM, f"{human(told['shm'])} free", "make it larger, for NCCL"),
         ("open files", told["open_files"] < 0 or told["open_files"] >= _FEW_FILES, f"at most {told['open_files']}",
          "ulimit -n 65536"),
-        ("stale", not told["stale"], f"ranks alive: {', '.join(map(str, told['stale'])) or 'none'}",
-         "end them, or wait for their run"),
+        ("stale", not told["stale"], f"ranks of yours alive: {', '.join(told['stale']) or 'none'}",
+         "wait for their run, or end it: ortlaunch cancel RUN_FOLDER"),
     ]  # fmt: skip
     if told["infiniband"]:
         limit = "no limit" if told["memlock"] < 0 else f"at most {human(told['memlock'])}"

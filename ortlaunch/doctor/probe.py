@@ -7,22 +7,28 @@ longer than Python itself. So answers are Python literals, a line each; versions
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
+import select
 import socket
 import sys
 import time
+import zlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing takes as long as all else here
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
 PACKAGES = ("ortlaunch", "torch", "transformers", "deepspeed", "onnxruntime-training", "onnxruntime-training-cpu",
             "mpi4py", "numpy")  # fmt: skip
 TOKEN = ".ortlaunch-doctor"
-_REACH_SECONDS = 3.0
-_SIOCGIFADDR = 0x8915
+_REACH_SECONDS, _UDP_SECONDS, _AGAIN_SECONDS = 3.0, 2.0, 0.4
+_SIOCGIFADDR, _SIOCGIFMTU = 0x8915, 0x8921
+_DO_NOT_FRAGMENT = 10, 2  # IP_MTU_DISCOVER, IP_PMTUDISC_DO: Linux
+_HEADERS, _LONGEST = 28, 65507  # of IPv4 and UDP; a datagram's data
+_TAG = 12  # bytes of a datagram that are sent back
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
@@ -70,36 +76,136 @@ def address(peers: list[str], interface: str | None) -> str | None:
 
 
 def _address_of(interface: str) -> str | None:
+    found = _of_interface(interface, _SIOCGIFADDR)
+    return socket.inet_ntoa(found[4:8]) if found else None
+
+
+def mtu(at: str | None) -> int:
+    """Bytes of the longest packet of the interface that has this address; 0: unknown."""
+    name = next((name for name in interfaces() if at and _address_of(name) == at), None)
+    found = _of_interface(name, _SIOCGIFMTU) if name else b""
+    return int.from_bytes(found[:4], sys.byteorder)
+
+
+def _of_interface(name: str, request: int) -> bytes:
+    """What the kernel has of it behind the name; nothing where it has none."""
     import fcntl
 
-    request = interface.encode()[:15].ljust(256, b"\0")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+            return fcntl.ioctl(probe.fileno(), request, name.encode()[:15].ljust(256, b"\0"))[16:]
     except OSError:
-        return None
+        return b""
 
 
-@contextlib.contextmanager
-def listening(at: str | None, port: int) -> Iterator[int | str]:
-    """The port that the others may try while this is open, or why there is none."""
-    with socket.socket() as here:
-        try:
-            here.bind((at or "127.0.0.1", port))
-            here.listen(1024)
-            found = here.getsockname()[1]
-        except OSError as error:
-            found = error.strerror or str(error)
-        yield found
+class Doors:
+    """Ports of this host, TCP and UDP, that the others try while it is open; datagrams are answered."""
+
+    def __init__(self, at: str, ports: Sequence[int]) -> None:
+        """Of each of `ports` the TCP port, and UDP at the same one; 0: any. Those that are taken are left out."""
+        self.at, self.sockets = at, list[socket.socket]()
+        self.error = ""
+        for port in ports:
+            with contextlib.ExitStack() as opened:
+                tcp = opened.enter_context(socket.socket())
+                udp = opened.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+                try:
+                    tcp.bind((at, port))
+                    tcp.listen(1024)
+                    udp.bind((at, port))
+                except OSError as error:
+                    self.error = error.strerror or str(error)
+                    continue
+                opened.pop_all()
+                self.sockets += [tcp, udp]
+
+    @property
+    def ports(self) -> list[tuple[int, int]]:
+        """TCP and UDP port of each."""
+        numbers = [one.getsockname()[1] for one in self.sockets]
+        return list(zip(numbers[::2], numbers[1::2]))
+
+    def close(self) -> None:
+        """Nobody is to try them any more."""
+        for one in self.sockets:
+            one.close()
+
+    def answer(self, ready: Sequence[Any]) -> None:
+        """Accept connections, and send the beginning of each datagram back."""
+        for one in self.sockets:
+            with contextlib.suppress(OSError):
+                if one in ready and one.type == socket.SOCK_STREAM:
+                    one.accept()[0].close()
+                elif one in ready:
+                    data, sender = one.recvfrom(1 << 16)
+                    one.sendto(data[:_TAG], sender)
+
+    def lines(self) -> Iterator[str]:
+        """Lines of standard input, datagrams being answered meanwhile."""
+        text, file = b"", sys.stdin.fileno()
+        while True:
+            ready = select.select([file, *self.sockets], [], [])[0]
+            self.answer(ready)
+            if file in ready:
+                data = os.read(file, 1 << 16)
+                if not data:
+                    return
+                *whole, text = (text + data).split(b"\n")
+                yield from (line.decode() for line in whole)
+
+    def reach(self, peers: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, bool, bool]]:
+        """Of each address, TCP port, UDP port and MTU: why it cannot be connected to (nothing where it can), whether a
+        datagram was answered, and one as long as both MTUs allow, unfragmented."""
+        began, tries = time.monotonic(), [_connecting(address, port) for address, port, _, _ in peers]
+        errors, own = {number: "timed out" for number, _ in enumerate(peers)}, mtu(self.at)
+        heard, again = set[bytes](), 0.0
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp, contextlib.ExitStack() as opened:
+            with contextlib.suppress(OSError):
+                udp.setsockopt(socket.IPPROTO_IP, *_DO_NOT_FRAGMENT)
+            for one in tries:
+                opened.enter_context(one)
+            waiting = dict(enumerate(tries))
+            while (passed := time.monotonic() - began) < _REACH_SECONDS:
+                if passed >= again:
+                    again = passed + _AGAIN_SECONDS
+                    heard |= _send(udp, peers, own, heard)
+                if not waiting and (len(heard) == 2 * len(peers) or passed > _UDP_SECONDS):
+                    break
+                reading, writing, _ = select.select([udp, *self.sockets], list(waiting.values()), [], 0.1)
+                self.answer(reading)
+                if udp in reading:
+                    with contextlib.suppress(OSError):
+                        heard.add(udp.recv(_TAG))
+                for number in [number for number, one in waiting.items() if one in writing]:
+                    error = waiting.pop(number).getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    errors[number] = os.strerror(error) if error else ""
+        return [(errors[number], _tag(number, False) in heard, _tag(number, True) in heard) for number in errors]
 
 
-def reach(at: str, port: int) -> str:
-    """Why a port of another host cannot be reached; nothing where it can."""
-    try:
-        socket.create_connection((at, port), _REACH_SECONDS).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+def _connecting(address: str, port: int) -> socket.socket:
+    one = socket.socket()
+    one.setblocking(False)
+    one.connect_ex((address, port))
+    return one
+
+
+def _tag(number: int, is_long: bool) -> bytes:
+    return f"{number}{'L' if is_long else 'S'}".encode().ljust(_TAG)
+
+
+def _send(udp: socket.socket, peers: Sequence[tuple[str, int, int, int]], own: int, heard: set[bytes]) -> set[bytes]:
+    """Send what was not answered yet; returns the long ones that the path is known to be too narrow for: TCP heeds that
+    by itself."""
+    narrow = set()
+    for number, (address, _, port, theirs) in enumerate(peers):
+        longest = min(own, theirs) - _HEADERS
+        for tag, size in ((_tag(number, False), 0), (_tag(number, True), min(longest, _LONGEST))):
+            if tag not in heard:
+                try:
+                    udp.sendto(tag.ljust(size), (address, port))
+                except OSError as error:
+                    narrow |= {tag} if error.errno == errno.EMSGSIZE else set()
+    return narrow
 
 
 def free(path: str) -> int:
@@ -108,6 +214,28 @@ def free(path: str) -> int:
         path = os.path.dirname(path)
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize
+
+
+def sources() -> int:
+    """A sum over the files of ortlaunch as this host has it; 0: it has none."""
+    found = 0
+    root = next((path for path in (os.path.join(one, "ortlaunch") for one in sys.path)
+                 if os.path.exists(os.path.join(path, "__init__.py"))), "")  # fmt: skip
+    for folder, folders, files in os.walk(root) if root else ():
+        folders.sort()
+        for name in sorted(name for name in files if name.endswith(".py")):
+            with open(os.path.join(folder, name), "rb") as file:
+                found = zlib.crc32(file.read(), zlib.crc32(name.encode(), found))
+    return found
+
+
+def machine() -> str:
+    """What two names of one host have in common, and no other host: its boot and its network."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
 
 
 def token(folder: str) -> str | None:
@@ -119,18 +247,18 @@ def token(folder: str) -> str | None:
         return None
 
 
-def stale() -> list[int]:
-    """Process ids of ranks that are alive here."""
-    found = []
+def stale() -> list[str]:
+    """Ranks of this user that are alive here: `process id (run folder)`; those of other users are not this user's."""
+    found = {}
     for number in filter(str.isdecimal, os.listdir("/proc")):
         try:
             with open(f"/proc/{number}/cmdline", "rb") as file:
-                words = file.read().split(b"\0")
+                words = file.read().rstrip(b"\0").split(b"\0")
+            if b"ortlaunch.worker" in words and os.stat(f"/proc/{number}").st_uid == os.getuid():
+                found[int(number)] = os.path.join(os.readlink(f"/proc/{number}/cwd"), os.fsdecode(words[-1]))
         except OSError:
             continue
-        if b"ortlaunch.worker" in words:
-            found.append(int(number))
-    return sorted(found)
+    return [f"{number} ({folder})" for number, folder in sorted(found.items())]
 
 
 def gpus() -> int:
@@ -160,11 +288,15 @@ def told(question: dict[str, Any]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "python": sys.version.split()[0],
         "packages": versions(),
+        "sources": sources(),
+        "machine": machine(),
+        "cpus": len(os.sched_getaffinity(0)),
         "address": address(question["peers"], question["interface"]),
         "interfaces": interfaces(),
         "gpus": count,
         "busy_gpus": busy_gpus() if question["cuda"] and count else [],
         "token": token(str(folder)) if folder else None,
+        "writable": folder is None or os.access(folder, os.W_OK),
         "free": free(str(folder or os.getcwd())),
         "shm": free("/dev/shm"),
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
@@ -175,16 +307,20 @@ def told(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(question: dict[str, Any]) -> None:
-    """Tell all of it; then, for a line `ADDRESS PORT` of the host that all must reach, the time and whether it can be
-    reached; then be there until the input ends.
+    """Print all of it; then, for each line of `ADDRESS TCP UDP MTU` of others, the time and how they are reached.
+
+    Returns when the input ends.
 
     Args:
-        question: as for `told`, and `port` to listen at: 0 is any.
+        question: as for `told`, and `ports` to listen at: 0 is any.
     """
     first = told(question)
-    with listening(first["address"], question["port"]) as first["listens"]:
-        print(first, flush=True)
-        place = sys.stdin.buffer.readline().split()
-        now = time.time()
-        print({"time": now, "reach": reach(place[0].decode(), int(place[1])) if place else ""}, flush=True)
-        sys.stdin.buffer.read()
+    doors = Doors(first["address"] or "127.0.0.1", question["ports"])
+    ports = doors.ports
+    print({**first, "doors": ports, "mtu": mtu(first["address"]), "listens": ports[0][0] if ports else doors.error},
+          flush=True)  # fmt: skip
+    for line in doors.lines():
+        now, words = time.time(), line.split()
+        peers = [(words[at], *map(int, words[at + 1 : at + 4])) for at in range(0, len(words), 4)]
+        reached = doors.reach(peers)  # type: ignore[arg-type]
+        print({"time": now, "took": time.time() - now, "reach": reached}, flush=True)

@@ -69,7 +69,8 @@ def _launcher_failure(run: RunDir) -> str:
     with contextlib.suppress(OSError, DamagedFile):
         found = read_json(run.launcher_error).get("message")
         said = str(found.get("message") if isinstance(found, dict) else found)
-        return "" if said.startswith("SignalException") else said.splitlines()[0][:300]
+        inner = re.search(r"^[\w.]+(Error|Exception): .*", str(found).replace("\\n", "\n"), re.MULTILINE)  # its cause
+        return "" if said.startswith("SignalException") else (inner[0] if inner else said.splitlines()[0])[:300]
     return ""
 
 

@@ -28,6 +28,7 @@ def main() -> int:
     work = json.loads(line)
     os.chdir(work["cwd"])
     job = submit(Request(tuple(work["argv"]), tuple(work["env"].items()), tells_ranks=False))
+    job.is_quiet = True
     threading.Thread(target=_listen, args=(rest,), daemon=True).start()
     return wait(job)
 

@@ -5,9 +5,11 @@ Variables are forwarded by name, so that no value stands on a command line.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,8 +56,21 @@ def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
 def argv_mpich(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     """MPICH, Intel MPI and MVAPICH (Hydra)."""
     options = [mpirun, "-n", str(plan.world_size), "-f", str(run_dir.hostfile), "-bind-to", "none"]
+    if address := _own_address(plan):  # else the other hosts look up this host's name, which may lead nowhere there
+        options += ["-localhost", address]
     names = ",".join((*(key for key, _ in plan.env), *plan.forward))
     return (*options, *(["-genvlist", names] if names else []), *plan.argv)
+
+
+def _own_address(plan: Plan) -> str | None:
+    """This host's address on its route to another host of the plan; None where there is no such host or route."""
+    for node in plan.nodes:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((node.host.rpartition("@")[2], 9))
+            address: str = probe.getsockname()[0]
+            if not address.startswith("127.") and address != probe.getpeername()[0]:
+                return address
+    return None
 
 
 def hostfile(plan: Plan, mpi: str) -> str:

@@ -60,6 +60,7 @@ class Job:
     ) -> None:
         self.process, self.orphans, self.tells_ranks, self.stop = process, orphans, tells_ranks, stop
         self.notice_ends = False
+        self.is_quiet = False  # another process prints what becomes of a notice
         self.private: str | None = None
         self.given_up: tuple[tuple[str, float], ...] = ()
         self.early: list[int] = []
@@ -236,8 +237,10 @@ def _kill(job: Job) -> None:
 def _notify(job: Job, number: int) -> None:
     """Pass a notice on."""
     saves = job.stop is not None and number == signal.SIGUSR2
-    _say(f"{signal.Signals(number).name} is passed on to the ranks, which "
-         f"{'save after this step' if saves else 'go on unless they handle it'}")  # fmt: skip
+    name = signal.Signals(number).name
+    if not job.is_quiet:
+        _say(f"checkpoint requested ({name}): the ranks save after this step" if saves else
+             f"{name} is passed on to the ranks, which go on unless they handle it")  # fmt: skip
     _wake(job, number)
 
 
@@ -249,7 +252,8 @@ def _wake(job: Job, number: int) -> None:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"ortlaunch: {line}\n".encode())  # print is not reentrant
+        start = "\r\x1b[K" if os.isatty(2) else ""  # the terminal's ^C stands behind the live line
+        os.write(2, f"{start}ortlaunch: {line}\n".encode())  # print is not reentrant
 
 
 def _end_rest(job: Job) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import torch_modules
+from ortlaunch.ortmodule import grad_mode, torch_modules
 from ortlaunch.ortmodule.export import Export, seen_of
 from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.source_guard import PACKAGE, PROCESSED, TRAINING, owner
@@ -64,15 +64,19 @@ def put_out_batch_sizes(export: Export, model: Any) -> None:
 
 
 def with_each_mode(export: Callable[..., Any]) -> Callable[..., Any]:
-    """ORT's training export would set every layer to training, also a BatchNorm that the user froze by `eval()`."""
+    """ORT's training export would set every layer to training, also a BatchNorm that the user froze by `eval()`.
+
+    Without gradients custom autograd functions keep nothing: ORT would keep it until a backward pass, for ever.
+    """
     modes = torch.onnx.TrainingMode
 
     @functools.wraps(export)
     def export_as_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["training"] != modes.TRAINING or all(layer.training for layer in module.modules()):
+        gradients = grad_mode.at_start(True)
+        if kwargs["training"] != modes.TRAINING or (gradients and all(layer.training for layer in module.modules())):
             return export(module, *args, **kwargs)
         exporter: Any = importlib.import_module(f"{PACKAGE}._custom_autograd_function_exporter")
-        asked, exporter._get_training_mode = exporter._get_training_mode, lambda: True  # it knows no third mode
+        asked, exporter._get_training_mode = exporter._get_training_mode, lambda: gradients  # it knows no third mode
         try:
             return export(module, *args, **{**kwargs, "training": modes.PRESERVE})
         finally:

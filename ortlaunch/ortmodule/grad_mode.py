@@ -40,6 +40,11 @@ def begins(gradients: bool) -> Iterator[None]:
         _begins.pop()
 
 
+def at_start(default: bool) -> bool:
+    """Whether gradients are on where the forward pass of this export begins."""
+    return _begins[-1] if _begins else default
+
+
 @contextlib.contextmanager
 def noted(export: ort_export.Export) -> Iterator[None]:
     """Note whether the model reads the grad mode: its graph is then one of this mode only."""
@@ -70,7 +75,7 @@ class _GradMode(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module, training: bool) -> None:
         super().__init__()
-        begin = _begins[-1] if _begins else training
+        begin = at_start(training)
         self._training = training and begin
         self._enabled = begin  # for the model; gradients are off for torch throughout an export
         self._trained = WeakTensorKeyDictionary()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -42,6 +44,7 @@ TWICE = (
 def choose_graphs() -> None:
     """ORT took the wrapper's mode for the model's, evaluation for no_grad, and every call for one like the first."""
     wrap_method(owner("_utils:"), "patch_torch_module_ort_forward_method", _choosing)
+    wrap_method(owner("_torch_module_ort:TorchModuleORT"), "is_training", _is_training)
     wrap_method(owner(TRAINING), "_create_autofunction_class", _once)
     _follow_flag(owner("ortmodule:ORTModule"))
 
@@ -74,9 +77,20 @@ def _choosing(original: Callable[..., None], module: Any) -> None:
 
     @functools.wraps(module.forward.__func__)  # pickle finds it by its name
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return module._ortlaunch_graphs.run(module, args, kwargs)
+        return _runner("torch._dynamo" in sys.modules)(module._ortlaunch_graphs, module, args, kwargs)
 
     module.forward = types.MethodType(forward, module)
+
+
+@functools.cache
+def _runner(compiles: bool) -> Callable[..., Any]:
+    """`Graphs.run`, which torch.compile is not to trace."""
+    return cast(Callable[..., Any], torch._dynamo.disable(Graphs.run)) if compiles else Graphs.run
+
+
+def _is_training(original: Callable[..., bool], module: Any) -> bool:
+    """For ORT's own callers: which manager a pass would take if no input had a gradient."""
+    return _trains(module._original_module, ())
 
 
 def _once(original: Callable[..., Any], manager: Any) -> Any:
@@ -113,7 +127,9 @@ class _Key:
     def __init__(self, manager: Any, call: _Call) -> None:
         module, traced = manager._flattened_module, seen_of(manager._graph_transition_manager)
         self._trains, self._mode, self._gradients, self._form = call[:4]
-        self._asked = traced.get("grad_mode", False)
+        # A graph whose code reads the grad mode, or that calls Python, which then saves tensors for a backward pass.
+        called = any(node.op_type == "PythonOp" for node in manager._onnx_models.optimized_model.graph.node)
+        self._one_mode = called or traced.get("grad_mode", False)
         self._sizes = fixed_sizes(manager, (call.args, call.kwargs))
         self._buffers = fixed_buffers(manager)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
@@ -127,7 +143,7 @@ class _Key:
         """Why the graph is not one for `call`; empty where it is."""
         if (self._trains, self._form) != (call.trains, call.form):
             return "the call"
-        if self._gradients != call.gradients and (self._asked or not self._gradients):
+        if self._gradients != call.gradients and (self._one_mode or not self._gradients):
             return "the grad mode"
         if call.gradients and any(parameter.requires_grad for parameter in self._frozen):
             return "a frozen weight"
@@ -145,6 +161,7 @@ class Graphs:
     """The managers of one ORTModule that have a graph, the last used first."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._kept: list[Any] = []
         self._groups: list[tuple[bool, bool]] = []
 
@@ -158,14 +175,17 @@ class Graphs:
             return managers(module.is_training()).forward(*args, **kwargs)
         module._flattened_module.training = model.training
         call = _call(managers(True), args, kwargs)
-        manager, why = self._find(managers, call)
-        if manager is None:
-            output = self._run_new(managers, call, why)
-        else:
-            _use(managers, call.trains, manager)
-            output = manager.forward(*args, **kwargs)
-        escapes.put_back(managers(call.trains))
-        _refuse_other_numbers(managers(call.trains))
+        with self._lock:  # threads share the graphs
+            kept, why = self._find(managers, call)
+            if kept is None:
+                output = self._run_new(managers, call, why)
+            else:
+                _use(managers, call.trains, kept)
+            manager = managers(call.trains)
+        if kept is not None:
+            output = kept.forward(*args, **kwargs)
+        escapes.put_back(manager)
+        _refuse_other_numbers(manager)
         return output
 
     def _find(self, managers: Any, call: _Call) -> tuple[Any, str]:
@@ -210,15 +230,14 @@ class Graphs:
             manager._ortlaunch_key = _Key(manager, call)
             self._kept.insert(0, manager)
             self._groups.append(group)
+            _refuse_other_numbers(manager)
         return output
 
 
 def _call(manager: Any, args: Any, kwargs: Any) -> _Call:
     gradients = torch.is_grad_enabled()
     model = manager._original_module
-    trains = any(layer.training for layer in model.modules()) or (
-        gradients and any(tensor.requires_grad for tensor in (*tensors((args, kwargs)), *model.parameters()))
-    )
+    trains = _trains(model, (args, kwargs))
     form = (
         _form(args, trains),
         _form(kwargs, trains),
@@ -226,6 +245,13 @@ def _call(manager: Any, args: Any, kwargs: Any) -> _Call:
         torch.are_deterministic_algorithms_enabled(),
     )
     return _Call(trains, model.training, gradients, form, args, kwargs)
+
+
+def _trains(model: Any, values: Any) -> bool:
+    """Whether a layer is in training mode, or gradients are computed."""
+    return any(layer.training for layer in model.modules()) or (
+        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
+    )
 
 
 def _form(value: Any, trains: bool) -> object:

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
 from ortlaunch.machine import cores, tightest_limit
-from ortlaunch.plan import Bytes, Node, Plan
+from ortlaunch.plan import PROCESS, Bytes, Node, Plan
 from ortlaunch.planning.world import is_this_host
 from ortlaunch.units import human
-
-# Private memory of one rank and its guardian before a model is built: 230 MiB with torch 2.13 on a CPU, engine eager.
-PROCESS = 200 << 20
 
 
 def crowded(plan: Plan, planned_only: bool) -> Iterator[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ortlaunch.launchers import INSIDE
-from ortlaunch.plan import Memory, Plan
+from ortlaunch.plan import LOCAL_NAMES, PROCESS, Memory, Plan
+from ortlaunch.planning.memory import why_unknown
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.units import counted, human
@@ -15,17 +16,21 @@ def describe(plan: Plan, recipe: Recipe) -> str:
     if plan.task == "evaluate":
         return "\n".join(lines)
     lines += [*_batch_lines(plan), _length_line(plan, recipe)]
+    known = plan.memory
     choice = plan.world_size > 1 or recipe.zero is not None  # else ZeRO has nothing to shard
     compared = compared_steps(recipe)
     if compared.steps and compared.why:
         lines.append(f"parity: step 1 is also run in plain PyTorch, once ({compared.why})")
-    return "\n".join([*lines, *(memory_lines(plan.memory, choice) if plan.memory else [])])
+    unknown = [f"memory: not known here: {why_unknown(recipe)}"]
+    return "\n".join([*lines, *(memory_lines(known, choice, plan.device) if known else unknown)])
 
 
 def _world_lines(plan: Plan) -> list[str]:
     shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
     ranks, hosts = counted(plan.world_size, "rank"), counted(len(plan.nodes), "host")
     lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
+    if plan.world_size == 1 and plan.nodes[0].host in LOCAL_NAMES and plan.device == "cpu":
+        return lines
     for node in shown:
         if node is None:
             lines.append(f"  ... {len(plan.nodes) - 6} more hosts")
@@ -40,7 +45,7 @@ def _world_lines(plan: Plan) -> list[str]:
 
 def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
     """How ranks meet and what they get of this shell, where that is more than one process here has by itself."""
-    lines = [f"  rendezvous: {plan.rendezvous}"] if plan.world_size > 1 else []
+    lines = [f"  ranks meet: {plan.rendezvous}"] if plan.world_size > 1 else []
     if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
         lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
     if plan.launcher == INSIDE and recipe.launch.binding in ("core", "numa"):
@@ -89,26 +94,30 @@ def _length_line(plan: Plan, recipe: Recipe) -> str:
     return f"steps: {steps:,}, {steps * plan.batch.global_samples:,} samples"
 
 
-def memory_lines(memory: Memory, choice: bool) -> list[str]:
-    """Bytes of a rank, of every ZeRO stage where there is a `choice`."""
+_KINDS = ("weights", "gradients", "optimizer", "activations", "buckets", "overhead", "total")
+
+
+def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
+    """Bytes of a rank, of every ZeRO stage where there is a `choice`; a kind that is 0 in all of them is left out."""
+    stages = [row for row in memory.by_stage if choice or row[0] == memory.chosen]
+    kinds = [kind for kind in _KINDS if any(getattr(parts, kind) for _, parts in stages)]
+    marks = [f"{'->' if stage == memory.chosen else '':2}{stage:8}" if choice else "" for stage, _ in stages]
     lines = [
         f"memory: {memory.parameters:,} parameters, {memory.trainable:,} trained; "
         f"a checkpoint takes {human(memory.checkpoint)}; on each rank:",
-        f"    {'':8}{'weights':>11}{'gradients':>11}{'optimizer':>11}{'activations':>13}{'buckets':>11}{'total':>11}",
+        f"  {'':{len(marks[0])}}{''.join(f'{kind:>{_width(kind)}}' for kind in kinds)}",
     ]
-    for stage, parts in (row for row in memory.by_stage if choice or row[0] == memory.chosen):
-        mark = "->" if stage == memory.chosen else "  "
-        cells = "".join(
-            f"{human(part):>{width}}" for part, width in zip((*parts, parts.total), (11, 11, 11, 13, 11, 11))
-        )
-        lines.append(f"  {mark}{stage if choice else '':8}{cells}")
+    for mark, (_, parts) in zip(marks, stages):
+        lines.append(f"  {mark}" + "".join(f"{human(getattr(parts, kind)):>{_width(kind)}}" for kind in kinds))
     if memory.compared:
-        lines.append(
-            f"    steps that are compared hold {human(memory.compared)} of gradients more (engine.parity_steps)"
-        )
+        lines.append(f"  steps that are compared hold {human(memory.compared)} of gradients more (engine.parity_steps)")
     if memory.chunk:
-        lines.append(f"    head and loss of {memory.chunk} rows at a time (engine.chunked_loss)")
-    return [
-        *lines,
-        "    activations are an estimate, buckets an upper bound; the rest is exact, without framework overhead",
-    ]
+        lines.append(f"  head and loss of {memory.chunk} rows at a time (engine.chunked_loss)")
+    bound = "buckets are an upper bound; " if "buckets" in kinds else ""
+    guessed = "activations and overhead are estimates" if "overhead" in kinds else "activations are an estimate"
+    before = [f"  the process takes {human(PROCESS)} before its model"] if device == "cpu" else []
+    return [*lines, f"  {guessed}, {bound}the rest is exact", *before]
+
+
+def _width(kind: str) -> int:
+    return 13 if kind == "activations" else 11

@@ -245,6 +245,8 @@ def _bad_name(token: str) -> str:
         return f"there is no host before {token!r}; write for example {_EXAMPLE}"
     if token.count(":") > 1 and "[" not in token:
         return f"{token!r} looks like IPv6; write the address in brackets, such as '[::1] slots=8'"
+    if re.search(r"[^\[]\[|,", token):
+        return f"{token!r} is several hosts; write each on a line of its own, as `scontrol show hostnames` prints them"
     return f"{token!r} is not a host; write a name or an address, with user@ before it where ssh needs one"
 
 

@@ -59,7 +59,7 @@ def make_plan(
         nodes=tuple(nodes),
         batch=batch,
         threads=world.threads,
-        rendezvous=rendezvous(world.launcher),
+        rendezvous=rendezvous(world.launcher, len(nodes)),
         modules=modules,
         argv=tuple(worker),
         env=tuple(sorted({**_interface(recipe), **recipe.launch.env}.items())),

@@ -19,6 +19,11 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.units import counted
 
 # PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whatever interface they are told to use.
+_MOST_TORCHRUN_HOSTS = 64
+_TORCHRUN_MEETS = (
+    "launcher torchrun on {} hosts: each host reads the whole rendezvous file, which grows with the hosts: beyond 64 "
+    "the start may take many minutes; use launcher mpi, or a scheduler"
+)
 _MPIRUN_LISTENS = (
     "launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one host "
     "launcher torchrun opens no port"
@@ -69,6 +74,8 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
             notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
     if launcher == "mpi":
         notes += (_MPIRUN_LISTENS,)
+    if launcher == "torchrun" and len(hosts) > _MOST_TORCHRUN_HOSTS:
+        notes += (_TORCHRUN_MEETS.format(len(hosts)),)
     rank = found[0] if found and launcher == "inside" else None
     return World(hosts, launcher, device, rank, notes, _threads(recipe, hosts, environ))
 

@@ -73,8 +73,8 @@ class Engine(Section):
     parity_tolerance: Optional[Annotated[float, Field(gt=0)]] = None
     """The run stops, naming the parameters, where the loss, a gradient or a buffer differs by more than this: norm of
     the difference / norm of PyTorch's gradient, or 1 % of that of all gradients if that is more (fp16, bf16: 5 %). In
-    fp32 a pass in float64 judges such a difference: it is rounding where the engine is at most 10 times as far from
-    float64 as PyTorch is. null: 1e-4 in fp32, 0.05 in fp16, 0.2 in bf16."""
+    fp32 a pass in float64 judges a difference of up to 10 times that: it is rounding where the engine is at most 10
+    times as far from float64 as PyTorch is. null: 1e-4 in fp32, 0.05 in fp16, 0.2 in bf16."""
     deepcopy_before_export: Optional[bool] = None
     """ort: export from a copy of the model, so that the export's own passes do not touch its buffers. Costs the bytes
     of its parameters for the length of the export. null: on, unless twice those bytes exceed the free memory."""

@@ -109,16 +109,25 @@ def _wanted(path: KeyPath, details: ErrorDetails, raw: str) -> str:
         return f"write it as {EXAMPLES[path]}" if path in EXAMPLES else "it must not be empty"
     if kind == "string_too_long":
         return f"it must have at most {context['max_length']} characters"
-    if kind == "string_pattern_mismatch" and path == ("submit", "time"):
-        return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
-    if kind == "string_pattern_mismatch" and path[:2] == ("submit", "kubernetes"):
-        return "it must be a whole path, as /data/runs, without blanks, colons and commas"
-    if kind == "string_pattern_mismatch" and path[-1] == "shared_memory":
-        return "it must be a size of Docker, as 16g"
     if kind == "string_pattern_mismatch":
-        return "use letters, digits, `.`, `_` and `-`, and begin with a letter or a digit"
+        return _pattern(path)
     message: str = details["msg"]
     return message[0].lower() + message[1:]
+
+
+def _pattern(path: KeyPath) -> str:
+    """What a text must look like that has not the form of its field."""
+    if path == ("submit", "time"):
+        return 'it must be a time of Slurm: minutes as "30", else "4:00:00" or "2-12:00:00"'
+    if path == ("submit", "kubernetes", "namespace"):
+        return "it must be a name of Kubernetes: up to 63 of a-z, 0-9 and -, which it does not begin or end with"
+    if path[:2] == ("submit", "kubernetes") and path[-1] in ("cpu", "memory", "shared_memory"):
+        return "it must be a quantity of Kubernetes, as 96, 500m or 1000Gi"
+    if path[:2] == ("submit", "kubernetes"):
+        return "it must be a whole path, as /data/runs, without blanks, colons and commas"
+    if path[-1] == "shared_memory":
+        return "it must be a size of Docker, as 16g"
+    return "use letters, digits, `.`, `_` and `-`, and begin with a letter or a digit"
 
 
 def _guess(guess: str | None) -> str:

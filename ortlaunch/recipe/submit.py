@@ -10,6 +10,8 @@ from ortlaunch.recipe.section import Positive, Section, Text, Words
 
 SlurmTime = Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]
 
+KubernetesName = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+Quantity = Annotated[str, Field(pattern=r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[munkMGTPE]|[eE][-+]?[0-9]+)?$")]
 Path = Annotated[str, Field(pattern=r"^/[^\s:,]*$")]
 
 
@@ -40,7 +42,7 @@ class Kubernetes(Section):
     """Claims of volumes and where pods see them, as `{training: /data}`; several pods need one that all can write."""
     workdir: Path = "/workspace"
     """Folder of the image or of a volume that the command starts in: for relative paths and your own modules."""
-    namespace: Text = "default"
+    namespace: KubernetesName = "default"
     """Namespace."""
     queue: Optional[Text] = None
     """Kueue's local queue."""
@@ -50,11 +52,11 @@ class Kubernetes(Section):
     """Secret that has the variables that `launch.forward` names, as its keys; the manifest has their names alone."""
     gpu: Text = "nvidia.com/gpu"
     """Resource that is asked for, one a rank, where `launch.device` is cuda."""
-    cpu: Optional[Text] = None
+    cpu: Optional[Quantity] = None
     """Cores of each pod, as `"96"`."""
-    memory: Optional[Text] = None
+    memory: Optional[Quantity] = None
     """Memory of each pod, as `1000Gi`."""
-    shared_memory: Text = "16Gi"
+    shared_memory: Quantity = "16Gi"
     """Size of /dev/shm, which NCCL uses within a pod; it counts as memory."""
     node_selector: dict[Text, str] = {}
     """Labels of nodes that pods may run on."""

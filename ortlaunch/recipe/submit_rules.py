@@ -33,6 +33,9 @@ def submit_rules(recipe: Recipe) -> Iterator[Problem]:
     for option in submit.options:
         if not option.startswith("-"):
             yield ("submit.options",), f"got {option!r}; write one option of sbatch, as --switches=1"
+        elif re.match(r"--array\b|-a", option):
+            what = "would start several tasks in one run folder; submit each with a --run-dir of its own"
+            yield ("submit.options",), f"got {option!r}, which {what}"
     if submit.gpu_type is not None and recipe.launch.device == "cpu":
         yield ("submit.gpu_type", "launch.device"), "asks for GPUs, and launch.device is cpu; leave one of them out"
     yield from _of_pods(recipe)

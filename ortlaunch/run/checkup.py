@@ -26,6 +26,7 @@ class Place(NamedTuple):
     device: str | None = None
     interface: str | None = None
     port: int = 0
+    ports: tuple[int, int] | None = None
     fabric: bool = False  # ranks are started and measure
 
 
@@ -55,7 +56,10 @@ def checkup(
     resolved = resolve(recipe, overrides, options, environ) if recipe else None
     asked = asked_of(resolved, folder) if resolved else Asked(_nodes(options), _device(environ), folder)
     asked = asked._replace(
-        device=place.device or asked.device, interface=place.interface or asked.interface, port=place.port
+        device=place.device or asked.device,
+        interface=place.interface or asked.interface,
+        port=place.port,
+        ports=place.ports,
     )
     chosen = resolved.file.recipe if resolved else None
     found = hosts.look(asked) if options.hostfile else here.look(asked, chosen, resolved.plan if resolved else None)

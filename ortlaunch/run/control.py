@@ -19,6 +19,7 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request, backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.record import JobRecord
+from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.output import ERASE, terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.rank import JOB_VARIABLE
@@ -110,10 +111,13 @@ def _on_hosts(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Resolv
 def _says_that_nothing_is_left(
     resolved: ResolvedRun, run: RunDir, before: Recipe | None, options: ResumeOptions
 ) -> bool:
-    """A finished run is left as it is, down to the last file."""
+    """A finished run is left as it is, but for a job.json that does not record its end."""
     left = None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
     if left is None or (resolved.world.inside is not None and resolved.world.inside.rank > 0):
         return left is not None
+    job = JobRecord.read(run)
+    if job is not None and job.backend in LAUNCHERS and not job.state.is_end:  # its command was killed, its ranks ended
+        job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
     _say(
         [*_check_means(resolved, run, before, options).lines, with_next(left, sys.argv[1:], resolved.file.recipe, run)]
     )

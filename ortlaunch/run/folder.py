@@ -169,9 +169,11 @@ class RunDir:
 
     def count_account(self) -> int:
         """Count an account that is about to be written; returns how many were before it, on whatever host."""
-        with contextlib.suppress(OSError), open(self.accounts, "ab") as file:
-            file.write(b".")
-            return file.tell() - 1
+        with contextlib.suppress(OSError):
+            self.errors.mkdir(parents=True, exist_ok=True)
+            with open(self.accounts, "ab") as file:
+                file.write(b".")
+                return file.tell() - 1
         return 0
 
     def stacks(self, rank: int) -> Path:

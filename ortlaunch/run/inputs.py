@@ -10,6 +10,7 @@ import contextlib
 import glob
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.families import FAMILIES
 from ortlaunch.recipe.place import Problem
 from ortlaunch.recipe.words import closest
 from ortlaunch.user_modules import factories, folders
@@ -25,25 +27,50 @@ from ortlaunch.user_modules import factories, folders
 _HIDDEN = ("globals(", "__getattr__", "exec(", "setattr(", "import *", "vars(", "locals(")
 
 
-def missing_files(recipe: Recipe, task: str = "train") -> Iterator[Problem]:
-    """Data files, and local folders of models and tokenizers, that are not here; they may come, or lie elsewhere."""
+def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) -> Iterator[Problem]:
+    """Data files, and local folders of models and tokenizers, that are not here; they may come, or lie elsewhere.
+
+    Paths are relative to the current folder; `beside` is the recipe's, where a file may be meant instead.
+    """
     sources = [each for each in recipe.data.sources() if task != "evaluate" or not each[0].startswith("data.train")]
     for key, corpus in sources:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
-            if not any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
-                yield (
-                    (f"{key}.path",),
-                    f"got {pattern}, which matches no file here (seen from {_here()}){_unexpanded(pattern)}",
-                )
+            if not _matches(pattern):
+                what = f"got {pattern}, which matches no file here (seen from {_here()})"
+                yield (f"{key}.path",), what + _remedy(pattern, beside)
     template = recipe.data.chat_template
     if template is not None and "{" not in template and not os.path.isfile(template):
-        yield (
-            ("data.chat_template",),
-            f"got {template}, and there is no such file here (a template itself has {{{{ }}}}){_unexpanded(template)}",
-        )
+        what = f"got {template}, and there is no such file here (a template itself has {{{{ }}}})"
+        yield ("data.chat_template",), what + _remedy(template, beside)
     for key, value in (("model.pretrained", recipe.model.pretrained), ("data.tokenizer", recipe.data.tokenizer)):
-        if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not os.path.exists(value):
-            yield (key,), f"got {value}, and there is no such folder here{_unexpanded(value)}"
+        if not isinstance(value, str) or os.path.exists(value):
+            continue
+        named = value.startswith(("/", "./", "../", "~")) or "$" in value or "://" in value
+        if named or (beside / value).is_dir():
+            yield (key,), f"got {value}, and there is no such folder here{_remedy(value, beside)}"
+
+
+def unknown_type(recipe: Recipe) -> Iterator[Problem]:
+    """A model type that the installed transformers does not have, by its source: it is not imported."""
+    kind = (recipe.model.config or {}).get("model_type")
+    spec = importlib.util.find_spec("transformers") if kind is not None and kind not in FAMILIES else None
+    for folder in (spec and spec.submodule_search_locations) or ():
+        texts = [path.read_text(encoding="utf-8") for path in Path(folder, "models/auto").glob("*.py")]
+        types = {name for text in texts for name in re.findall(r'"([\w.-]+)"\s*[,:]\s*"\w+Config"', text)}
+        if types and kind not in types:
+            guess = closest(str(kind), (*FAMILIES, *sorted(types)))
+            near = f"; did you mean {guess}?" if guess else ""
+            yield ("model.config.model_type",), f"got {kind}, which the installed transformers does not have{near}"
+
+
+def doubtful(recipe: Recipe) -> Iterator[Problem]:
+    """Values that are valid and most likely slips."""
+    rate, name = recipe.optimizer.learning_rate, recipe.optimizer.name
+    if rate > 1 and name != "sgd":
+        yield (
+            ("optimizer.learning_rate",),
+            f"got {rate:g}: {name} moves each weight by about that much in each step; 1e-5 to 1e-2 is usual",
+        )
 
 
 def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
@@ -64,8 +91,22 @@ def broken_factories(recipe: Recipe, beside: Path) -> Iterator[Problem]:
                 yield (key,), f"got {factory}; {wrong}"
 
 
-def _unexpanded(path: str) -> str:
-    return "; ~ and $NAME mean nothing in a recipe: write the path out" if path.startswith("~") or "$" in path else ""
+def _matches(pattern: str) -> bool:
+    return any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True))
+
+
+def _remedy(path: str, beside: Path) -> str:
+    """What to write in place of a path that leads nowhere."""
+    if "://" in path:
+        return "; paths are those of this machine's disks: copy or mount it, and give that path"
+    if path.startswith("~") or "$" in path:
+        whole = os.path.expanduser(os.path.expandvars(path))
+        write = f"write {whole}" if "$" not in whole else "write the path out (that variable is not set here)"
+        return f"; ~ and $NAME mean nothing in a recipe: {write}"
+    other = beside / path
+    if not os.path.isabs(path) and (_matches(str(other)) or other.is_dir()):
+        return f"; it is beside the recipe, and paths are relative to the current folder: write {other}"
+    return ""
 
 
 def _here() -> str:

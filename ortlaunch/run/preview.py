@@ -5,14 +5,39 @@ What a person waits for: what only a run takes (supervision, a bench) is not imp
 
 from __future__ import annotations
 
+import os
+
+from ortlaunch import doctor
+from ortlaunch.errors import PlanError
+from ortlaunch.planning.describe import describe
+from ortlaunch.run import resume
+from ortlaunch.run.finished import nothing_left
 from ortlaunch.run.folder import RunDir
-from ortlaunch.run.prepare import request_of
+from ortlaunch.run.prepare import check_folder, earlier, request_of
 from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.run.resume import ResumeOptions
 
 
 def dry_run(resolved: ResolvedRun, run: RunDir) -> str:
     """Exactly what a real run would send."""
     return str(request_of(resolved.plan, run))
+
+
+def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> list[str]:
+    """The lines that `train` prints before it starts: where it begins, changes since the checkpoint, the plan.
+
+    Raises:
+        InputError, PlanError, MissingDependency: `train` would refuse it.
+    """
+    before = earlier(run, resolved)
+    doctor.require(resolved.file.recipe, resolved.plan)
+    said = check_folder(run, before, resolved)
+    above = next(path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists())
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise PlanError(f"{run}: cannot be written: no permission to write to {above}; give another --run-dir")
+    lines = resume.beginning(run, resolved, before, options.checked()).after(said).lines
+    left = None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
+    return [*lines, *([left] if left else []), *resolved.notes, describe(resolved.plan, resolved.file.recipe)]
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:

@@ -66,6 +66,8 @@ class PlannedMemory:
     """What the forward pass keeps for the backward pass: an estimate."""
     buckets: int
     """DeepSpeed's communication buffers: an upper bound."""
+    overhead: int
+    """What the process holds beside these on a CPU: an estimate."""
     model: int
     """weights + gradients + optimizer."""
     peak: int
@@ -241,8 +243,7 @@ class ParityLine:
     gradient_difference: float
     """The largest of any gradient."""
     worst: list[list[Any]]
-    """What differs most, of gradients and of changed weights and buffers: name, difference, norm on the engine and in
-    PyTorch."""
+    """What differs most, gradients and changed weights or buffers: name, difference, norm on the engine, in PyTorch."""
     parameters: int
     """Gradients that were compared."""
     tolerance: float
@@ -253,6 +254,8 @@ class ParityLine:
     """The largest of any weight or buffer that a forward and backward pass changed, such as statistics of BatchNorm."""
     rounding: list[str] | None = None
     """What differs by more than the tolerance and is rounding, as a pass in float64 shows; counted in no difference."""
+    draws: int | None = None
+    """How many tensors of random numbers, recorded in a pass of PyTorch, were given to both; other draws differ."""
     not_judged: str | None = None
     """Why float64 could not show whether a difference is rounding."""
     seconds: float | None = None

@@ -38,7 +38,8 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
         _require_training(run, "stop")
         _ask(run, status, "stop")
     elif is_queued(status.job):
-        raise InputError(f"{run}: waits in the queue and has nothing to save; `ortlaunch cancel` takes it out")
+        saved = f"it is saved after step {step}" if (step := _newest(run)) else "it has nothing to save"
+        raise InputError(f"{run}: waits in the queue, and {saved}; `ortlaunch cancel` takes it out")
     else:
         _wake(status, run, signal.SIGTERM)  # it measures or prepares, and reads no request
     if not wait:

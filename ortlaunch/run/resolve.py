@@ -112,11 +112,12 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
         RecipeError: all hosts are this one, and functions are missing, or files for a run that would start now.
     """
     here = all(is_this_host(host.name) for host in world.hosts)
-    files = [file.explain(problem) for problem in inputs.missing_files(file.recipe, command.options.task)]
-    functions = [file.explain(problem) for problem in inputs.broken_factories(file.recipe, command.modules)]
+    missing = inputs.missing_files(file.recipe, command.options.task, command.path.parent)
+    broken = (*inputs.broken_factories(file.recipe, command.modules), *inputs.unknown_type(file.recipe))
+    files, functions = [file.explain(problem) for problem in missing], [file.explain(problem) for problem in broken]
     if here and (functions or (files and not command.options.planned_only)):
         raise RecipeError([*files, *functions])
-    return [*files, *functions]
+    return [*files, *functions, *map(file.explain, inputs.doubtful(file.recipe))]
 
 
 def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> Iterator[str]:

@@ -90,8 +90,10 @@ class Outcome(NamedTuple):
         return "equal" if far <= _TOLERANCE else f"LOSSES DIFFER by {far:.2g}"
 
 
-def selftest(folder: Path, hostfile: str | None, overrides: Sequence[str]) -> bool:
-    """Run all, print the table; whether all are equal.
+def selftest(folder: Path, hostfile: str | None, overrides: Sequence[str], slurm: bool = False) -> bool:
+    """Run all, print the table; whether all are equal. With `slurm` a job is queued, too.
+
+    Ended by a signal, it ends what it has started and cancels the job.
 
     Raises:
         InputError: the folder is there and not empty.
@@ -105,6 +107,9 @@ def selftest(folder: Path, hostfile: str | None, overrides: Sequence[str]) -> bo
     print(f"  {'backend':<18} {'ranks':<34} {'losses':<24} {'time':>8}", flush=True)
     outcomes: list[Outcome] = []
     for trial in _trials(hostfile, hosts):
+        if trial.verb == "submit" and not slurm:
+            print(f"  {trial.name:<18} not tested: it queues a job, with --slurm", flush=True)
+            continue
         outcomes.append(_run(folder, trial, overrides))
         print(outcomes[-1].line(outcomes[0].losses), flush=True)
     bad = sum(one.verdict(outcomes[0].losses) != "equal" for one in outcomes)
@@ -160,7 +165,11 @@ def _run(folder: Path, trial: Trial, overrides: Sequence[str]) -> Outcome:
     words = (trial.verb, str(folder / "recipe.yaml"), *trial.words, *overrides, "--run-dir", str(run))
     status = _call((*command, *words), folder / f"{run.path.name}.log")
     if trial.verb == "submit" and not status:
-        status = _call((*command, "status", str(run), "--wait"), folder / f"{run.path.name}.log")
+        try:
+            status = _call((*command, "status", str(run), "--wait"), folder / f"{run.path.name}.log")
+        except BaseException:  # a signal
+            _call((*command, "cancel", str(run)), folder / f"{run.path.name}.log")
+            raise
     seconds = time.monotonic() - began
     if status:
         return Outcome(trial.name, "", (), seconds, f"FAILED with status {status}: {folder / run.path.name}.log")
@@ -169,8 +178,12 @@ def _run(folder: Path, trial: Trial, overrides: Sequence[str]) -> Outcome:
 
 
 def _call(argv: Sequence[str], log: Path) -> int:
-    with log.open("ab") as file:
-        return subprocess.run(argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL, check=False).returncode
+    with log.open("ab") as file, subprocess.Popen(argv, stdout=file, stderr=file, stdin=subprocess.DEVNULL) as child:
+        try:
+            return child.wait()
+        except BaseException:  # a signal: what was started ends first
+            child.terminate()
+            raise
 
 
 def _where(plan: Plan) -> str:

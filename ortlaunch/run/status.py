@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from ortlaunch.errors import DamagedFile, InputError
+from ortlaunch.errors import DamagedFile, InputError, LaunchError, MissingDependency
 from ortlaunch.launch import JobState, backend
-from ortlaunch.launch.failure import End, explain_silence, ranks_that_began
+from ortlaunch.launch.failure import End, explain_silence, first_failure, ranks_that_began
 from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
@@ -158,10 +158,10 @@ def _look(run: RunDir) -> Status:
 
 
 def _or_told(wrong: list[str], read: Callable[[], _T], otherwise: _T) -> _T:
-    """What is read; of a damaged file that it is."""
+    """What is read; of a damaged file, or of a queue that does not answer, that it is so."""
     try:
         return read()
-    except DamagedFile as error:
+    except (DamagedFile, LaunchError, MissingDependency) as error:
         if str(error) not in wrong:
             wrong.append(str(error))
         return otherwise
@@ -199,7 +199,10 @@ def _unrecorded(run: RunDir, job: JobRecord) -> End:
     """The end of a run that no command recorded: it was killed, or a launcher of the user's own started the ranks."""
     started = datetime.fromisoformat(job.started).timestamp()
     trained = run.summary.exists() and run.summary.stat().st_mtime >= started
-    if job.backend == "inside" and (trained or _compared_to_the_end(run)):
+    failed = first_failure(run)
+    if trained and (failed is None or failed["secondary"]):
+        return End(0, f"done: {run}")
+    if job.backend == "inside" and _compared_to_the_end(run):
         return End(0, f"done: {run}")
     return explain_silence(run, f"process {job.id} on host {job.host}")
 

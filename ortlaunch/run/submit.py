@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from ortlaunch import recipe, start
-from ortlaunch.errors import PlanError
+from ortlaunch.errors import PlanError, RecipeError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord, now
-from ortlaunch.run import micro_size, registry
+from ortlaunch.run import inputs, micro_size, registry
 from ortlaunch.run.folder import RunDir, write_text
 from ortlaunch.run.prepare import check_folder, claimed, earlier
 from ortlaunch.run.resolve import MODULES_VARIABLE, ResolvedRun
@@ -74,7 +74,12 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
 
     Raises:
         PlanError: the folder holds something else, or a run that goes on.
+        RecipeError: a file or a function of the user's is not there, where the nodes have this host's disk.
     """
+    chosen_recipe, modules = resolved.file.recipe, resolved.command.modules
+    missing = [*inputs.missing_files(chosen_recipe), *inputs.broken_factories(chosen_recipe, modules)]
+    if missing and not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
+        raise RecipeError([resolved.file.explain(problem) for problem in missing])
     if micro_size.is_asked(resolved.file.recipe) and resolved.plan.world_size > 1:
         micro_size.refuse_inside()
     if run.job.exists() and not look(run).state.is_end:

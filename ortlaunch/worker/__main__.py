@@ -37,6 +37,14 @@ def main() -> int:
         return error.exit_status
 
 
+def expect_no_gpu(device: str) -> None:
+    """On a CPU silence the warning of torch's CUDA builds that there is no GPU, which each start would print."""
+    import logging
+
+    if device == "cpu":
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
 def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     """Read what to do, join the world, build, do it, leave with this exit status."""
     progress = Progress(rank.rank, watchdog.pulse)
@@ -55,6 +63,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     plan = replace(plan, threads=bound.threads or plan.threads)
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
+    expect_no_gpu(plan.device)
     if plan.task == "try":
         be_ended_first()
     if recipe.engine.name == "ort":

@@ -15,6 +15,7 @@ from torch import nn
 
 from ortlaunch.errors import EngineError
 from ortlaunch.worker.differences import LIMITS, Comparison, Pass, Tensors, compared, exact, judged
+from ortlaunch.worker.draws import Draws, Replaying
 from ortlaunch.worker.float64 import in_float64
 from ortlaunch.worker.matmul_precision import matmul_precision
 from ortlaunch.worker.model import whole_logits
@@ -44,9 +45,10 @@ def compare(
         tolerance: in place of the precision's own.
 
     Raises:
-        EngineError: the model draws random numbers beside dropout, so that two passes cannot be the same.
+        DrawsNumbers: the model draws random numbers beside dropout, so that two passes cannot be the same.
     """
-    names, parameters = zip(*((n, p) for n, p in reference.named_parameters() if p.requires_grad))
+    model = reference.model if isinstance(reference, Replaying) else reference
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
     limits, device = LIMITS[precision], parameters[0].device
     tolerance = tolerance or limits.tolerance
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision] if autocast and precision != "fp32" else None
@@ -54,7 +56,7 @@ def compare(
     def passed(call: Callable[..., torch.Tensor], precisely: bool = False) -> Pass:
         lowered = torch.autocast(device.type, dtype, enabled=dtype is not None)
         # In this order: what is kept and put back is kept in its own precision.
-        with _state_kept(reference) as moved, lowered, in_float64(batch, precisely) as given:
+        with _state_kept(model) as moved, lowered, in_float64(batch, precisely) as given:
             loss, gradients = _derived(reference, call, given, parameters, limits.scale)
         return Pass(loss, gradients, moved)
 
@@ -62,24 +64,61 @@ def compare(
     # What is compared is the engine, not the unit that multiplies.
     with torch.random.fork_rng(devices), without_dropout(reference), matmul_precision("highest"):
         before = _random_state(device)
-        with whole_logits(reference):
+        with whole_logits(model):
             theirs = passed(reference.forward)
         if not torch.equal(_random_state(device), before):
-            raise EngineError(
-                "the model draws random numbers in its forward besides the dropout that can be switched off: no two "
-                "passes are the same"
-            )
+            raise DrawsNumbers
         ours = passed(module)
         found = compared(names, ours, theirs, limits)
         if precision != "fp32" or found.largest <= tolerance:
             return found
         try:
-            with whole_logits(reference):
+            with whole_logits(model):
                 in_wide = passed(reference.forward, precisely=True)
         except Exception as error:  # whatever a model has against float64
             return found._replace(not_judged=str(error) or type(error).__name__)
         errors = compared(names, ours, in_wide, limits), compared(names, theirs, in_wide, limits)
         return judged(found, *errors, tolerance)
+
+
+def compare_with_draws(
+    reference: nn.Module,
+    module: Callable[..., torch.Tensor],
+    batch: dict[str, torch.Tensor],
+    replaying: Callable[[Replaying], Callable[..., torch.Tensor]] | None,
+    **terms: Any,
+) -> Comparison:
+    """`compare`; random numbers that the model draws are recorded, and given to both passes.
+
+    replaying: the engine's module of a model that is given its random numbers; None: such models are not compared.
+
+    Raises:
+        DrawsNumbers: the model draws random numbers that cannot be given to both.
+    """
+    try:
+        return compare(reference, module, batch, **terms)
+    except DrawsNumbers:
+        if replaying is None:
+            raise
+    parameter = next(reference.parameters())
+    with (
+        torch.random.fork_rng([parameter.device] if parameter.is_cuda else []), without_dropout(reference),
+        whole_logits(reference), _state_kept(reference), torch.no_grad(), Draws() as draws,
+    ):  # fmt: skip
+        reference.forward(**batch)
+    given = Replaying(reference)
+    found = compare(given, replaying(given), {**batch, "draws": draws.recorded}, **terms)
+    return found._replace(draws=len(draws.recorded))
+
+
+class DrawsNumbers(EngineError):
+    """A model draws random numbers that two passes do not share."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model draws random numbers in its forward, which cannot be recorded and given to both: no two passes "
+            "are the same"
+        )
 
 
 def _derived(

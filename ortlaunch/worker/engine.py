@@ -67,7 +67,7 @@ _ADVICE = (
 
 @dataclass
 class Engine:
-    """A stepper, and the record of what runs; `plain` and `another` module of this engine share the weights."""
+    """A stepper, and the record of what runs; `plain` and `another(plain)`, of this engine, share the weights."""
 
     stepper: Stepper
     eval_module: Any
@@ -80,7 +80,7 @@ class Engine:
     memory: MemoryUse | None = None
     notes: tuple[str, ...] = field(default=())
     plain: Any = None
-    another: Callable[[], Any] = field(default=lambda: None)
+    another: Callable[[Any], Any] = field(default=lambda model: None)
     onnxruntime: Callable[[], OnnxRuntime | None] = field(default=lambda: None)
     """What ONNX Runtime has done so far, for the report."""
     own_precision: bool = False
@@ -92,7 +92,7 @@ class Engine:
 
     def to_compare(self) -> Any:
         """A module without dropout, with products as exact as torch's: the run's own where it is one."""
-        return self.another() if dropouts(self.plain) or self.own_precision else self.eval_module
+        return self.another(self.plain) if dropouts(self.plain) or self.own_precision else self.eval_module
 
     @contextlib.contextmanager
     def uncounted(self, compiled: bool) -> Iterator[None]:
@@ -165,7 +165,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
         fp16_optimizer=fused_norm,
         freed_memory=None,  # the session's
     )
-    another = functools.partial(_wrapped, _at_highest(recipe), model, group) if used == "ort" else lambda: module
+    another = functools.partial(_wrapped, _at_highest(recipe), group=group) if used == "ort" else lambda _: module
     own_precision = used == "ort" and group.device.type == "cuda" and not exact
     notes = (*loading_notes(model.loaded), *chosen.notes, *(_ort_notes() if witness else ()))
     by_ort = functools.partial(_onnxruntime, given, witness) if witness else lambda: None
@@ -244,7 +244,7 @@ def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: B
     return (model, witness, reason) if reason else (wrapped, witness, "")
 
 
-def _wrapped(recipe: Recipe, model: LossModule, group: DistributedContext) -> Any:
+def _wrapped(recipe: Recipe, model: Any, group: DistributedContext) -> Any:
     from ortlaunch.ortmodule import ORTModule
 
     # What transformers' models read does not change between steps; a class of the user's may do anything.

@@ -27,11 +27,12 @@ def in_float64(batch: dict[str, torch.Tensor], wanted: bool = True) -> Iterator[
     if not wanted:
         yield batch
         return
+    wide = tree_map(lambda value: value.double() if _is_narrow(value) else value, batch)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with _InFloat64():
-            yield {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+            yield wide
     finally:
         torch.set_default_dtype(before)
 

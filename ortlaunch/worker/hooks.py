@@ -6,6 +6,7 @@ to be done once. What it returns reaches the other ranks as any request to stop 
 
 from __future__ import annotations
 
+import difflib
 import os
 import socket
 import traceback
@@ -29,8 +30,7 @@ class Hook:
         self.last_step, self.own = session.recipe.train.steps, None
         if self.name is not None and session.group.rank == 0:
             self.own = call("train.hook", self.name, {})
-            if not any(hasattr(self.own, method) for method in _METHODS):
-                raise InputError(f"train.hook: {self.name} has none of {', '.join(_METHODS)}")
+            _require_known(self.name, self.own)
 
     def on_step(self, step: int, values: dict[str, Any]) -> None:
         """A logged step, with its line of metrics.jsonl."""
@@ -66,3 +66,21 @@ class Hook:
             by = f"train.hook ({self.name}.{method})"
             write_json(self.run.stop_request, {"by": by, "pid": os.getpid(), "host": socket.gethostname()})
             self.agreed.ask(Ask.STOP)
+
+
+def _require_known(name: str, own: Any) -> None:
+    """Refuse a method that looks like one of ours and is never called, such as another tool's `on_train_end`.
+
+    Raises:
+        InputError: there is one, or none that is called.
+    """
+    methods = [each for each in dir(type(own)) if not each.startswith("__") and callable(getattr(type(own), each))]
+    for each in methods:
+        near = difflib.get_close_matches(each, _METHODS, 1, 0.8)
+        if each not in _METHODS and (near or each.startswith("on_")):
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(
+                f"train.hook: {name} has {each!r}, which is never called; valid are {', '.join(_METHODS)}{hint}"
+            )
+    if not any(hasattr(own, method) for method in _METHODS):
+        raise InputError(f"train.hook: {name} has none of {', '.join(_METHODS)}")

@@ -114,13 +114,11 @@ _PEAK_IS = {
 def memory_line(record: MemoryReport) -> str:
     """The record in one line for a person."""
     planned, measured = record.planned, record.measured
-    parts = "weights+gradients+optimizer"
+    peak = f"memory a rank: {human(measured.peak)} at peak"
+    model = f"  weights, gradients and optimizer: {human(measured.model)}"
     if planned is None:
-        return f"memory a rank: {human(measured.peak)} at peak; {parts} {human(measured.model)}; not planned"
-    return (
-        f"memory a rank: planned {human(planned.peak)}, measured {human(measured.peak)} at peak; "
-        f"{parts} {human(planned.model)} planned, {human(measured.model)} measured"
-    )
+        return f"{peak}, not planned\n{model}"
+    return f"{peak}, planned {human(planned.peak)}\n{model}, planned {human(planned.model)}"
 
 
 def live_bytes(stepper: Stepper) -> Footprint:

@@ -43,7 +43,11 @@ class Metrics:
         """Record the values of a step (from 1) and show them."""
         elapsed = time.perf_counter() - self.started
         record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
-        self.file.write(json_text(record) + "\n")
+        try:
+            self.file.write(json_text(record) + "\n")
+        except OSError as error:
+            error.filename = self.file.name  # a full disk is met in a write, which has no name
+            raise
         for tracker in self.trackers:
             tracker.log(step, values)
         self._show(step, values, elapsed)
@@ -63,10 +67,12 @@ class Metrics:
 def _shown(values: dict[str, Any]) -> list[str]:
     forms = {
         "epoch": "epoch {:.2f}", "loss": "loss {:.4f}", "evaluation_loss": "evaluation loss {:.4f}",
-        "learning_rate": "lr {:.3g}", "gradient_norm": "norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
+        "learning_rate": "lr {:.3g}", "gradient_norm": "grad norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
         **{f"evaluation_{name}": form for name, form in EVALUATED.items()},
     }  # fmt: skip
+    if values.get("tokens_per_second") is not None:  # one speed is enough for a line
+        del forms["samples_per_second"]
     own = (f"{name.replace(EVALUATION, 'evaluation ')} {values[name]:.4g}" for name in own_names(values))
     return [*(form.format(values[name]) for name, form in forms.items() if values.get(name) is not None), *own]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ortlaunch.cache import cache_root
+from ortlaunch.errors import FileError
 from ortlaunch.run.folder import RunDir
 from ortlaunch.units import human
 
@@ -55,7 +57,9 @@ def is_own(file: str) -> bool:
 
 def _foreign_folders() -> tuple[str, ...]:
     foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1])]
-    foreign += [str(cache_root()), os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")]
+    foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    with contextlib.suppress(FileError):  # a user without a home folder has none
+        foreign.append(str(cache_root()))
     return tuple(f"{folder}{os.sep}" for path in foreign if path for folder in {path, os.path.realpath(path)})
 
 

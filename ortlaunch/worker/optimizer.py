@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ortlaunch.errors import InputError
 from ortlaunch.recipe.models import Optimizer
 
 # multi_tensor_adam.cu of ONNX Runtime 1.19.2: `int sizes[]`, and `chunk_idx * chunk_size` in int.
@@ -42,6 +43,10 @@ def build_optimizer(
         ranks: over which DeepSpeed divides them.
     """
     groups, notes = parameter_groups(recipe, model.named_parameters())
+    if not groups:
+        count = len([*model.parameters()])
+        why = f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
+        raise InputError(f"model: there is nothing to train: {why}")
     rate: dict[str, Any] = {"lr": recipe.learning_rate}
     adam: dict[str, Any] = {**rate, "betas": recipe.betas, "eps": recipe.epsilon}
     if recipe.name == "lamb":
@@ -62,7 +67,7 @@ def build_optimizer(
 
 def _why_not_ort(engine: str, device: torch.device) -> str:
     if device.type != "cuda":
-        return "ONNX Runtime's FusedAdam runs on CUDA only"
+        return "ONNX Runtime's is for CUDA only"
     if engine != "ort":
         return f"ONNX Runtime is not loaded with engine {engine}"
     return ""
@@ -71,7 +76,7 @@ def _why_not_ort(engine: str, device: torch.device) -> str:
 def _why_not_these(groups: Sequence[Mapping[str, Any]], zero: Mapping[str, Any] | None, ranks: int) -> str:
     """Why ONNX Runtime's FusedAdam cannot update these parameters as DeepSpeed's ZeRO holds them; empty if it can."""
     if zero and (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
-        return "ONNX Runtime's FusedAdam runs on CUDA only, and zero.offload keeps the optimizer off the GPU"
+        return "ONNX Runtime's is for CUDA only, and zero.offload keeps the optimizer off the GPU"
     sizes = [[parameter.numel() for parameter in group["params"]] for group in groups]
     if zero:  # flattens each group, and gives each rank a part
         sizes = [[-(-sum(group) // (ranks if zero.get("stage") else 1))] for group in sizes]

@@ -14,7 +14,7 @@ from ortlaunch.recipe.parity import Compared, compared_steps
 from ortlaunch.run.engine_report import Parity
 from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.run.records import ParityLine, as_json
-from ortlaunch.worker.comparison import compare, dropouts
+from ortlaunch.worker.comparison import compare_with_draws, dropouts
 from ortlaunch.worker.differences import LIMITS, Comparison, Difference
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine
@@ -42,6 +42,7 @@ class ParitySteps:
         self.dropouts = len(dropouts(engine.plain))
         self.lowered = recipe.engine.matmul_precision != "highest"
         self.module: Any = None
+        self.replayed: Any = None
         self.records = _records_until(run, first_step)
         if is_plain(engine):  # an allowed fallback
             self._leave_out("plain PyTorch itself runs")
@@ -78,7 +79,7 @@ class ParitySteps:
             raise ParityError(self._told(record))
         _say(self.group, self._automatic(record) if self.why else _line(record))
         if step + 1 == self.end:
-            self.module = None  # a graph of its own with its memory
+            self.module = self.replayed = None  # graphs of their own with their memory
             if not self.why:
                 _say(self.group, self._verdict())
 
@@ -92,10 +93,11 @@ class ParitySteps:
         try:
             batch = self.engine.take(self.batches.micro_batch(step, 0, self.group.rank))
             with self.engine.uncounted(compiled=bool(self.dropouts) or self.lowered):
-                found = compare(
+                found = compare_with_draws(
                     self.engine.plain,
                     self._module(),
                     batch,
+                    self._replaying if self.engine.record.engine.used == "ort" else None,
                     precision=self.recipe.precision,
                     autocast=self.recipe.zero is None,
                     tolerance=self.tolerance,
@@ -111,6 +113,12 @@ class ParitySteps:
             self.module = self.engine.to_compare()
         return self.module
 
+    def _replaying(self, model: Any) -> Any:
+        """The same of a model that is given its random numbers, exported once."""
+        if self.replayed is None:
+            self.replayed = self.engine.another(model)
+        return self.replayed
+
     def _record(self, step: int, found: Comparison) -> Record:
         line = ParityLine(
             step=step,
@@ -122,6 +130,7 @@ class ParitySteps:
             state_difference=found.state_difference,
             worst=[[_name(each.name), *each[1:4]] for each in _largest_of(found, self.tolerance)],
             rounding=[_name(name) for name in found.rounding] or None,
+            draws=found.draws or None,
             not_judged=found.not_judged or None,
             parameters=len(found.gradients),
             tolerance=self.tolerance,
@@ -230,8 +239,9 @@ def _largest_of(found: Comparison, tolerance: float) -> list[Difference]:
 
 
 def _rounding(record: Record) -> str:
-    names = record.get("rounding")
-    return f"; float64 shows that the difference of {', '.join(names[:_SHOWN])} is rounding" if names else ""
+    names, draws = record.get("rounding"), record.get("draws")
+    judged = f"; float64 shows that the difference of {', '.join(names[:_SHOWN])} is rounding" if names else ""
+    return judged + ("; both were given the same random numbers, which training draws itself" if draws else "")
 
 
 def _not_judged(record: Record) -> str:

@@ -60,6 +60,7 @@ ASKS = {
 class Requests:
     """What this rank was asked for and has not answered yet."""
 
+    is_forked_child = False  # whether this process is one that a rank forked
     guardian: int | None = None  # where this process's guardian reads whether it listens, if it has one
 
     def __init__(self) -> None:
@@ -109,6 +110,7 @@ class Requests:
 
     def _be_deaf(self) -> None:
         """What is forked here, such as a loader's worker, is no rank: only SIGTERM ends it, as its parent may want."""
+        Requests.is_forked_child = True
         for number in self._before:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 

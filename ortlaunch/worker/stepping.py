@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +22,7 @@ from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.named_state import NamedState, buffers_of, grad_scaler, trained_shapes, whole_parts
 from ortlaunch.worker.own_numbers import Numbers
+from ortlaunch.worker.requests import Requests
 
 Batch = dict[str, torch.Tensor]
 
@@ -235,6 +238,12 @@ class DeepSpeedStepper:
 
 def _weighted(loss: torch.Tensor, factor: float) -> torch.Tensor:
     """Loss x factor, in float32 at least; the loss itself where that is 1, so that no bit changes."""
+    if (
+        Requests.is_forked_child
+    ):  # it would write metrics and checkpoints, and speak to the other ranks, beside its parent
+        told = "a process that the model or the data forked goes on as this rank, and is ended"
+        print(f"ortlaunch: {told} (process {os.getpid()}): a child must leave by os._exit", file=sys.stderr, flush=True)
+        os._exit(1)
     return loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
 
 

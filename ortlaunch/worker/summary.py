@@ -36,18 +36,19 @@ _MOST_RANKS = 8
 def plan_lines(report: EngineReport) -> list[str]:
     """What will run, with everything that stands in for something else."""
     engine, optimizer, fp16 = report.engine, report.optimizer, report.fp16_optimizer
+    whole = report.trained_parameters == report.parameters
+    trained = "" if whole else f"{report.trained_parameters:,} trained of "
     lines = [
-        f"engine {engine.used} on {report.device}, {report.precision}, "
-        f"{report.trained_parameters:,} trained of {report.parameters:,} parameters, "
-        f"{counted(report.ranks, 'rank')} x {counted(report.threads_per_rank, 'thread')}, "
-        f"sharding: {report.sharding}"
+        f"engine {engine.used} on {report.device}, {report.precision}, {trained}{report.parameters:,} parameters, "
+        f"{counted(report.ranks, 'rank')} x {counted(report.threads_per_rank, 'thread')}"
+        + ("" if report.sharding == "none" else f", sharding: {report.sharding}")
     ]
     if engine.fallback_reason:
         lines.append(f"FALLBACK: engine {engine.asked} was asked, {engine.used} runs: {engine.fallback_reason}")
     lines += [*_matmul_precision(report), *_chunked_loss(report.chunked_loss), *_settings(report.onnxruntime)]
     lines += _binding(report.binding)
     if optimizer.why:
-        lines.append(f"optimizer: {optimizer.asked} was asked, {optimizer.used} runs: {optimizer.why}")
+        lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
     if fp16.applied:
         why = f" ({fp16.why})" if fp16.why else ""
         lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow check and gradient norm in one pass{why}")
@@ -60,13 +61,13 @@ def _matmul_precision(report: EngineReport) -> list[str]:
     """What products of float32 matrices are made in, where that was chosen."""
     found = report.matmul_precision
     if found.onednn:
-        return ["products of float32 matrices are oneDNN's, in float32: faster than MKL's here (engine.onednn)"]
+        return ["matmul in float32 by oneDNN, which is faster than MKL on this processor (engine.onednn)"]
     if found.asked == "highest":
         return []
     nothing, graph = found.gains_nothing, report.onnxruntime and report.onnxruntime.training_graph
     if graph and report.device == "cpu" and not products_called(graph):
         nothing = nothing or "no product of ONNX Runtime's graph is torch's, for no weight is as large as 256 x 256"
-    result = f"gains nothing: {nothing}" if nothing else f"products of float32 matrices in {found.format}"
+    result = f"gains nothing: {nothing}" if nothing else f"matmul of float32 in {found.format}"
     return [f"matmul_precision {found.asked}: {result}"]
 
 
@@ -125,9 +126,9 @@ def outcome_lines(report: EngineReport) -> list[str]:
         return [f"ran on engine inductor: {graphs} graphs compiled, {breaks} graph breaks on rank 0"]
     if not ort:
         return [f"ran on engine {engine.used}"]
-    passes = f"{ort.forward_passes} forward and {ort.backward_passes} backward passes by ONNX Runtime on rank 0"
-    rest = f"{ort.fallbacks} fallbacks; optimizer {report.optimizer.used}"
-    return [f"ran on engine {engine.used}: {passes}{_graph(ort)}, {rest}", *_torch(ort)]
+    passes = f"{ort.forward_passes} forward, {ort.backward_passes} backward passes by ONNX Runtime on rank 0"
+    ran = f"ran on engine {engine.used}: {passes}, {counted(ort.fallbacks, 'fallback')}"
+    return [ran, *_graph(ort), f"optimizer {report.optimizer.used}", *_torch(ort)]
 
 
 def _torch(ort: OnnxRuntime) -> list[str]:
@@ -141,11 +142,13 @@ def _torch(ort: OnnxRuntime) -> list[str]:
     return [f"torch inside the graph: {names}{more}; {ort.torch_share:.0%} of the passes' time{advice}"]
 
 
-def _graph(ort: OnnxRuntime) -> str:
-    """What one forward and backward pass is made of; "" where no graph was built."""
-    graph, exports = ort.training_graph, ort.exports
+def _graph(ort: OnnxRuntime) -> list[str]:
+    """What one forward and backward pass is made of; nothing where no graph was built."""
+    graph = ort.training_graph
     if graph is None:
-        return ""
+        return []
     nodes = graph.forward_nodes + (graph.backward_nodes or 0)
-    calls = f"{sum(graph.aten.values())} ATen, {sum(graph.python.values())} PythonOp"  # out of it, amid the graph
-    return f", {nodes} nodes each ({calls}), {exports} export{'' if exports == 1 else 's'}"
+    calls = ((graph.aten, "torch operators (ATen)"), (graph.python, "Python functions (PythonOp)"))
+    inside = [f"{sum(found.values())} {noun}" for found, noun in calls if found]
+    amid = f", with {', '.join(inside)}" if inside else ""
+    return [f"  {counted(ort.exports, 'export')}; the graph of a step has {nodes} nodes{amid}"]

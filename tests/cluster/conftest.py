@@ -18,7 +18,7 @@ def lab() -> Iterator[Lab]:
     lack = lacking()
     if lack:
         labs.skip(lack)
-    with Lab(hosts=3) as running:
+    with Lab(hosts=3, aliases=1) as running:
         yield running
 
 

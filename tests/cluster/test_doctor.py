@@ -61,6 +61,62 @@ def test_a_port_that_is_taken(lab: Lab, folder: Path) -> None:
     ]
 
 
+HIGH = "meta l4proto tcp tcp dport 1024-65535 ct state new"
+NETWORKS = {  # packets that one host drops: what doctor finds, and where
+    "tcp": (HIGH, (), [("host2", "port", "failed", "no other host reaches its port ")]),
+    "udp": ("meta l4proto udp", (), [("host1", "udp", "warning", "no datagram to host2 is answered"),
+                                     ("host2", "udp", "warning", "no datagram to host1, host3 is answered"),
+                                     ("host3", "udp", "warning", "no datagram to host2 is answered")]),
+    "range": ("tcp dport 40010-50000 ct state new", ("--ports", "40000-40010"),
+              [("host2", "port", "failed", "no other host reaches its port 40010: timed out")]),
+    "open range": ("tcp dport 40010-50000 ct state new", ("--ports", "40000-40009"), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_a_firewall_of_any_host(case: str, lab: Lab, folder: Path) -> None:
+    """Each pair is tried in both directions, by TCP and UDP; a range of ports at its ends."""
+    rule, words, expected = NETWORKS[case]
+    (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in lab.names))
+    with lab.firewall(rule, "host2"):
+        found = wrong(lab, folder, "--hostfile", "hosts", *words)
+    assert [(one["host"], one["check"], one["verdict"]) for one in found] == [each[:3] for each in expected]
+    assert all(each[3] in one["what"] for one, each in zip(found, expected)), found
+
+
+def test_a_path_that_is_narrower_than_its_ends(lab: Lab, folder: Path) -> None:
+    """Both interfaces have an MTU of 9000 and the bridge's end of a cable 1500: long packets vanish."""
+    ends = [(name, "eth0") for name in ("host1", "host2")]
+    for host, interface in ends:
+        lab.run(host, "ip", "link", "set", interface, "mtu", "9000")
+    try:
+        found = wrong(lab, folder, "--hostfile", "hosts")
+    finally:
+        for host, interface in ends:
+            lab.run(host, "ip", "link", "set", interface, "mtu", "1500")
+    assert [(one["host"], one["check"], one["verdict"]) for one in found] == [
+        ("host1", "mtu", "failed"), ("host2", "mtu", "failed"),
+    ]  # fmt: skip
+    assert found[0]["what"] == "packets of 9000 B, the MTU of both interfaces, are lost on the way to host2"
+
+
+def test_a_folder_that_one_host_cannot_write_and_a_host_with_two_names(lab: Lab, folder: Path) -> None:
+    """Both are found before ranks are started."""
+    (folder / "hosts").write_text("host1 slots=1\nhost2 slots=1\nhost2-1 slots=1\n")
+    mount = f"mount --bind '{folder}' '{folder}' && mount -o remount,ro,bind '{folder}'"
+    assert lab.run("host2", "sh", "-c", mount, cwd=Path("/")).returncode == 0
+    try:
+        found = wrong(lab, folder, "--hostfile", "hosts", "--device", "cuda")
+    finally:
+        lab.run("host2", "umount", str(folder), cwd=Path("/"))
+    said = [(one["host"], one["check"], one["what"]) for one in found if one["check"] != "gpus"]
+    assert said == [
+        ("host2", "run folder", f"{folder} cannot be written there"),
+        ("host2-1", "alias", "is the same machine as host2"),
+        ("host2-1", "run folder", f"{folder} cannot be written there"),
+    ]
+
+
 def test_a_disk_that_a_recipe_fills(lab: Lab, folder: Path) -> None:
     """Room is compared with the checkpoints of the plan, on every host."""
     found = wrong(lab, folder, "recipe.yaml", "checkpoint.keep=100000000", "--hostfile", "hosts")

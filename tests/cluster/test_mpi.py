@@ -53,7 +53,15 @@ def test_two_hosts(mpirun: str, lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
     words = ("train", "recipe.yaml", "--hostfile", "hosts", "--run-dir", "run", "log.every_steps=1")
     env = {**lab.environ, **environment(tmp_path), "PATH": lab.environ["PATH"], **own}
-    ended = lab.run(LOGIN, str(python), "-m", "ortlaunch.cli", *words, cwd=tmp_path, env=env, timeout=60)
+    names = (lab.folder / "hosts").read_text().replace("10.77.0.1 login", "127.0.0.1 login")
+    (tmp_path / "etc_hosts").write_text(names)
+    for name in ("host1", "host2"):  # Debian's own; there the launching host's name leads to the host that asks
+        lab.run(name, "mount", "--bind", str(tmp_path / "etc_hosts"), "/etc/hosts")
+    try:
+        ended = lab.run(LOGIN, str(python), "-m", "ortlaunch.cli", *words, cwd=tmp_path, env=env, timeout=60)
+    finally:
+        for name in ("host1", "host2"):
+            lab.run(name, "umount", "/etc/hosts")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 ranks on 2 hosts, cpu, launcher mpi" in ended.stdout
     losses = [json.loads(line).get("loss") for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -16,7 +16,7 @@ def test_every_backend_is_equal(lab: Lab, tmp_path: Path) -> None:
     """One process, two ranks here, two hosts by ssh, two nodes of Slurm."""
     (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
     env = {**lab.environ, **environment(tmp_path), "PATH": lab.environ["PATH"]}
-    words = ("selftest", "--hostfile", "hosts", "--dir", "st")
+    words = ("selftest", "--hostfile", "hosts", "--slurm", "--dir", "st")
     ended = lab.run(LOGIN, str(COMMAND), *words, cwd=tmp_path, env=env, timeout=540)
     print(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -99,3 +99,10 @@ def test_what_is_closed_is_open_for_what_is_started(tmp_path: Path) -> None:
     typed = f"{sys.executable} -c {shlex.quote(code)} <&- >&-"
     ended = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr == "/dev/null /dev/null\n"
+
+
+def test_a_disk_without_file_locks_is_named(tmp_path: Path) -> None:
+    """The libraries that lock give no file name, by which errors of ours are known."""
+    said = r"^No locks available; a disk has no file locks \(flock\), which run folder"
+    with pytest.raises(FileError, match=said), of_ours(tmp_path):
+        raise OSError(errno.ENOLCK, "No locks available")

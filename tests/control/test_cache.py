@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.cache import cache_folder, changed, seal
+from ortlaunch.cache import cache_folder, cache_root, changed, seal
 from ortlaunch.errors import FileError
 
 
@@ -141,6 +141,15 @@ def test_a_folder_that_cannot_be_made_where_its_parent_is_is_told(monkeypatch: p
     monkeypatch.setenv("ORTLAUNCH_CACHE", "/proc/nocache")
     with pytest.raises(FileError, match=r"^/proc/nocache: cannot be made: .*; ORTLAUNCH_CACHE names another place$"):
         cache_folder("tokens")
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in /etc/passwd: the cache needs a place, and the error says which."""
+    for name in ("HOME", "XDG_CACHE_HOME", "ORTLAUNCH_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.raises(FileError, match=r"^no folder for the cache: HOME is not set, and user .* set ORTLAUNCH_CACHE"):
+        cache_root()
 
 
 def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

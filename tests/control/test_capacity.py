@@ -8,8 +8,9 @@ import pytest
 
 from ortlaunch.errors import PlanError
 from ortlaunch.machine import MemoryLimit, tightest_limit
+from ortlaunch.plan import PROCESS
 from ortlaunch.planning import capacity
-from ortlaunch.planning.capacity import PROCESS, crowded
+from ortlaunch.planning.capacity import crowded
 from ortlaunch.recipe import Recipe
 from tests.makers import bert, host, plan, recipe
 

@@ -244,10 +244,22 @@ def test_ten_thousand_hosts(ortlaunch: Run) -> None:
 
 
 def test_dry_run(ortlaunch: Run) -> None:
-    """The command alone, and nothing written."""
+    """The command alone on standard output, the plan beside it, and nothing written."""
     ended = ortlaunch("train", "good.yaml", "--dry-run", "--run-dir", "here")
-    assert ended == Ended(0, f"{sys.executable} {start.__file__} ortlaunch.worker here\n", "")
+    assert ended[:2] == (0, f"{sys.executable} {start.__file__} ortlaunch.worker here\n")
+    assert "1 rank" in ended.err
     assert not Path("here").exists()
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that does not exist, an unknown name of --allow, a folder without permission."""
+    dry = ("train", "good.yaml", "--dry-run", "--run-dir", "runs/here")
+    assert "--resume" in ortlaunch(*dry, "--resume=last").err
+    assert "--allow: got x" in ortlaunch(*dry, "--allow=x").err
+    monkeypatch.setattr(os, "access", lambda _, mode: mode == os.R_OK)  # tests may run as root
+    ended = ortlaunch(*dry)
+    assert (ended.status, ended.out) == (2, "")
+    assert "no permission to write" in ended.err
 
 
 def test_parity_is_a_task_of_its_own(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:

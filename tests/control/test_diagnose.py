@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,7 @@ def test_the_account_of_a_rank(name: str, tmp_path: Path) -> None:
 
 ENDS = {
     "ortlaunch: mpirun was ended by SIGKILL, and the ranks with it; none of them had failed": "launcher-killed",
+    "ortlaunch: torchrun failed with DistError: flock: No locks available, and ended the ranks; its": "no-locks",
     "ortlaunch: torchrun failed with EOFError: Ran out of input, and ended the ranks; its": "launcher-failed",
     "ortlaunch: the command (process 7 on host a) disappeared without an error record (usually": "command-killed",
     "ortlaunch: rank 1 on host a vanished without a word, as a process killed by SIGKILL does": "rank-vanished",
@@ -135,19 +137,27 @@ def test_ends_of_which_no_rank_tells(text: str, tmp_path: Path) -> None:
 def test_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     """The plan's table, and settings that take less, beside the limit where the rank died."""
     big = {"batch": {"global_size": 64, "micro_size": 32}}
-    limit = {"memory_limit": {"name": "control group", "bytes": 2 * (64 << 20)}}
+    limit = {"memory_limit": {"name": "control group", "bytes": 2 * (224 << 20)}}
     found = diagnose(made(tmp_path, bert(**big, zero=None), type="MemoryError", message="x", **limit))
     rows = [line.strip() for line in found.evidence]
     assert any(line.startswith("->DDP") for line in rows)
-    assert (
-        "what would fit, by the plan's estimate (without framework overhead): 64.0 MiB a rank is the limit there"
-        in rows
-    )
+    head = "what would fit, by the plan with its process (200.0 MiB): 224.0 MiB a rank is the limit there"
+    assert head in rows
     fits = {line.partition("  ")[0]: line.rpartition(", ")[2] for line in rows if line.endswith(("fit", "fits"))}
     assert fits["as it is"] == "does not fit"
     assert fits["batch.micro_size: 1"] == "fits"
     assert "model.gradient_checkpointing: true" in fits
     assert "zero.stage: 3" not in fits  # of so small a model its buckets take more
+
+
+def test_out_of_memory_never_says_that_it_fits(tmp_path: Path) -> None:
+    """Where the plan is below the limit that the run reached, it is scaled to it."""
+    limit = {"memory_limit": {"name": "control group", "bytes": 2 * (1 << 30)}}
+    asked = bert(batch={"global_size": 64, "micro_size": 32})
+    rows = [line.strip() for line in diagnose(made(tmp_path, asked, type="MemoryError", message="x", **limit)).evidence]
+    assert any(re.search(r"\d\.\d\d times as much, for it reached the limit: 1.0 GiB a rank is", line) for line in rows)
+    assert next(line for line in rows if line.startswith("as it is")).endswith("1.0 GiB, does not fit")
+    assert any(line.startswith("batch.micro_size: 1 ") and line.endswith(", fits") for line in rows)
 
 
 def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:

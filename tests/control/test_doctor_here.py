@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,8 +114,10 @@ def test_one_rank_has_no_links() -> None:
 
 def test_a_port_and_an_interface_that_were_asked_for() -> None:
     """Of this machine alone, too."""
-    with probe.listening(None, 0) as port:
-        assert verdicts(port=port)["port"][:2] == (FAILED, f"cannot listen at port {port}: Address already in use")
+    doors = probe.Doors("127.0.0.1", (0,))
+    port = doors.ports[0][0]
+    assert verdicts(port=port)["port"][:2] == (FAILED, f"cannot listen at port {port}: Address already in use")
+    doors.close()
     assert verdicts(port=port)["port"][:2] == (OK, f"listens at 127.0.0.1:{port}")
     assert verdicts(interface="eth9")["interface"][0] == FAILED
 
@@ -126,3 +130,17 @@ def test_options_that_would_do_nothing(options: dict[str, Any], message: str) ->
     """They are refused."""
     with pytest.raises(PlanError, match=message):
         checkup(None, (), LaunchOptions(**options), Place(), {})
+
+
+def test_ranks_of_this_user_alone_are_stale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank that is alive is listed with its run folder; to another user it is not listed."""
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", "ortlaunch.worker", "runs/x"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        assert rank.stdin is not None
+        rank.stdout.readline()
+        mine = f"{rank.pid} ({tmp_path}/runs/x)"
+        assert mine in probe.stale()
+        monkeypatch.setattr(os, "getuid", lambda: 4711)
+        assert mine not in probe.stale()
+        rank.stdin.close()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ortlaunch.doctor import asking, probe
-from ortlaunch.doctor.asking import Answer, Silence
+from ortlaunch.doctor.asking import Answer, Reached, Silence
 from ortlaunch.doctor.finding import FAILED, WARNING, told
 from ortlaunch.doctor.hosts import Asked, look, require
 from ortlaunch.errors import InputError, LaunchError
@@ -21,20 +22,28 @@ NODES = (Node("a", 2, 0, (0, 1)), Node("b", 1, 2, (0,)))
 GOOD: dict[str, Any] = {
     "hostname": "a", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "address": "10.0.0.1", "gpus": 2,
     "busy_gpus": [], "interfaces": ["lo", "eth0"], "listens": 4000, "infiniband": True,
+    "sources": 7, "machine": "", "cpus": 8, "mtu": 1500, "writable": True, "doors": [(4000, 4001)],
     "free": 1 << 40, "shm": 1 << 34, "open_files": 65536, "memlock": -1, "stale": [],
 }  # fmt: skip
-WELL = Answer(GOOD, 0.1, skew=1.0, doubt=0.1, reach="")
+TRIED = Reached("a", 4000, "", True, True, 9000)
+WELL = Answer(GOOD, 0.1, skew=1.0, doubt=0.1, reached=(TRIED,))
+
+
+def tried(**found: Any) -> Answer:
+    """Host b's answer, where it found this of host a's ports."""
+    return WELL._replace(reached=(TRIED._replace(**found),))
 
 
 @pytest.fixture
 def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Host b tells this beside what a good host does."""
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(probe, "sources", lambda: 7)
 
     def tell(answer: Answer = WELL, **told: Any) -> None:
         def ask(question: asking.Question) -> tuple[list[Answer], str]:
             seen = probe.token(str(question.folder)) if question.folder else None
-            first = WELL._replace(told={**GOOD, "token": seen}, reach=None)
+            first = WELL._replace(told={**GOOD, "token": seen, "machine": "m"}, reached=())
             return [first, answer._replace(told={**GOOD, "token": seen, **told})], "a"
 
         monkeypatch.setattr(asking, "ask", ask)
@@ -55,11 +64,16 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ({"shm": 1 << 20}, "/dev/shm", WARNING, "1.0 MiB free"),
         ({"open_files": 256}, "open files", WARNING, "at most 256"),
         ({"answer": WELL._replace(skew=-30.0)}, "clock", WARNING, "-30.0 s beside this host"),
-        ({"answer": WELL._replace(reach="timed out")}, "port", FAILED, "cannot reach a port of a: timed out"),
+        ({"sources": 8}, "packages", FAILED, "other files of ortlaunch than here, of the same version"),
+        ({"machine": "m"}, "alias", FAILED, "is the same machine as a"),
+        ({"cpus": 4}, "cpus", WARNING, "4, where most hosts have 8"),
+        ({"writable": False}, "run folder", FAILED, "cannot be written there"),
+        ({"answer": tried(udp=False, whole=False)}, "udp", WARNING, "no datagram to a is answered: a lost host is"),
+        ({"answer": tried(whole=False)}, "mtu", FAILED, "packets of 9000 B, the MTU of both interfaces, are lost"),
         ({"memlock": 1 << 16}, "memlock", WARNING, "at most 64.0 KiB, and it has InfiniBand"),
         ({"busy_gpus": ["7, 30 MiB"]}, "gpus idle", WARNING, "at work: 7, 30 MiB"),
         ({"busy_gpus": None}, "gpus idle", WARNING, "nvidia-smi does not say"),
-        ({"stale": [7, 8]}, "stale", WARNING, "ranks alive: 7, 8"),
+        ({"stale": ["7 (/r/a)", "8 (/r/b)"]}, "stale", WARNING, "ranks of yours alive: 7 (/r/a), 8 (/r/b)"),
     ],
 )
 def test_what_is_wrong(told: dict[str, Any], check: str, verdict: str, what: str, tells: Any, tmp_path: Path) -> None:
@@ -76,6 +90,20 @@ def test_what_is_wrong(told: dict[str, Any], check: str, verdict: str, what: str
     else:
         require(asked)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that nobody reaches is its own host's finding; one that some reach is that of those who do not."""
+    monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
+    monkeypatch.setattr(probe, "sources", lambda: 7)
+    shut, open_ = TRIED._replace(host="b", port=4001, error="timed out"), TRIED
+    tries = {"a": (shut,), "b": (open_._replace(error="refused"),), "c": (open_, shut)}
+    nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
+    answers = [WELL._replace(reached=reached) for reached in tries.values()]
+    monkeypatch.setattr(asking, "ask", lambda question: (answers, "a"))
+    wrong = [(one.host, one.what) for one in look(Asked(nodes, "cpu", None)) if one.verdict == FAILED]
+    assert wrong == [("b", "no other host reaches its port 4001: timed out"),
+                     ("b", "cannot reach port 4000 of a: refused")]  # fmt: skip
 
 
 def test_good_hosts(tells: Any, tmp_path: Path) -> None:
@@ -132,20 +160,34 @@ def test_what_hosts_tell_by_ssh(ssh: None, tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken() -> None:
-    """The first host's is said; that of another is nobody's matter; a listener is reached, and one that went is not."""
-    with probe.listening("127.0.0.1", 0) as port:
-        assert isinstance(port, int)
-        with probe.listening("127.0.0.1", port) as said:
-            assert said == "Address already in use"
-        assert probe.reach("127.0.0.1", port) == ""
-    assert probe.reach("127.0.0.1", port) == "Connection refused"
+    """It is left out of those that are opened; of two hosts on loopback each reaches the other, until it is gone."""
+    here, there = probe.Doors("127.0.0.1", (0,)), probe.Doors("127.0.0.1", (0, 0))
+    taken = probe.Doors("127.0.0.1", (here.ports[0][0],))
+    assert (taken.ports, taken.error) == ([], "Address already in use")
+    peers = [("127.0.0.1", *ports, 1500) for ports in there.ports]
+    answering = threading.Thread(target=there.reach, args=([("127.0.0.1", *here.ports[0], 1500)],))
+    answering.start()
+    assert here.reach(peers) == [("", True, True)] * 2
+    answering.join()
+    there.close()
+    assert here.reach(peers) == [("Connection refused", False, False)] * 2
+
+
+def test_which_hosts_try_which() -> None:
+    """Each pair of a small group; of 128 hosts a few of each, in both directions, and the first one all."""
+    few, many = range(5), range(128)
+    assert {at: asking._others(at, [*few]) for at in few} == {at: [one for one in few if one != at] for at in few}  # type: ignore[arg-type, type-var]
+    chosen: Any = {at: asking._others(at, [*many]) for at in many}  # type: ignore[arg-type, type-var]
+    assert len(chosen[0]) == 127
+    assert max(len(chosen[at]) for at in many[1:]) <= 15
+    assert all(at in chosen[other] for at in many for other in chosen[at])
 
 
 @pytest.mark.parametrize(("host", "verdicts"), [(0, ["failed"]), (1, [])])
 def test_whose_port_is_taken(host: int, verdicts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the first host has to listen."""
-    answers = [WELL._replace(reach=None), WELL._replace(reach=None)]
-    answers[host] = WELL._replace(told={**GOOD, "listens": "Address already in use"}, reach=None)
+    answers = [WELL._replace(reached=()), WELL._replace(reached=())]
+    answers[host] = WELL._replace(told={**GOOD, "listens": "Address already in use"}, reached=())
     monkeypatch.setattr(asking, "ask", lambda question: (answers, None))
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
     found = [finding for finding in look(Asked(NODES, "cpu", None, port=29500)) if finding.check == "port"]

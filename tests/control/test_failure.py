@@ -55,6 +55,10 @@ def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
     end = explain_end(run, 1)
     assert end.status == (85 if wanted else 1)
     assert ("mpirun failed with UnpicklingError: invalid load key, and ended the ranks" in end.text) is not wanted
+    stack = "Traceback:\n  a\ntorch.DistStoreError: No locks available\n\nThe above:\nRendezvousError: See inner"
+    info = {"message": "RendezvousError: See inner", "extraInfo": {"py_callstack": stack}}
+    write_json(run.launcher_error, {"message": info})
+    assert ("failed with torch.DistStoreError: No locks available, and" in explain_end(run, 1).text) is not wanted
     write_json(run.launcher_error, {"message": {"message": "SignalException: Process 1 got signal: 15"}})
     assert explain_end(run, 1).status == 85
 

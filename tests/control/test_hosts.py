@@ -18,6 +18,7 @@ from tests.makers import host
 EXAMPLES = Path(__file__).parents[2] / "hostfiles"
 BOTH = "DeepSpeed / Open MPI"
 NO_SLOTS = "Open MPI would count its cores and DeepSpeed would refuse it, so write for example"
+SEVERAL = "is several hosts; write each on a line of its own, as `scontrol show hostnames` prints them"
 NOT_A_HOST = "is not a host; write a name or an address, with user@ before it where ssh needs one"
 ONCE = "Open MPI would add up the slots and DeepSpeed would refuse; write it once with all its slots"
 KEYS = "the keys are slots and max_slots"
@@ -162,7 +163,8 @@ def test_default_slots() -> None:
         ),
         ("-h slots=2", [f"F:1:1: '-h' {NOT_A_HOST}"]),
         ("h!:4", [f"F:1:1: 'h!:4' {NOT_A_HOST}"]),
-        ("a,b slots=2", [f"F:1:1: 'a,b' {NOT_A_HOST}"]),
+        ("a,b slots=2", [f"F:1:1: 'a,b' {SEVERAL}"]),
+        ("node[1-2]", [f"F:1:1: 'node[1-2]' {SEVERAL}"]),
         ("u@ slots=2", [f"F:1:1: 'u@' {NOT_A_HOST}"]),
         ("[1] slots=2", [f"F:1:1: '[1]' {NOT_A_HOST}"]),
         ("hôte slots=2", [f"F:1:1: 'hôte' {NOT_A_HOST}"]),

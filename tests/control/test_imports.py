@@ -68,7 +68,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run": (RUN, set()),
     "run.resolve": ({"errors", "machine", "start", "recipe", "plan", "planning", "run"}, set()),
     "run.prepare": ({"errors", "rank", "recipe", "plan", "launch", "run"}, set()),
-    "run.preview": ({"bench", "run"}, set()),
+    "run.preview": ({"bench", "doctor", "errors", "planning", "run"}, set()),
     "run.evaluate": ({"errors", "plan", "planning", "recipe", "run"}, set()),
     "run.checkup": ({"errors", "machine", "doctor", "plan", "planning", "run"}, set()),
     "run.fabric": ({*RUN, "doctor"}, set()),
@@ -79,6 +79,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {
             "cache",
             "errors",
+            "launchers",
             "units",
             "output",
             "rank",

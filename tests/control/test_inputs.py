@@ -10,11 +10,15 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.inputs import broken_factories, missing_files
+from ortlaunch.run.inputs import broken_factories, missing_files, unknown_type
 from ortlaunch.run.resolve import ResolvedRun, resolve
+from tests.control.typed import Run
 from tests.makers import CUSTOM, OWN_MODULE, WORDS, bert, recipe
 
 HOSTS = "a slots=1\nb slots=1\n"
+NO_FILE = {"model": {"task": "masked-lm", "config": {"model_type": "bert"}},
+           "data": {**WORDS, "train": {"format": "text", "path": ["no.txt"]}}}  # fmt: skip
+NO_FUNCTION = {"model": {"task": "custom", "factory": "mine:none"}}
 
 
 @pytest.fixture(autouse=True)
@@ -87,22 +91,75 @@ def test_a_path_that_only_a_shell_would_understand() -> None:
     for path in ("~/a.txt", "$HOME/a.txt"):
         sections = {"data": {**WORDS, "train": {"format": "text", "path": [path]}}}
         ((_, text),) = missing_files(bert(**sections))
-        assert text.endswith("; ~ and $NAME mean nothing in a recipe: write the path out")
+        assert text.endswith(f"; ~ and $NAME mean nothing in a recipe: write {Path.home()}/a.txt")
     ((_, text),) = missing_files(bert(model={"task": "masked-lm", "pretrained": "~/bert"}))
     assert (
-        text == "got ~/bert, and there is no such folder here; ~ and $NAME mean nothing in a recipe: write the path out"
+        text == f"got ~/bert, and there is no such folder here; ~ and $NAME mean nothing in a recipe: "
+        f"write {Path.home()}/bert"
     )
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"data": {**WORDS, "train": {"format": "text", "path": ["c/*.txt"]}}},
+         "it is beside the recipe, and paths are relative to the current folder: write there/c/*.txt"),
+        ({"model": {"task": "masked-lm", "pretrained": "base"}},
+         "got base, and there is no such folder here; it is beside the recipe, and paths are relative to the current "
+         "folder: write there/base"),
+        ({"data": {**WORDS, "train": {"format": "text", "path": ["s3://b/x.txt"]}}}, "copy or mount it"),
+        ({"data": {**WORDS, "train": {"format": "text", "path": ["$NONE_SUCH/x"]}}}, "that variable is not set here"),
+    ],
+)  # fmt: skip
+def test_where_a_path_leads(sections: dict[str, Any], text: str) -> None:
+    """A file or a model beside the recipe, a URL and an unset variable are reported with what to write."""
+    Path("there/c").mkdir(parents=True)
+    Path("there/base").mkdir()
+    Path("there/c/a.txt").touch()
+    ((_, found),) = missing_files(bert(**sections), beside=Path("there"))
+    assert text in found
+
+
+def test_a_model_type_that_transformers_does_not_have() -> None:
+    """It is refused without importing transformers, with the nearest name; others that it has pass."""
+    config = {"model_type": "llamma", "vocab_size": 64}
+    ((_, text),) = unknown_type(bert(model={"task": "causal-lm", "config": config}))
+    assert text.endswith("did you mean llama?")
+    for known in ("gpt2", "modernbert", "gpt-sw3"):
+        assert list(unknown_type(bert(model={"task": "causal-lm", "config": {**config, "model_type": known}}))) == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "status"),
+    [
+        (NO_FILE, (), 2),
+        (NO_FILE, ("--elsewhere",), 0),
+        (NO_FILE, ("launch.nodes=2",), 0),
+        ({}, ("model={task: causal-lm, config: {model_type: llamma}}", "data=null"), 2),
+    ],
+)
+def test_validate_requires_what_the_recipe_reads(
+    recipe: dict[str, Any], overrides: tuple[str, ...], status: int, ortlaunch: Run
+) -> None:
+    """A missing data file and an unknown model type fail, but for a recipe of other machines."""
+    Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **recipe}))
+    ended = ortlaunch("validate", "recipe.yaml", *overrides)
+    assert ended.status == status
+    if recipe:
+        assert "no.txt, which matches no file here" in (ended.err if status else ended.out)
+
+
+def test_a_learning_rate_that_is_most_likely_a_slip(ortlaunch: Run) -> None:
+    """validate and plan print a note for adamw's learning rate of 300."""
+    rate = ("optimizer.name=adamw", "optimizer.learning_rate=300")
+    for verb in ("validate", "plan"):
+        assert "got 300: adamw moves each weight" in ortlaunch(verb, "good.yaml", *rate).out
 
 
 def resolved(asked: LaunchOptions, **sections: Any) -> ResolvedRun:
     """The run of a recipe that lies here."""
     Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
     return resolve(Path("recipe.yaml"), (), asked, {})
-
-
-NO_FILE = {"model": {"task": "masked-lm", "config": {"model_type": "bert"}},
-           "data": {**WORDS, "train": {"format": "text", "path": ["no.txt"]}}}  # fmt: skip
-NO_FUNCTION = {"model": {"task": "custom", "factory": "mine:none"}}
 
 
 @pytest.mark.parametrize(

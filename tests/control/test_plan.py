@@ -210,7 +210,7 @@ def test_describe_names_every_part() -> None:
         "made: 4 ranks on 2 hosts, cpu, launcher mpi",
         "  a: ranks 0-1, slot 0,1",
         "  b: ranks 2-3, slot 0,3",
-        "  rendezvous: on one host a file in the run folder, else a port of rank 0's address, told through MPI",
+        "  ranks meet: a port of rank 0's host, sent through MPI",
     ]
     assert lines[4] == "  forwarded by name: NCCL_DEBUG"
     assert lines[5] == "batch: 64 samples = 4 micro x 4 accumulation x 4 ranks, 8,192 tokens a step"
@@ -219,16 +219,18 @@ def test_describe_names_every_part() -> None:
         "    DDP     ",
         *(f"  {'->' if n == 1 else '  '}ZeRO {n}  " for n in range(4)),
     ]
+    assert max(map(len, lines)) <= 100
 
 
 def test_the_plain_case_is_told_briefly() -> None:
     """One process without ZeRO: no rendezvous, nothing forwarded, no table of what cannot be sharded."""
     asked = bert(train={"epochs": 3})
     lines = describe(plan(asked, environ={"PATH": "/bin", "HF_HOME": "/x"}), asked).splitlines()
-    assert [line.split(":")[0].strip() for line in lines[:5]] == ["made", "localhost", "batch", "steps", "memory"]
-    assert lines[3] == "steps: as many as 3 epochs take, known when the data are read"
+    assert [line.split(":")[0].strip() for line in lines[:4]] == ["made", "batch", "steps", "memory"]
+    assert lines[2] == "steps: as many as 3 epochs take, known when the data are read"
     assert [line for line in lines if "ZeRO" in line] == []
-    assert lines[6].startswith("  ->         ")
+    assert lines[4].split() == ["weights", "gradients", "activations", "overhead", "total"]  # SGD has no state
+    assert len(lines[5].split()) == 2 * len(lines[4].split())
 
 
 def test_describe_many_hosts_briefly() -> None:
@@ -242,11 +244,11 @@ def test_describe_many_hosts_briefly() -> None:
 
 
 def test_describe_a_model_that_is_not_known() -> None:
-    """A model whose size only transformers knows has no table of memory."""
+    """A model whose size only transformers knows has no table of memory, and the reason is printed."""
     unknown = bert(model={"task": "causal-lm", "config": {"model_type": "gpt2"}})
     assert plan(unknown).memory is None
-    assert "memory" not in describe(plan(unknown), unknown)
-    assert "memory" in describe(plan(bert()), bert())
+    assert "memory: not known here: models of type gpt2" in describe(plan(unknown), unknown)
+    assert "memory: 1" in describe(plan(bert()), bert())
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sec
     write_text(run.metrics, "".join(json_text(line) + "\n" for line in lines))
     engine = engine_report("ort", onnxruntime=onnxruntime(fallbacks=3, fallback_reasons=[HOSTILE]))
     write_json(run.engine, engine.to_json())
-    planned, measured = PlannedMemory(1, 1, 2, 3, 0, 4, 7), MeasuredMemory(1, 1, 2, 0, 5, 4, 2048)
+    planned, measured = PlannedMemory(1, 1, 2, 3, 0, 1, 4, 8), MeasuredMemory(1, 1, 2, 0, 5, 4, 2048)
     write_json(run.memory, MemoryReport(planned, measured, "resident bytes", 0, [2048]).__dict__ | {
         "planned": asdict(planned), "measured": asdict(measured)})  # fmt: skip
     write_text(run.commands, json.dumps({"time": "now", "argv": ["ortlaunch", "train", "HF_TOKEN=secret"]}) + "\n")
@@ -79,7 +79,7 @@ def test_a_page_of_one_run(tmp_path: Path) -> None:
     assert "step 20\none: 2" in titles
     assert "one: a later start went on after step 20" in titles
     assert row(tree, "why it ended") == ["done: all"]
-    assert row(tree, "peak") == ["7 B", "2.0 KiB"]
+    assert row(tree, "peak") == ["8 B", "2.0 KiB"]
     assert row(tree, "1") == ["0", "25", "5", "a rank failed"]
     assert row(tree, "passes that fell back to PyTorch") == [f"3\n{HOSTILE}"]
 

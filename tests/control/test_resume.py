@@ -12,7 +12,7 @@ import yaml
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe.resume_rules import NAMES, OTHER_RULES, RULES, rule_of
-from ortlaunch.run import origin, provenance, resume
+from ortlaunch.run import origin, preview, provenance, resume
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.run.resolve import ResolvedRun, resolve
 from ortlaunch.run.resume import ResumeOptions
@@ -345,3 +345,14 @@ def test_what_is_no_checkpoint_of_deepspeeds_for_us(name: str, files: tuple[str,
     theirs(Path("theirs"), *files)
     with pytest.raises(InputError, match=rf"^--resume deepspeed:{name}: .*{why}"):
         says(ResumeOptions(f"deepspeed:{name}"))
+
+
+def test_a_dry_run_shows_what_has_changed() -> None:
+    """The changes since the checkpoint are printed, and one that training refuses is refused."""
+    save(RUN, 7)
+    write_text(RUN.recipe, yaml.safe_dump(CUSTOM))
+    lines = preview.before_start(resolved(train={"max_steps": 9}), RUN, ResumeOptions())
+    assert "going on after step 7" in lines[1]
+    assert any("train.max_steps" in line for line in lines)
+    with pytest.raises(PlanError, match="seed: 42 -> 7: refused without --allow data"):
+        preview.before_start(resolved(seed=7), RUN, ResumeOptions())

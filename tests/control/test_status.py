@@ -198,6 +198,18 @@ def test_a_killed_command_has_failed(secondary: bool, status: int, run: RunDir) 
         assert str(found.job.verdict).startswith("ortlaunch: rank 1 failed" if status == 7 else gone)
 
 
+def test_a_killed_command_whose_ranks_ended_well(run: RunDir) -> None:
+    """The summary of this start tells; not where a rank failed all the same."""
+    with command(run) as process:
+        process.kill()
+        process.wait()
+        write_json(run.summary, {})
+        assert (look(run).state, look(run).job.exit_status) == (JobState.SUCCEEDED, 0)
+        ended = {"exit_status": 7, "traceback": "", "summary": "rank 1 failed", "time": 1, "secondary": False}
+        write_json(run.error(1), {**ended, "rank": 1, "type": "ValueError"})
+        assert look(run).job.exit_status == 7
+
+
 def test_a_command_that_measures_is_pending(run: RunDir) -> None:
     """An earlier job's end is not told while another command has the folder; ended, it leaves that record alone."""
     with JobFile(run, "torchrun") as file:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ortlaunch.errors import LaunchError, MissingDependency, PlanError
+from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
@@ -21,11 +21,12 @@ from ortlaunch.run import ended, listing, queued, registry
 from ortlaunch.run.cancel import cancel
 from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.logs import show
+from ortlaunch.run.requests import stop
 from ortlaunch.run.resolve import ResolvedRun, resolve
 from ortlaunch.run.status import look
 from ortlaunch.run.submit import request_of, submit
 from ortlaunch.schedulers import Seen, slurm
-from tests.makers import CUSTOM
+from tests.makers import BERT, CUSTOM, WORDS
 
 pytestmark = pytest.mark.usefixtures("workbench")
 GOLDEN = Path(__file__).with_name("job.sh")
@@ -339,6 +340,43 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
         else:
             with pytest.raises(LaunchError, match="squeue cannot say how the job goes: slurm_load_jobs error: Unable"):
                 slurm.state("12")
+
+
+def test_a_queue_that_does_not_answer(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run folder's part is shown all the same, beside what the queue did not say."""
+    run = put(queue)
+    write_text(run.metrics, '{"step": 7, "loss": 2.5}\n')
+
+    def away(job: str) -> None:
+        raise LaunchError("squeue cannot say how the job goes: slurm_load_jobs error")
+
+    monkeypatch.setattr(queue, "state", away)
+    said = str(look(run)).splitlines()
+    assert said[1].startswith("step 7, loss 2.5000")
+    assert said[2] == "squeue cannot say how the job goes: slurm_load_jobs error"
+
+
+def test_a_missing_file_is_not_queued(queue: Queue) -> None:
+    """The job would fail after its wait; in a container the path may be another one."""
+    sections = {
+        "model": {"task": "masked-lm", "config": BERT},
+        "data": {**WORDS, "train": {"format": "text", "path": "gone.txt"}},
+    }
+    with pytest.raises(RecipeError, match=r"data\.train\.path: got gone\.txt, which matches no file here"):
+        submit(resolved(**sections), Path("one"), RunDir("one"), "slurm")
+    assert not Path("one").exists()
+    inside = resolved("submit.container={image: a/b}", **sections)
+    assert submit(inside, Path("one"), RunDir("one"), "slurm") == "12"
+
+
+def test_a_stop_of_a_run_that_waits(queue: Queue) -> None:
+    """It is told which step is saved."""
+    run = put(queue)
+    with pytest.raises(InputError, match="waits in the queue, and it has nothing to save"):
+        stop(run)
+    write_text(run.checkpoint(86) / "COMPLETE", "")
+    with pytest.raises(InputError, match="waits in the queue, and it is saved after step 86; `ortlaunch cancel`"):
+        stop(run)
 
 
 def test_no_sbatch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,3 +300,13 @@ def test_gpus_are_planned_where_there_are_none() -> None:
 def test_threads_of_a_rank(launch: dict[str, Any], environ: dict[str, str], threads: int | None) -> None:
     """What recipe or shell asks for, else a share of this host's cores; torchrun's 1 is nobody's choice."""
     assert resolved(launch, **environ).threads == threads
+
+
+@pytest.mark.parametrize(
+    ("hosts", "launcher", "noted"), [(64, "torchrun", False), (65, "torchrun", True), (65, "mpi", False)]
+)
+def test_a_rendezvous_file_of_many_hosts_is_noted(hosts: int, launcher: str, noted: bool, tmp_path: Path) -> None:
+    """Torchrun's grows with the square of the hosts: 256 threads met in 3.6 s, 512 not within 240 s."""
+    (tmp_path / "hosts").write_text("".join(f"node{number} slots=1\n" for number in range(hosts)))
+    found = resolved(options=LaunchOptions(launcher, hostfile=str(tmp_path / "hosts")))
+    assert any("rendezvous file" in note for note in found.notes) == noted

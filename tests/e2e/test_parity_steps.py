@@ -57,6 +57,47 @@ def unexportable(dropout):
     return Unexportable()
 
 
+class Moving(nn.Module):
+    """The second layer follows the first by `.data =`, as MoCo's key encoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        for q, k in zip(self.query.parameters(), self.key.parameters()):
+            k.data = k.data * 0.9 + q.data * 0.1
+        return ((self.query(x) - y) ** 2).mean() + (self.query(x) - self.key(x).detach()).square().mean()
+
+
+class Nested(nn.Module):
+    """Reads a number of passes that lies deeper than an export looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.state = nn.Linear(8, 1), {"a": [{"b": {"c": [{"d": 0}]}}]}
+
+    def forward(self, x, y):
+        self.state["a"][0]["b"]["c"][0]["d"] += 1
+        return ((self.linear(x) - y) ** 2).mean() * self.state["a"][0]["b"]["c"][0]["d"]
+
+
+class Sampled(nn.Module):
+    """A variational autoencoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+
+    def forward(self, x, y):
+        mean, spread = self.encoder(x).chunk(2, -1)
+        return (self.decoder(mean + spread.exp() * torch.randn_like(mean)) - x).square().mean()
+
+
+def program(name, dropout):
+    return {"moving": Moving, "nested": Nested, "sampled": Sampled}[name]()
+
+
 def data(samples=64):
     x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
     return [{"x": row, "y": row.sum().reshape(1)} for row in x]
@@ -209,12 +250,15 @@ def test_the_tolerance_is_the_recipes(start: Start) -> None:
 @needs_ort
 @pytest.mark.slow
 def test_what_cannot_be_compared_is_said(start: Start) -> None:
-    """A model with noise of its own ends with the reason, a fallback goes on and says that nothing was compared."""
-    noisy = start("parity", "noisy", {"model": {"arguments": {"noise": 0.1}}})
-    assert noisy.status == 1
-    assert "rank 0 could not compare with plain PyTorch: the model draws random numbers" in noisy.err
-    by_itself = ended_well(start("train", "noisy-train", {"model": {"arguments": {"noise": 0.1}}}))
-    assert "parity: not compared: the model draws random numbers" in by_itself.out
+    """Random numbers are given to both passes; a fallback goes on and says that nothing was compared."""
+    noisy = {"model": {"arguments": {"noise": 0.1}}}
+    drawn = ended_well(start("parity", "noisy", noisy))
+    assert PASSED.findall(drawn.out) == ["3"]
+    assert "both were given the same random numbers, which training draws itself" in drawn.out
+    assert [line["draws"] for line in drawn.lines("parity.jsonl")] == [1, 1, 1]
+    wrong = start("train", "noisy-wrong", merged(noisy, {"model": {"arguments": {"wrong": True}}}))
+    assert wrong.status == 1
+    assert "differ by more than 0.0001 in step 1" in wrong.err
     fallback = {"model": {"factory": "parity_toys:unexportable"}}
     engine = {"engine": {"allow_fallback": True, "parity_steps": 2, "torch_operators": "off"}}
     run = ended_well(start("train", "fallback", merged(fallback, engine)))
@@ -223,6 +267,26 @@ def test_what_cannot_be_compared_is_said(start: Start) -> None:
     only = start("parity", "fallback-only", merged(fallback, engine))
     assert only.status == 1
     assert "nothing to compare" in only.err
+
+
+@needs_ort
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "name", "status"),
+    [
+        pytest.param("train", "moving", 1, marks=pytest.mark.ci),
+        ("parity", "moving", 1),
+        ("parity", "nested", 1),
+        pytest.param("parity", "sampled", 0, marks=pytest.mark.ci),
+    ],
+)
+def test_a_program_is_eagers_or_ends(start: Start, verb: str, name: str, status: int) -> None:
+    """What once trained another model without a word is equal to PyTorch, or the run ends with a cause."""
+    run = start(
+        verb, f"program-{verb}-{name}", {"model": {"factory": "parity_toys:program", "arguments": {"name": name}}}
+    )
+    assert run.status == status, run.err[-3000:]
+    assert "parity: passed" in run.out if status == 0 else re.search("differ by more than|cannot run|changes", run.err)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.run.records import EvaluationLine, MetricsLine
 from ortlaunch.worker.allocator import KEPT
 from tests.e2e.runs import (
@@ -127,6 +128,10 @@ def test_a_finished_run_started_again_trains_nothing(full: Run, train: Train, ho
         assert again.files() == full.files()
         changed = {n for n in full.files() if (again.folder / n).read_bytes() != (full.folder / n).read_bytes()}
         assert changed <= {"lock"}
+    job = RunDir(again.folder).job
+    write_json(job, {**read_json(job), "state": "running", "ended": None, "exit_status": None, "verdict": None})
+    ended_well(train("again", FULL))  # whose command was killed when its ranks had all but ended
+    assert (read_json(job)["state"], read_json(job)["exit_status"]) == ("succeeded", 0)
 
 
 def test_a_checkpoint_is_evaluated(full: Run, home: Path) -> None:

@@ -266,7 +266,7 @@ def test_a_notice_saves_or_stops(start, tmp_path: Path, launcher: str):
     _, errors = process.communicate(timeout=40)
     assert process.returncode == 85, errors
     assert len(run.complete_checkpoints()) == 2
-    assert "ortlaunch: SIGUSR2 is passed on to the ranks, which save after this step" in errors
+    assert "ortlaunch: checkpoint requested (SIGUSR2): the ranks save after this step" in errors
     assert "stopped by SIGUSR1, saved after step" in errors.splitlines()[-2]
     assert look(run).state is JobState.PREEMPTED
 

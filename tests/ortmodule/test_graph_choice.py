@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,6 +266,38 @@ def test_other_masks_in_a_recomputed_pass_are_refused() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_custom_functions_keep_nothing_without_gradients(frozen: bool) -> None:
+    """What a custom autograd function saves for a backward pass is not kept where none can follow."""
+    contexts: list[Any] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            contexts.append(weakref.ref(ctx))
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return 2 * ctx.saved_tensors[0] * gradient
+
+    class Squared(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Square.apply(super().forward(x))
+
+    module = wrapped(Squared(8, 8).requires_grad_(not frozen))
+    module(X)
+    with torch.no_grad():
+        module(X)
+        before = len(contexts)
+        for _ in range(3):
+            module(X)
+    # A frozen model's is part of the graph.
+    assert len(contexts) == before + (0 if frozen else 3)
+    assert not any(context() is not None for context in contexts[before:])
+
+
 # ---------------------------------------------------------------------------------------------- calls and backward
 
 
@@ -386,3 +419,47 @@ def test_replaced_weights_are_followed() -> None:
         return {**values, "three": w(X), "four": w(X, double=True)}
 
     compare(program, Optional())
+
+
+# -------------------------------------------------------------------------------------------------------- Lightning
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("averaged", [False, True])
+def test_lightning_validates_in_between(averaged: bool, tmp_path: Path) -> None:
+    """A wrapped backbone with BatchNorm under Lightning's validation loop and weight averaging is eager's."""
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    class Regression(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self, backbone: Any) -> None:
+            super().__init__()
+            self.holder, self.values = Holder(backbone), dict[str, Any]()
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            loss = self.holder(batch[0]).square().mean()
+            self.values[f"loss {self.global_step}"] = loss.detach()
+            return loss
+
+        def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+            self.values[f"validation {self.global_step}.{index}"] = self.holder(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def program(w: Any, m: nn.Module) -> Values:
+        rows = torch.randn(40, 8, generator=torch.Generator().manual_seed(2))
+        batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=4)
+        regression = Regression(w)
+        callbacks = [StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)] if averaged else []
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        lightning.Trainer(
+            max_epochs=2, val_check_interval=5, accelerator="cpu", default_root_dir=tmp_path, callbacks=callbacks,
+            enable_model_summary=False, **quiet,
+        ).fit(regression, batches, batches)  # fmt: skip
+        assert len([name for name in regression.values if name.startswith("loss")]) >= 20
+        return {**regression.values, "head": regression.holder.head.weight}
+
+    compare(program, mixed())

@@ -59,6 +59,24 @@ class Silent:
     """Has no method."""
 
 
+class Foreign(Listens):
+    """Has a method of another tool's callbacks."""
+
+    def on_train_end(self, *arguments: Any) -> None: ...
+
+
+class Misspelt(Listens):
+    """Has one letter too few."""
+
+    def onstep(self, step: int, values: dict[str, Any]) -> None: ...
+
+
+class Helps(Listens):
+    """Has a method for its own use."""
+
+    def once(self) -> None: ...
+
+
 def trained(folder: Path, name: str) -> Trained:
     TOLD.clear()
     sys.modules["hooks_of_a_test"] = sys.modules[__name__]
@@ -77,6 +95,11 @@ def test_what_it_is_told(tmp_path: Path) -> None:
     assert TOLD[4] == ("evaluation", 3, {"loss": dict(found.values("evaluation_loss"))[3]})
 
 
+def test_it_may_have_methods_of_its_own(tmp_path: Path) -> None:
+    """What does not look like one that is called is left alone."""
+    assert trained(tmp_path, "Helps").state.step == 5
+
+
 def test_it_stops_the_run(tmp_path: Path) -> None:
     """Right after the checkpoint; stopped.json says who asked."""
     before = signal.getsignal(signal.SIGUSR1)
@@ -93,6 +116,8 @@ def test_it_stops_the_run(tmp_path: Path) -> None:
     [("Fails", HookError, r"hooks_of_a_test:Fails.on_evaluation raised KeyError after step 3: 'accuracy'\n.*line \d+"),
      ("Answers", HookError, r'Answers.on_step returned True; it returns "stop", or nothing'),
      ("Silent", InputError, r"train.hook: hooks_of_a_test:Silent has none of on_step, on_evaluation, on_checkpoint"),
+     ("Foreign", InputError, r"Foreign has 'on_train_end', which is never called; valid are on_step, on_evaluation"),
+     ("Misspelt", InputError, r"Misspelt has 'onstep', which is never called; valid are .*; did you mean on_step\?"),
      ("Nobody", DataError, r"train.hook: module 'hooks_of_a_test' has no function 'Nobody'")],
 )  # fmt: skip
 def test_it_fails(name: str, error: type[Exception], message: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import struct
@@ -71,6 +72,21 @@ def test_a_record_is_there_at_once(tmp_path: Path, clock: list[float]) -> None:
     metrics.close()
 
 
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """A write has no file name, by which the run's own errors are known from the user's."""
+    metrics = Metrics(recipe(), RunDir(tmp_path), 0)
+    metrics.file.close()
+
+    def write(text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    full: Any = SimpleNamespace(name="metrics.jsonl", write=write)
+    metrics.file = full
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        metrics.write(1, {"loss": 1.0})
+    assert caught.value.filename == "metrics.jsonl"
+
+
 def test_a_record_is_json(tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     """A loss that is no number stays one for a person, and becomes a word in metrics.jsonl."""
     metrics = Metrics(recipe(), RunDir(tmp_path), 0)
@@ -91,8 +107,7 @@ def test_the_line_for_a_person(tmp_path: Path, clock: list[float], capsys: pytes
     assert (
         capsys.readouterr().out.splitlines()
         == [
-            "step 20/40  epoch 0.25  loss 1.2500  lr 0.002  norm 0.988  98,765 tokens/s  1,234.6 samples/s  MFU 5.2%  "
-            "ETA 0:10",
+            "step 20/40  epoch 0.25  loss 1.2500  lr 0.002  grad norm 0.988  98,765 tokens/s  MFU 5.2%  ETA 0:10",
             "step 20/40  loss 3.0000  ETA 0:10",
             "step 40/40  evaluation loss 2.0000  ETA 0:00",
         ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.errors import InputError
 from ortlaunch.recipe.models import Optimizer
 from ortlaunch.worker.lamb import Lamb
 from ortlaunch.worker.optimizer import _why_not_these, build_optimizer, parameter_groups
@@ -75,6 +76,15 @@ def test_frozen_parameters_are_left_out() -> None:
     assert notes == ("optimizer.no_decay: no parameter's name contains dense",)
 
 
+def test_nothing_to_train() -> None:
+    """A model without parameters, or of frozen ones, is an error of the user's, in a line."""
+    with pytest.raises(InputError, match=r"^model: there is nothing to train: it has no parameters$"):
+        build_optimizer(recipe(), nn.ReLU(), "eager", torch.device("cpu"))
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(InputError, match="none of its 2 parameters has requires_grad"):
+        build_optimizer(recipe(), frozen, "eager", torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("fields", "noted"),
     [
@@ -100,7 +110,7 @@ def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> Non
             "fused_adam",
             torch.optim.AdamW,
             "torch.optim.AdamW(fused=True)",
-            "ONNX Runtime's FusedAdam runs on CUDA only",
+            "ONNX Runtime's is for CUDA only",
         ),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,3 +61,21 @@ def test_weights_are_cast_once_a_step() -> None:
         optimizers[1].step()
         optimizers[1].zero_grad()
         assert torch.equal(model.linear.weight, plain.linear.weight)
+
+
+FORKS = """
+import os, torch
+from ortlaunch.worker.requests import Requests
+from ortlaunch.worker.stepping import _weighted
+Requests().listen()
+child = os.fork()
+_weighted(torch.ones(()), 1.0)
+os._exit(0 if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 10)
+"""
+
+
+def test_a_forked_child_does_not_go_on_as_the_rank() -> None:
+    """It would write and speak to the other ranks beside its parent; what user code forks has to leave by itself."""
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 11
+    assert "that the model or the data forked goes on as this rank, and is ended" in ended.stderr

@@ -100,3 +100,15 @@ def test_what_is_waited_for_has_a_clock(monkeypatch: pytest.MonkeyPatch) -> None
         b"training 10%",
         b"saving ...",
     ]
+
+
+def test_torch_does_not_report_the_missing_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run on the CPU a CUDA build of torch does not warn that there is no CUDA runtime."""
+    import logging
+
+    from ortlaunch.worker.__main__ import expect_no_gpu
+
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    expect_no_gpu("cpu")
+    assert not logger.isEnabledFor(logging.WARNING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -68,6 +69,12 @@ class OwnSamples:
         if not hasattr(items, "__len__") or not hasattr(items, "__getitem__") or len(items) == 0:
             raise DataError(
                 f"data.factory returned {type(items).__name__}; it must have samples, __len__ and __getitem__"
+            )
+        if isinstance(items, Mapping) and 0 not in items:
+            keys = ", ".join(map(repr, itertools.islice(items, 5)))
+            raise DataError(
+                f"data.factory returned {type(items).__name__} with keys {keys}; it must have samples by their numbers "
+                "from 0: return one of its values, or a list"
             )
         self.items, self.is_mapping = items, is_mapping
 

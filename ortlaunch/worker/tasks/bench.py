@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ortlaunch.run.folder import RunDir, json_text, read_json, write_json
-from ortlaunch.worker.comparison import compare
+from ortlaunch.worker.comparison import compare_with_draws
 from ortlaunch.worker.differences import LEAST_LOSS, LIMITS, Comparison
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.matmul_precision import matmul_precision
@@ -185,10 +185,11 @@ def _compared(session: Session) -> Comparison:
     batch = engine.take(session.batches.micro_batch(0, 0, session.group.rank))
     with engine.uncounted(compiled=True):
         module, autocast = engine.to_compare(), session.plan.deepspeed is None
-        return compare(
+        return compare_with_draws(
             engine.plain,
             module,
             batch,
+            engine.another if engine.record.engine.used == "ort" else None,
             precision=recipe.precision,
             autocast=autocast,
             tolerance=recipe.engine.parity_tolerance,

@@ -1,0 +1,58 @@
+"""Random numbers of a forward pass as tensors: recorded in one pass, and given to every other one.
+
+So two engines with generators of their own compute the same function. Must not import onnxruntime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_DRAWN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
+          "multinomial", "poisson"}  # fmt: skip
+_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_"}
+_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d"}
+
+
+class Draws(TorchFunctionMode):
+    """Records what torch draws; with `given`, returns that in its place, in the same order."""
+
+    def __init__(self, given: Sequence[torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.recorded: list[torch.Tensor] = []
+        self._given = None if given is None else iter(given)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name in _DROPOUTS and kwargs.get("p", args[1] if len(args) > 1 else 0.5):
+            x, rest = args[0], args[1:]
+            return x * self._drawn(lambda: func(torch.ones_like(x), *rest, **{**kwargs, "inplace": False}))
+        if name in _IN_PLACE:
+            drawn = self._drawn(lambda: func(*args, **kwargs))
+            return args[0] if self._given is None else args[0].copy_(drawn)
+        if name in _DRAWN:
+            return self._drawn(lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _drawn(self, draw: Any) -> Any:
+        if self._given is not None:
+            return next(self._given)
+        drawn = draw()
+        self.recorded.append(drawn.detach().clone())
+        return drawn
+
+
+class Replaying(nn.Module):
+    """A model whose forward pass is given the numbers that it draws."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, draws: list[torch.Tensor], **batch: torch.Tensor) -> Any:
+        with Draws(draws):
+            return self.model.forward(**batch)

@@ -1,0 +1,38 @@
+"""The shipped tiny recipes as a newcomer runs them: lines that fit a terminal, and memory near its plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import COMMAND, environment
+from tests.ort import needs_ort
+
+pytestmark = [needs_ort, pytest.mark.slow, pytest.mark.ci]
+COLUMNS = 100
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("bert-large/tiny", ["engine.name=ort"]),
+        ("llama2-7b/tiny", ["engine.name=eager"]),
+        ("llama2-7b/tiny", ["engine.name=ort", "model.lora={r: 4, target_modules: all-linear}"]),
+    ],
+)
+def test_a_shipped_recipe(recipe: str, more: list[str], home: Path, tmp_path: Path) -> None:
+    """No printed line is wider than 100 columns, and the plan is within 25 % of the measured peak."""
+    command = [str(COMMAND), "train", recipe, "--run-dir=run", "train.max_steps=6", "log.every_steps=2", *more]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(home), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(("to continue: ", "recipe: "))]
+    assert [line for line in lines if len(line) > COLUMNS] == []
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 2/6", "step 4/6", "step 6/6"]
+    memory = json.loads((tmp_path / "run/memory.json").read_text())
+    assert 0.75 <= memory["planned"]["peak"] / memory["measured"]["peak"] <= 1.25, memory
