@@ -19,7 +19,7 @@ from torch import nn
 from ortlaunch.ortmodule import torch_modules
 from ortlaunch.ortmodule.buffers import kept_buffers
 from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.python_state import GLOBAL, GONE, Reads, Values, drawn, noted, same
+from ortlaunch.ortmodule.python_state import ENVIRONMENT, GLOBAL, GONE, Reads, Values, drawn, noted, same
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
@@ -85,7 +85,7 @@ def _nothing_drawn() -> Iterator[None]:
 def _told(holder: str, name: str) -> str:
     if holder.startswith(GLOBAL):
         return f"{holder.removeprefix(GLOBAL)}.{name}"
-    return f"the model's {_plain(f'{holder}.{name}')}"
+    return f"{ENVIRONMENT} {name}" if holder == ENVIRONMENT else f"the model's {_plain(f'{holder}.{name}')}"
 
 
 def _plain(path: str) -> str:

@@ -1,7 +1,8 @@
 """Which of Python's values a forward pass reads beside its arguments, where they stand, and what they are now.
 
-A place is (holder, name): an attribute of a layer, by the layer's path, or a global of a module of the user's, by
-`global ` and the module's name. Not seen: variables that a function has from another function around it.
+A place is (holder, name): an attribute of a layer, by the layer's path, a global of a module of the user's, by
+`global ` and the module's name, or an environment variable. Not seen: variables that a function has from another
+function around it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -25,6 +27,7 @@ from torch import nn
 from ortlaunch.ortmodule.escapes import StaleTensor
 
 GLOBAL = "global "
+ENVIRONMENT = "environment variable"
 Place = tuple[str, str]
 _NUMBERS = (bool, int, float, complex, str, bytes, numpy.generic, torch.dtype, torch.device)
 _KINDS = (*_NUMBERS, type(None), list, tuple, set, frozenset, dict, torch.Tensor, numpy.ndarray)
@@ -116,13 +119,30 @@ def noted(module: nn.Module) -> Iterator[Reads]:
     layers: Any = nn.Module
     layers.__getattribute__, layers.__setattr__ = getting, setting
     try:
-        yield reads
+        with _environment(reads, running):
+            yield reads
     finally:
         end()
         del layers.__getattribute__
         layers.__setattr__ = write
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _environment(reads: Reads, running: list[None]) -> Iterator[None]:
+    """While open, environment variables that are read are noted."""
+    environment: Any = type(os.environ)
+    read = environment.__getitem__
+
+    def reading(variables: Any, name: str) -> Any:
+        if running and not _paused:
+            known = variables.encodekey(name) in variables._data
+            reads.places.setdefault((ENVIRONMENT, name), read(variables, name) if known else GONE)
+        return read(variables, name)
+
+    with mock.patch.object(environment, "__getitem__", reading):
+        yield
 
 
 def _globals(names: Iterable[str], namespace: Mapping[str, Any], seen: set[int]) -> Iterator[tuple[Place, Any]]:
@@ -235,6 +255,8 @@ def _holders(layers: dict[str, nn.Module], holder: str, name: str) -> tuple[Mapp
     if holder.startswith(GLOBAL):
         module = sys.modules.get(holder.removeprefix(GLOBAL))
         return (vars(module) if module else {}), {}
+    if holder == ENVIRONMENT:
+        return os.environ, {}
     if holder not in layers:
         return {}, {}
     kinds = (vars(kind) for kind in type(layers[holder]).__mro__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import sys
 import types
@@ -311,3 +312,27 @@ def test_hooks_of_a_backward_pass_are_refused(kind: str, path: str) -> None:
         module(X)
     with torch.no_grad():
         module.eval()(X)
+
+
+class Configured(nn.Module):
+    """Reads an environment variable in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).square().mean() * float(os.environ.get("ORTLAUNCH_TEST_SCALE", "1"))
+
+
+def test_a_changed_environment_variable_is_exported_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set, changed and taken away between passes."""
+    model = Configured()
+    module = wrapped(model)
+    for scale in (None, "2", "3", None):
+        if scale is None:
+            monkeypatch.delenv("ORTLAUNCH_TEST_SCALE", raising=False)
+        else:
+            monkeypatch.setenv("ORTLAUNCH_TEST_SCALE", scale)
+        torch.testing.assert_close(module(X), model(X))
+    assert "exported again, because environment variable ORTLAUNCH_TEST_SCALE had changed" in tally.notes
