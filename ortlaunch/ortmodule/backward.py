@@ -51,7 +51,10 @@ def _following(original: Callable[..., Any], manager: Any) -> Any:
     class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
-            outputs = function.forward(ctx, *inputs)
+            # Hooks of a checkpoint around the module would run it again for what a torch operator inside the graph
+            # saves, while ONNX Runtime holds its lock.
+            with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+                outputs = function.forward(ctx, *inputs)
             names = list(_info(manager).onnx_graph_input_names)
             ctx.ortlaunch_saved = list(_saved(names, inputs, _facts(manager).needed))
             return outputs
@@ -66,6 +69,10 @@ def _following(original: Callable[..., Any], manager: Any) -> Any:
             return _once_differentiable(found) if torch.is_grad_enabled() else found
 
     return _ORTModuleFunction
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _info(manager: Any) -> Any:
