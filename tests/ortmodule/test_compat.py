@@ -289,8 +289,9 @@ def test_each_repair_is_needed_where_it_is_applied(repairs: dict[str, Path], rep
 
 @needs_ort
 def test_every_repair_is_tested(built: None) -> None:
-    """A repair that is added gets its line above."""
-    assert {r.name for r in (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT)} == WITHOUT.keys()
+    """A repair that is added gets its line above; that of CUDA's wheel has tests in test_cuda_libraries.py."""
+    names = {r.name for r in (*compat._BEFORE_IMPORT, *compat._AFTER_IMPORT)}
+    assert names == WITHOUT.keys() | {"load_cuda_libraries"}
 
 
 @needs_ort

@@ -122,14 +122,15 @@ def test_a_language_model_without_a_mask(witness: Witness) -> None:
 
 
 def test_evaluation_is_counted_apart(witness: Witness) -> None:
-    """A pass in eval mode is an inference pass and gives eager's value."""
+    """A pass in eval mode and without gradients is an inference pass and gives eager's value."""
     model = Layers()
     x = torch.randn(4, 8)
     expected = model(x).item()
 
     evaluated = wrapped(model).eval()
 
-    assert evaluated(x).item() == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad():
+        assert evaluated(x).item() == pytest.approx(expected, rel=1e-5)
     assert (witness.inference_passes, witness.forward_passes, witness.backward_passes) == (1, 0, 0)
 
 
@@ -215,7 +216,8 @@ def test_sessions_have_the_threads_asked_for(witness: Witness, threads: int) -> 
     before = len(os.listdir("/proc/self/task"))
     module(x).backward()
     assert len(os.listdir("/proc/self/task")) - before == threads - 1
-    module.eval()(x)
+    with torch.no_grad():
+        module.eval()(x)
     assert len(os.listdir("/proc/self/task")) - before == 2 * (threads - 1)
 
 
