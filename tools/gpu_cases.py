@@ -1,6 +1,7 @@
 """The cases of tools/gpu_proof.py by part: what is run, at full size on CUDA and tiny on a CPU, and what judges it.
 
-Every case is one command in a process of its own, nearly all of them `ortlaunch train` or `ortlaunch bench`.
+Every case is one command in a process of its own, nearly all of them `ortlaunch train` or `ortlaunch bench`; those of
+parts `smoke` and `functions` are forked from the tool's own process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import gpu_functions
+import gpu_smoke
 import gpu_verdicts as verdicts
 from gpu_verdicts import Ended, Verdict
 
@@ -19,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "{folder}"  # stands in a command for the case's own folder
 STEPS = 20
 PLAIN_CURVE = "import json; from tests.e2e.parity import reference; print(json.dumps(reference({!r}, {!r})))"
-# The loss of half a vocabulary's entropy times DeepSpeed's first scale of 65536 is inf in fp16: steps would be skipped.
-LOW_SCALE = "zero.deepspeed={fp16: {initial_scale_power: 10}}"
 
 
 class Case(NamedTuple):
@@ -31,10 +32,21 @@ class Case(NamedTuple):
     command: tuple[str, ...]
     judge: Callable[[Ended], Verdict]
     recipe: tuple[str, ...] = ()  # recipe and overrides: must fit into the card's memory
+    forked: tuple[gpu_smoke.Command, ...] = ()  # several commands of ortlaunch, in forks of this process, instead
 
     @property
     def key(self) -> str:
         return f"{self.part}: {self.name}"
+
+    @property
+    def needs(self) -> set[str]:
+        """The cases that must have ended before a forked one begins."""
+        return {gpu_smoke.REFERENCE, *(("smoke: torch extensions",) if self.name.startswith("ort, ") else ())}
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether others are compared with it."""
+        return self.part == "plain PyTorch" or self.key == gpu_smoke.REFERENCE
 
 
 class Form(NamedTuple):
@@ -97,6 +109,15 @@ def _ortlaunch(verb: str, form: Form, *words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "ortlaunch.cli", verb, *words, *form.launch)
 
 
+# ---------------------------------------------------------------------------------------- forks of this process
+
+
+def _forked(part: str, form: Form) -> Iterator[Case]:
+    module = gpu_smoke if part == "smoke" else gpu_functions
+    for name, commands, judge in module.commands(form.device):
+        yield Case(part, name, (), judge, forked=commands)
+
+
 # ---------------------------------------------------------------------------------------------- tests marked gpu
 
 
@@ -134,7 +155,7 @@ def _curve(part: str, recipe: str, form: Form, engine: str, stage: int | None, p
     from tests.e2e.parity import overrides
 
     zero = "zero=null" if stage is None else f"zero={{stage: {stage}}}"
-    scale = (LOW_SCALE,) if stage is not None and precision == "fp16" else ()
+    scale = (gpu_smoke.LOW_SCALE,) if stage is not None and precision == "fp16" else ()
     settings = (*overrides(recipe), f"engine={{name: {engine}}}", zero, *scale, f"precision={precision}", *more)
     command = _ortlaunch("train", form, _recipe(recipe), *settings, f"--run-dir={FOLDER}/run")
     name = ", ".join([recipe, "no DeepSpeed" if stage is None else f"ZeRO {stage}", precision, *more])
@@ -221,19 +242,21 @@ def _memory(part: str, form: Form) -> Iterator[Case]:
         yield Case(part, name, command, verdicts.memory, recipe)
 
 
-PARTS: dict[str, Callable[[str, Form], Iterator[Case]]] = {
-    "tests": _tests,
+PARTS: dict[str, Callable[[str, Form], Iterator[Case]]] = {  # in the order of value: a borrowed GPU may be taken back
+    "smoke": _forked,
     "eager": _engine,
-    "inductor": _engine,
-    "ort": _engine,
     "deepspeed": _deepspeed,
+    "functions": _forked,
+    "memory": _memory,
+    "ort": _engine,
+    "tests": _tests,
     "bert": _bert,
+    "precision": _precision,
+    "recompute": _recompute,
+    "chunked_loss": _chunked_loss,
+    "inductor": _engine,
     "lora": _llama,
     "llama": _llama,
-    "precision": _precision,
-    "chunked_loss": _chunked_loss,
-    "recompute": _recompute,
-    "memory": _memory,
 }
 
 

@@ -16,6 +16,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "difference": ("largest difference of a loss", "{:.1e}".format),
     "tolerance": ("allowed", "{:g}".format),
     "last_loss": ("last loss", "{:.4f}".format),
+    "nodes": ("nodes of ONNX Runtime's graph", str),
     "seconds": ("s/step", "{:.4g}".format),
     "tokens_per_second": ("tokens/s", "{:,.0f}".format),
     "mfu": ("MFU", "{:.1%}".format),

@@ -8,6 +8,8 @@ tiny size. Exit status: 1 where a case failed, 3 where cases are left for anothe
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -19,10 +21,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gpu_smoke
+import warm
 from gpu_cases import FOLDER, PARTS, Case, Form, cases, form, plan_command, planned_bytes
 from gpu_page import page
 from gpu_verdicts import FAILED, PASSED, SKIPPED, Ended, Verdict
@@ -52,6 +56,7 @@ def main() -> int:
     machine = _machine(options.device)
     results = _read(options.out, machine)
     wanted = [case for part in options.part for case in cases(part, form(options.device, options.ranks))]
+    wanted = [case for case in wanted if case.is_reference or any(word in case.key for word in options.only)]
     with tempfile.TemporaryDirectory(prefix="gpu-proof-") as scratch:
         left = _run_all(wanted, results, options, Path(scratch))
     return _conclusion([case.key for case in wanted], results, left, options.out)
@@ -60,12 +65,18 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", default=["all"], choices=[*PARTS, "all"], help="default: all")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="cases with such a word in their names")
     parser.add_argument("--out", type=Path, default=Path("gpu-proof"), help="folder of results.json and page.md")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, tiny")
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=1, help="ranks of a run, one a GPU")
     parser.add_argument("--minutes", type=float, default=9, help="nothing goes on for longer; call again (default 9)")
     parser.add_argument("--again", action="store_true", help="run what has a result, too")
+    parser.add_argument(
+        "--at-once", type=int, metavar="N", help="runs of smoke and functions; default: cores / 4, 1 - 4"
+    )
     options = parser.parse_args()
+    cores = (os.cpu_count() or 1) // (4 if options.device == "cuda" else 1)
+    options.at_once = options.at_once or max(1, min(4, cores))
     options.part = list(PARTS) if "all" in options.part else list(dict.fromkeys(options.part))
     return options
 
@@ -74,28 +85,103 @@ def _options() -> argparse.Namespace:
 
 
 def _run_all(wanted: list[Case], results: dict[str, Any], options: argparse.Namespace, scratch: Path) -> list[str]:
-    """Run cases one after the other, each result written at once; the keys of those that time was too short for."""
-    deadline, left = time.monotonic() + 60 * options.minutes, []
+    """Run cases, each result written at once; the keys of those that time was too short for."""
+    deadline, left = time.monotonic() + 60 * options.minutes, list[str]()
+    todo = list(_not_done(wanted, results["cases"], options.again))
+    for forked, group in itertools.groupby(todo, lambda case: bool(case.forked)):
+        if left:
+            left += [case.key for case in group]
+        else:
+            (_run_forked if forked else _run_in_turn)(list(group), results, options, scratch, deadline, left)
+    return left
+
+
+def _run_in_turn(
+    cases: list[Case], results: dict[str, Any], options: argparse.Namespace, scratch: Path, deadline: float,
+    left: list[str],
+) -> None:  # fmt: skip
+    """One case after the other."""
     longest: dict[str, float] = {}  # seconds by part
-    shape, done = form(options.device, options.ranks), results["cases"]
-    for number, case in enumerate(_not_done(wanted, done, options.again)):
+    shape = form(options.device, options.ranks)
+    for number, case in enumerate(cases):
         remaining = deadline - time.monotonic()
         if left or remaining < longest.get(case.part, 0):  # one more like it would not come to its end
             left.append(case.key)
             continue
         print(f"{case.key} ...", flush=True)
         started = time.monotonic()
-        verdict = _verdict(case, shape, results, scratch / str(number), min(remaining, CASE_SECONDS))
+        verdict = _verdict(
+            case, shape, results, Path(tempfile.mkdtemp(dir=scratch)) / "case", min(remaining, CASE_SECONDS)
+        )
         if verdict is None and number and remaining < CASE_SECONDS:  # alone in the next call it has more time
             left.append(case.key)
             continue
         verdict = verdict or Verdict(FAILED, (f"was not done in {min(remaining, CASE_SECONDS):.0f} s",))
         seconds = time.monotonic() - started
         longest[case.part] = max(longest.get(case.part, 0), seconds)
-        done[case.key] = _record(case, verdict, seconds)
-        _write(options.out, results)
-        print(f"{case.key}: {verdict.status}, {seconds:.0f} s", *verdict.why, sep="\n  ", flush=True)
-    return left
+        _keep(case, verdict, seconds, results, options.out)
+
+
+def _run_forked(
+    cases: list[Case], results: dict[str, Any], options: argparse.Namespace, scratch: Path, deadline: float,
+    left: list[str],
+) -> None:  # fmt: skip
+    """Several at a time; what others need goes first."""
+    cold, waiting, active = _loaded(options.device), list(cases), dict[str, _Active]()
+    try:
+        while waiting or active:
+            open_ = {case.key for case in waiting} | set(active)
+            free = [case for case in waiting if not case.needs & (open_ - {case.key})]
+            if free and len(active) < options.at_once and time.monotonic() < deadline:
+                waiting.remove(free[0])
+                print(f"{free[0].key} ...", flush=True)
+                active[free[0].key] = _Active.begin(free[0], scratch, deadline, cold)
+            for key, each in list(active.items()):
+                try:
+                    verdict = each.verdict(results)
+                except subprocess.TimeoutExpired as error:
+                    if error.timeout < CASE_SECONDS:  # of this call's minutes
+                        left.append(active.pop(key).case.key)
+                        continue
+                    verdict = Verdict(FAILED, (f"was not done in {CASE_SECONDS} s",))
+                if verdict is not None:
+                    del active[key]
+                    _keep(each.case, verdict, time.monotonic() - each.started, results, options.out)
+            if time.monotonic() >= deadline and not active:
+                left += [case.key for case in waiting]
+                return
+            time.sleep(0.01)
+    finally:
+        for each in active.values():
+            each.commands.close()
+
+
+class _Active(NamedTuple):
+    """A forked case that runs."""
+
+    case: Case
+    folder: Path
+    commands: Any
+    started: float
+
+    @classmethod
+    def begin(cls, case: Case, scratch: Path, deadline: float, cold: bool) -> _Active:
+        folder, seconds = Path(tempfile.mkdtemp(dir=scratch)) / "case", min(deadline - time.monotonic(), CASE_SECONDS)
+        return cls(case, folder, gpu_smoke.run(case.forked, folder, seconds, cold), time.monotonic())
+
+    def verdict(self, results: dict[str, Any]) -> Verdict | None:
+        """The judge's, once its commands have ended."""
+        try:
+            next(self.commands)
+            return None
+        except StopIteration:
+            return _judged(self.case, gpu_smoke.ended(self.folder), self.folder, results)
+
+
+def _keep(case: Case, verdict: Verdict, seconds: float, results: dict[str, Any], out: Path) -> None:
+    results["cases"][case.key] = _record(case, verdict, seconds)
+    _write(out, results)
+    print(f"{case.key}: {verdict.status}, {seconds:.0f} s", *verdict.why, sep="\n  ", flush=True)
 
 
 def _not_done(wanted: list[Case], done: dict[str, Any], again: bool) -> Iterator[Case]:
@@ -115,11 +201,16 @@ def _verdict(case: Case, shape: Form, results: dict[str, Any], folder: Path, sec
     folder.mkdir()
     try:
         command = [word.replace(FOLDER, str(folder)) for word in case.command]
-        status, stdout, stderr = _run(command, folder.parent, seconds)
-        ended = Ended(status, stdout, stderr, folder, results["cases"], results["machine"]["capability"])
-        return case.judge(ended)
+        return _judged(case, _run(command, folder.parent, seconds), folder, results)
     except subprocess.TimeoutExpired:
         return None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _judged(case: Case, output: tuple[int, str, str], folder: Path, results: dict[str, Any]) -> Verdict:
+    try:
+        return case.judge(Ended(*output, folder, results["cases"], results["machine"]["capability"]))
     except (OSError, KeyError, IndexError, ValueError) as error:  # what the judge reads is not there
         return Verdict(FAILED, (f"{type(error).__name__}: {error}",))
     finally:
@@ -134,6 +225,16 @@ def _refused_before(case: Case, shape: Form, memory: int | None) -> str:
         if planned is not None and planned > memory:
             return f"the plan takes {human(planned)} of a card, and this one has {human(memory)}"
     return ""
+
+
+@functools.cache
+def _loaded(device: str) -> bool:
+    """Load what all forks share, once; whether forks cannot use the GPU, so that each process loads it itself."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    warm.load(device)
+    cold = device == "cuda" and not warm.reaches_gpu()
+    print("forks cannot use this GPU: each rank loads its libraries itself" if cold else "libraries are loaded")
+    return cold
 
 
 def _run(command: Any, folder: Path, seconds: float) -> tuple[int, str, str]:
@@ -197,7 +298,12 @@ def _machine(device: str) -> dict[str, Any]:
 
 def _record(case: Case, verdict: Verdict, seconds: float) -> dict[str, Any]:
     told = {"part": case.part, "name": case.name, "status": verdict.status, "seconds": round(seconds, 1)}
-    return {**told, "why": list(verdict.why), "rows": list(verdict.rows), "command": list(case.command)}
+    return {
+        **told,
+        "why": list(verdict.why),
+        "rows": list(verdict.rows),
+        "command": list(case.command) or [" ".join(words) for _, words in case.forked],
+    }
 
 
 def _read(out: Path, machine: dict[str, Any]) -> dict[str, Any]:

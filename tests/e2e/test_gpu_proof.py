@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.ort import INSTALLED
+from tests.ort import INSTALLED, needs_ort
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "gpu_proof.py"
-PARTS = ("plain PyTorch", "eager", "inductor", "ort", "deepspeed", "bert", "lora", "llama", "precision", "chunked_loss",
-         "recompute", "memory", "tests")  # fmt: skip
+PARTS = ("plain PyTorch", "smoke", "functions", "eager", "inductor", "ort", "deepspeed", "bert", "lora", "llama",
+         "precision", "chunked_loss", "recompute", "memory", "tests")  # fmt: skip
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
@@ -23,6 +23,17 @@ def proof(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command's end."""
     command = [sys.executable, str(TOOL), "--device=cpu", f"--out={out}", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=3500, check=False)
+
+
+@pytest.mark.ci
+@needs_ort
+def test_the_smoke_part(tmp_path: Path) -> None:
+    """Train, resume bit for bit, evaluate, export, generate; ort with ZeRO; two ranks on one device."""
+    words = ("eager, fp32, no DeepSpeed", "ort, fp32, ZeRO 2", "two ranks on one device, ZeRO 2")
+    ended = proof(tmp_path, "--part=smoke", "--only", *words)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
+    assert {case["name"] for case in cases_of(tmp_path).values()} == {"reference", *words}
+    assert {case["status"] for case in cases_of(tmp_path).values()} == {"passed"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,110 @@
+"""Nodes without a CUDA kernel in the training graphs of families of transformers, in fp32, fp16 and bf16; no GPU.
+
+    tools/cuda_zoo.py [TASK:FAMILY ...] [--save FOLDER] [--precisions ...]
+
+Models are the zoo's toys (zoo_transformers.py), with all weights in the precision, as under ZeRO. A graph is built as
+for a GPU and stopped before its session; in bf16 it is completed as there (ortlaunch/ortmodule/bfloat16.py). Prints,
+for each family, what bf16 takes from torch or computes in float32, and in each precision the nodes that have no CUDA
+kernel by the table. `--save` keeps the graphs for `tools/cuda_kernels.py --place`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import onnx
+import torch
+import zoo_transformers
+
+from ortlaunch.ortmodule import ORTModule, bfloat16, cuda_kernels, torch_kernels
+from ortlaunch.ortmodule.module import import_repaired
+from ortlaunch.ortmodule.settings import Settings
+from ortlaunch.ortmodule.source_guard import TRAINING, owner
+from ortlaunch.worker.engine import cast_parameters
+
+FAMILIES = """
+masked-lm:bert masked-lm:roberta masked-lm:distilbert masked-lm:albert masked-lm:electra masked-lm:deberta-v2
+masked-lm:mpnet causal-lm:gpt2 causal-lm:llama causal-lm:mistral causal-lm:qwen2 causal-lm:qwen3 causal-lm:gemma2
+causal-lm:phi causal-lm:opt causal-lm:gpt_neox causal-lm:falcon causal-lm:mixtral causal-lm:olmo2
+sequence-classification:bert image-classification:vit image-classification:resnet image-classification:convnext
+image-classification:swin speech-seq2seq:whisper ctc:wav2vec2
+"""
+PRECISIONS = ("float32", "float16", "bfloat16")
+
+
+class Stopped(RuntimeError):
+    """A graph is built."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*", default=FAMILIES.split())
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    import_repaired()
+    for name in options.families:
+        for precision in options.precisions:
+            began = time.monotonic()
+            torch.manual_seed(0)
+            try:
+                found = _tried(name, precision, options.save)
+            except Exception as error:
+                found = f"not built: {type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[-300:]}"
+            print(f"{name} {precision}: {found} ({time.monotonic() - began:.0f} s)", flush=True)
+    return 0
+
+
+def _tried(name: str, precision: str, folder: Path | None) -> str:
+    task, _, family = name.partition(":")
+    model, batch = zoo_transformers.cases(task)[family]()
+    dtype = getattr(torch, precision)
+    cast_parameters(model, dtype)
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    graph = _built(model.train(), batch)
+    before = _without_kernel(graph)
+    if precision == "bfloat16":
+        bfloat16.complete(graph)
+    after = _without_kernel(graph)
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        onnx.save(graph, str(folder / f"{name.replace(':', '-')}-{precision}.onnx"))
+    return f"{len(graph.graph.node)} nodes; without a kernel {dict(after)}; completed {dict(before - after)}"
+
+
+def _built(model: Any, batch: dict[str, torch.Tensor]) -> onnx.ModelProto:
+    def stop(manager: Any) -> None:
+        raise Stopped
+
+    module = ORTModule(model, Settings(threads=1))
+    with (
+        contextlib.suppress(Stopped),
+        mock.patch.object(torch_kernels, "replace"),  # a CPU's
+        mock.patch.object(owner(TRAINING), "_create_execution_agent", stop),
+    ):
+        module(**batch)
+    built: onnx.ModelProto = module._torch_module._execution_manager(True)._onnx_models.optimized_model
+    return built
+
+
+def _without_kernel(model: onnx.ModelProto) -> Counter[str]:
+    types, opset = cuda_kernels.types_of(model.graph), Settings().opset or 17
+    return Counter(
+        f"{node.op_type}<{types.get(node.input[0], '') if node.input else ''}>"
+        for node in model.graph.node
+        if node.op_type != "Constant" and not cuda_kernels.has_kernel(node, types, opset)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

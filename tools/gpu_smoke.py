@@ -1,0 +1,277 @@
+"""Part `smoke` of tools/gpu_proof.py: short whole runs, all forked from one process that has loaded the libraries.
+
+Each case trains a small Llama for six steps, compares its losses with those of a CPU, trains the last three again from
+a checkpoint and compares every byte. On two ranks both share one device over gloo (ORTLAUNCH_SHARE_GPUS).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import warm
+import yaml
+from gpu_verdicts import FAILED, SKIPPED, TOLERANCE, Ended, Verdict, difference, judged, near, setup
+
+REFERENCE = "smoke: reference"
+STEPS, SAVED = 6, 3
+_LAST, _MIDDLE = f"checkpoints/step_{STEPS:08}", f"checkpoints/step_{SAVED:08}"
+# The loss of half a vocabulary's entropy times DeepSpeed's first scale of 65536 is inf in fp16: steps would be skipped.
+LOW_SCALE = "zero.deepspeed={fp16: {initial_scale_power: 10}}"
+_OTHER_WORLD = 1e-4  # of a loss, summed in another order
+RECIPE: dict[str, Any] = {
+    "name": "smoke",
+    "seed": 42,
+    "model": {
+        "task": "causal-lm",
+        "config": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                   "intermediate_size": 172, "max_position_embeddings": 64, "tie_word_embeddings": False},
+    },
+    "data": {
+        "train": {"format": "text", "path": ["train.txt"]},
+        "evaluation": {"format": "text", "path": ["held-out.txt"]},
+        "tokenizer": {"train": "bpe", "vocab_size": 300},
+        "sequence_length": 64,
+    },
+    "batch": {"global_size": 8, "micro_size": 4},
+    "optimizer": {"name": "fused_adam", "learning_rate": 3e-3},
+    "schedule": {"name": "constant"},
+    "train": {"max_steps": STEPS, "max_grad_norm": 1.0, "stall_seconds": None},
+    "checkpoint": {"every_steps": SAVED, "every_minutes": None, "keep": None},
+    "log": {"every_steps": 1},
+}  # fmt: skip
+
+Command = tuple[int, tuple[str, ...]]  # ranks (0: it starts them itself) and the words of one `ortlaunch`
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+
+
+def commands(device: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
+    """Name, commands and judge of each case, the reference first."""
+    yield "reference", (_train("cpu", "eager", "fp32", None),), reference
+    yield "torch extensions", ((0, ("setup",)),), setup  # which engine ort needs
+    yield from _cells(device, "eager")
+    for stage in (None, 1, 2, 3):
+        yield _two_ranks(device, stage)
+    for engine in ("ort", "inductor"):
+        yield from _cells(device, engine)
+
+
+def _cells(device: str, engine: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
+    for precision in _precisions(device, engine):
+        for stage in _stages(device, engine):
+            yield _one_rank(device, engine, precision, stage, first=(precision, stage) == ("fp32", None))
+
+
+def _precisions(device: str, engine: str) -> tuple[str, ...]:
+    """DeepSpeed refuses fp16 on a CPU, and engine ort is fp32 there."""
+    if device == "cuda":
+        return ("fp32", "fp16", "bf16")
+    return ("fp32", "bf16") if engine == "eager" else ("fp32",)
+
+
+def _stages(device: str, engine: str) -> tuple[int | None, ...]:
+    """A CPU compiles inductor's graph for half a minute, and engine ort does not take ZeRO 3."""
+    if engine == "eager" or device == "cuda":
+        return (None, 2, 3)
+    return (None,) if engine == "inductor" else (None, 2)
+
+
+def _one_rank(
+    device: str, engine: str, precision: str, stage: int | None, first: bool
+) -> tuple[str, tuple[Command, ...], Any]:
+    settings = device, engine, precision, stage
+    found = [_train(*settings), _again(*settings)]
+    if first:
+        found += [
+            (1, ("evaluate", "run", f"launch.device={device}")),
+            (1, ("export", "run", "--to=exported")),
+            (1, ("generate", "run", "The value of", "--max-new-tokens=5")),
+        ]
+        if engine == "ort":  # whose packages the comparison with PyTorch takes
+            found.append((1, ("export", "run", "--to=onnx", "--format=onnx")))
+    name = f"{engine}, {precision}, {_sharding(stage, 1)}"
+    return name, tuple(found), partial(trained, engine, precision, first)
+
+
+def _two_ranks(device: str, stage: int | None) -> tuple[str, tuple[Command, ...], Any]:
+    """Both on one device; ZeRO 2 goes on with one rank, too."""
+    settings = device, "eager", "fp32", stage
+    found = [_train(*settings, ranks=2), _again(*settings, ranks=2)]
+    if stage == 2:
+        found.append(_again(*settings, name="one"))
+    return f"two ranks on one device, {_sharding(stage, 2)}", tuple(found), partial(trained, "eager", "fp32", False)
+
+
+def _sharding(stage: int | None, ranks: int) -> str:
+    return f"ZeRO {stage}" if stage else "DDP" if ranks > 1 else "no DeepSpeed"
+
+
+def _train(device: str, engine: str, precision: str, stage: int | None, *more: str, ranks: int = 1) -> Command:
+    zero = "zero=null" if stage is None else f"zero={{stage: {stage}}}"
+    scale = (LOW_SCALE,) if stage is not None and precision == "fp16" else ()
+    settings = (f"launch.device={device}", f"engine.name={engine}", f"precision={precision}", zero, *scale, *more)
+    return ranks, ("train", "smoke.yaml", *settings, *(() if more else ("--run-dir=run",)))
+
+
+def _again(*settings: Any, name: str = "again", ranks: int = 1) -> Command:
+    """The last steps, from the checkpoint of `run`."""
+    return _train(*settings, f"--run-dir={name}", f"--resume=run/{_MIDDLE}", ranks=ranks)
+
+
+# ------------------------------------------------------------------------------------------------------------ runs
+
+
+def run(sequence: tuple[Command, ...], folder: Path, seconds: float, cold: bool) -> Iterator[None]:
+    """Run the commands, one after another, in a folder; yields while they run, and leaves `log` and `status` there."""
+    deadline, gpu = time.monotonic() + seconds, os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    one = {"ORTLAUNCH_SHARE_GPUS": "1", "CUDA_VISIBLE_DEVICES": gpu}  # two ranks share it where there are more, too
+    folder.mkdir()
+    write_inputs(folder)
+    for ranks, words in sequence:
+        started = warm.start(folder, folder / "part", ranks, list(words), cold=cold, **one)
+        try:
+            while (status := started.poll()) is None:
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired("ortlaunch", seconds)
+                yield
+        finally:
+            _end(started)
+        with (folder / "log").open("a") as log:
+            log.write(f"$ ortlaunch {' '.join(words)}\n{(folder / 'part').read_text()}")
+        (folder / "status").write_text(str(status))
+        if status:
+            return
+
+
+def ended(folder: Path) -> tuple[int, str, str]:
+    """The first failing command's status, and all output."""
+    status, log = int((folder / "status").read_text()), (folder / "log").read_text()
+    return (status, "", log) if status else (0, log, "")
+
+
+def _end(started: warm.Started) -> None:
+    """Ends what is left of a command, its ranks' guardians first."""
+    for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
+        deadline = time.monotonic() + patience
+        if started.poll() is None:
+            os.killpg(started.pid, number)
+        while started.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def write_inputs(folder: Path) -> None:
+    """The recipe, and some of the language reference that every CPython carries."""
+    from pydoc_data.topics import topics
+
+    (folder / "smoke.yaml").write_text(yaml.safe_dump(RECIPE))
+    names = ("assignment", "class", "if", "import", "lambda", "try", "while", "with")
+    (folder / "train.txt").write_text("\n".join(topics[name] for name in names))
+    (folder / "held-out.txt").write_text(topics["yield"])
+
+
+# ---------------------------------------------------------------------------------------------------------- judges
+
+
+def reference(ended: Ended) -> Verdict:
+    """Losses of plain PyTorch in float32 on a CPU, to which every other run is compared."""
+    if ended.status:
+        return failed(ended)
+    return judged([], [{"losses": losses_of(ended.folder / "run"), "last_loss": losses_of(ended.folder / "run")[-1]}])
+
+
+def trained(engine: str, precision: str, first: bool, ended: Ended) -> Verdict:
+    """A curve near the CPU's, on the requested engine and device; resumed bit for bit; outputs of the other verbs."""
+    if ended.status == 2 and engine == "ort" and "engine ort" in ended.stderr:
+        return Verdict(SKIPPED, (ended.last_words,))
+    if ended.status:
+        return failed(ended)
+    run, again = ended.folder / "run", ended.folder / "again"
+    report = json.loads((run / "engine.json").read_text())
+    complaints, row, notes = near(_records(run), REFERENCE, precision, ended)
+    losses = losses_of(run)
+    complaints += [
+        *([f"ran on {report['engine']['used']}"] if report["engine"]["used"] != engine else []),
+        *_wrong_device(report, ended.capability is not None),
+        *([] if losses[-1] < losses[0] else [f"the loss rose from {losses[0]:.4f} to {losses[-1]:.4f}"]),
+        *(f"after the resume: {what}" for what in differences(run, again, _rounding(engine, precision, ended))),
+        *_other_world(run, ended.folder / "one"),
+        *(_wrong_outputs(ended) if first else []),
+    ]
+    graph = (report["onnxruntime"] or {}).get("training_graph") or {}
+    nodes = ", ".join(f"{count} {provider}" for provider, count in graph.get("nodes_by_provider", {}).items())
+    return judged(complaints, [{**row, "nodes": nodes or None}], notes)
+
+
+def failed(ended: Ended) -> Verdict:
+    """With the last lines of the command's output."""
+    return Verdict(FAILED, (f"exit status {ended.status}: {ended.last_words}",))
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    return [record for record in _lines(run / "metrics.jsonl") if "loss" in record]
+
+
+def losses_of(run: Path) -> list[float]:
+    """By step."""
+    return [record["loss"] for record in _records(run)]
+
+
+def _wrong_device(report: dict[str, Any], cuda: bool) -> Iterator[str]:
+    """The run was on the GPU, and ONNX Runtime's nodes are, too."""
+    if report["device"] != ("cuda" if cuda else "cpu"):
+        yield f"ran on {report['device']}"
+    graph = (report["onnxruntime"] or {}).get("training_graph")
+    if graph and cuda and graph.get("provider") != "CUDAExecutionProvider":
+        yield f"ONNX Runtime ran on {graph.get('provider')}"
+
+
+def _rounding(engine: str, precision: str, ended: Ended) -> float:
+    """What losses may differ by after a resume: Triton's kernels add an embedding's gradients in any order."""
+    return TOLERANCE[precision] if engine == "inductor" and ended.capability is not None else 0.0
+
+
+def differences(run: Path, again: Path, rounding: float = 0.0) -> list[str]:
+    """What is not the same, bit for bit, in a run that went on from a checkpoint; or losses alone, where they round."""
+    largest = difference(losses_of(again)[-SAVED:], losses_of(run)[SAVED:])
+    if rounding:
+        return [f"a loss differs by {largest:.1e}"] if largest > rounding else []
+    names = [path.relative_to(run) for path in (run / _LAST).glob("*.safetensors")]
+    if not names:
+        return [f"no tensors in {_LAST}"]
+    names.append(Path("export/model.safetensors"))
+    found = [str(name) for name in names if (run / name).read_bytes() != (again / name).read_bytes()]
+    return [f"{', '.join(found)} differ; losses by at most {largest:.1e}"] if found or largest else []
+
+
+def _other_world(run: Path, one: Path) -> Iterator[str]:
+    if one.exists():
+        largest = difference(losses_of(one)[-SAVED:], losses_of(run)[SAVED:])
+        if largest > _OTHER_WORLD:
+            yield f"on one rank a loss after the resume differs by {largest:.1e}"
+
+
+def _wrong_outputs(ended: Ended) -> Iterator[str]:
+    """Of evaluate, export and generate."""
+    run = ended.folder / "run"
+    (at_end,) = (line["evaluation_loss"] for line in _lines(run / "metrics.jsonl") if "evaluation_loss" in line)
+    again = json.loads((run / f"evaluations/step_{STEPS:08}/evaluation.json").read_text())["loss"]
+    if difference([again], [at_end]) > _OTHER_WORLD:
+        yield f"evaluate measured a loss of {again:.5f}, and the run's end {at_end:.5f}"
+    if (ended.folder / "exported/model.safetensors").read_bytes() != (run / "export/model.safetensors").read_bytes():
+        yield "export differs from the one that the run wrote"
+    generated = ended.stdout.rpartition("$ ortlaunch generate")[2].partition("$ ortlaunch")[0]
+    if not generated.rpartition("The value of")[2].strip():
+        yield "generate wrote nothing after its prompt"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
