@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from ortlaunch import __version__
 from ortlaunch.errors import InputError
-from ortlaunch.report.curves import swatch
-from ortlaunch.report.markup import Html, tag
+from ortlaunch.report.curves import AREA
 from ortlaunch.report.records import Record, read
-from ortlaunch.report.sections import sections
-from ortlaunch.report.style import STYLE
+from ortlaunch.report.sections import content
+from ortlaunch.report.tables import cell
 from ortlaunch.run.folder import write_text
+from ortlaunch.units import human
 
 _FIRST = "<!DOCTYPE html><!-- ortlaunch report -->\n"
-# Nothing is loaded and no script runs, whatever a run's texts hold.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
@@ -35,25 +36,23 @@ def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
 
 def page(records: Sequence[Record], now: str) -> str:
     """The page as text."""
-    names = ", ".join(record.label for record in records)
-    head = [
-        Html('<meta charset="utf-8"/><meta name="viewport" content="width=device-width,initial-scale=1"/>'),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>'),
-        tag("title", f"{names}: ortlaunch"),
-        tag("style", Html(STYLE)),
-    ]
-    said = tag("p", f"Made by ortlaunch {__version__} at {now} from the run folders alone.", class_="soft")
-    parts = [(tag("h2", name), body) for name, body in sections(records) if body is not None]
-    body = tag("main", tag("h1", names), said, _legend(records), *(piece for part in parts for piece in part))
-    return _FIRST + tag("html", tag("head", *head), tag("body", body), lang="en") + "\n"
+    pages = Environment(
+        loader=PackageLoader("ortlaunch", "report"),
+        autoescape=True,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    pages.filters.update(cell=cell, human=human)
+    return pages.get_template("page.html").render(content(records), **AREA, version=__version__, now=now)
 
 
-def _legend(records: Sequence[Record]) -> Html | None:
-    """Which line is which run's."""
-    if len(records) == 1:
-        return None
-    named = [tag("span", swatch(at), record.label) for at, record in enumerate(records)]
-    return tag("div", *named, class_="legend")
+def _visible(value: object) -> object:
+    """Text whose control characters, which no page shows, are their Python escapes."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in value)
 
 
 def _is_ours(path: Path) -> bool:

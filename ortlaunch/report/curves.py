@@ -1,4 +1,4 @@
-"""A chart as inline SVG: a line for each run over the steps, with the values under the pointer. Pure."""
+"""What a chart draws: a line for each run over the steps, with the values under the pointer. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-from ortlaunch.report.markup import Html, tag
-from ortlaunch.report.style import LIGHT
-
-WIDTH, HEIGHT = 520, 250
-LEFT, RIGHT, TOP, BOTTOM = 62, 10, 10, 26
+# Pixels of a chart and of the part with the lines, and the colours of style.css.
+AREA = {"width": 520, "height": 250, "left": 62, "right": 510, "top": 10, "bottom": 224, "colors": 8}
 _BUCKETS = 400  # the least and the greatest value of each are drawn: no spike gets lost
 _STRIPS = 100  # places under the pointer
 _DOTS = 40  # so few points are drawn as dots, too
@@ -57,8 +55,8 @@ class Scale:
         return round(self.first + (value - low) / (high - low or 1.0) * (self.last - self.first), 1)
 
 
-def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> Html | None:
-    """A card with one chart; None where no run has a value.
+def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> dict[str, Any] | None:
+    """Everything that one chart draws; None where no run has a value.
 
     Args:
         from_zero: whether the axis of values begins at 0.
@@ -67,17 +65,16 @@ def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> Html 
     if not drawn:
         return None
     across, up = _scales(drawn, from_zero)
-    pieces = [*_axes(across, up), *_starts(drawn, across)]
-    pieces += [piece for curve in drawn for piece in _lines(curve, across, up)]
-    pieces += _strips(drawn, across, up)
-    said = f"{title} (logarithmic)" if up.logarithmic else title
-    picture = tag("svg", *pieces, class_="chart", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=said)
-    return tag("div", tag("h3", said), picture, *_lost(curves), class_="card")
-
-
-def swatch(number: int) -> Html:
-    """The line of a run, for the legend."""
-    return tag("svg", tag("path", d="M0 4H26", **_stroke(number)), viewBox="0 0 26 8", class_="chart")
+    values = _decades(up) if up.logarithmic else ticks(up.low, up.high)
+    steps = ticks(across.low, across.high, 4)
+    return {
+        "title": f"{title} (logarithmic)" if up.logarithmic else title,
+        "rows": [(up.at(value), number(value)) for value in values],
+        "columns": [(across.at(step), number(step)) for step in steps if step == int(step)],
+        "curves": [_drawn(curve, across, up) for curve in drawn],
+        "strips": list(_strips(drawn, across, up)),
+        "lost": list(_lost(curves)),
+    }
 
 
 def number(value: float) -> str:
@@ -111,19 +108,8 @@ def _scales(curves: Sequence[Curve], from_zero: bool) -> tuple[Scale, Scale]:
     elif not wide:
         room = (high - low) * 0.05
         low, high = (low if low == 0 and from_zero else low - room), high + room
-    across = Scale(min(0, *xs), max(xs), LEFT, WIDTH - RIGHT)
-    return across, Scale(low, high, HEIGHT - BOTTOM, TOP, wide)
-
-
-def _axes(across: Scale, up: Scale) -> Iterator[Html]:
-    for value in _decades(up) if up.logarithmic else ticks(up.low, up.high):
-        y = up.at(value)
-        yield tag("path", d=f"M{LEFT} {y}H{WIDTH - RIGHT}", class_="axis")
-        yield tag("text", number(value), x=LEFT - 7, y=y + 4, text_anchor="end")
-    for value in ticks(across.low, across.high, 4):
-        if value == int(value):
-            end = across.at(value) > WIDTH - RIGHT - 12
-            yield tag("text", number(value), x=across.at(value), y=HEIGHT - 8, text_anchor="end" if end else "middle")
+    across = Scale(min(0, *xs), max(xs), AREA["left"], AREA["right"])
+    return across, Scale(low, high, AREA["bottom"], AREA["top"], wide)
 
 
 def _decades(up: Scale) -> list[float]:
@@ -131,24 +117,17 @@ def _decades(up: Scale) -> list[float]:
     return inside if len(inside) >= 2 else [up.low, up.high]
 
 
-def _starts(curves: Sequence[Curve], across: Scale) -> Iterator[Html]:
-    """Where a later start took the run up again."""
-    for curve in curves:
-        for step in curve.starts:
-            about = tag("title", f"{curve.run}: a later start went on after step {step}")
-            line = f"M{across.at(step)} {TOP}V{HEIGHT - BOTTOM}"
-            yield tag("path", about, d=line, stroke=_color(curve.number), stroke_dasharray="2 4", class_="curve")
-
-
-def _lines(curve: Curve, across: Scale, up: Scale) -> Iterator[Html]:
-    for whole, group in groupby(curve.points, key=lambda point: point[1] is not None):
-        points = [(x, y) for x, y in group if y is not None]
-        if whole:
-            path = "L".join(f"{across.at(x)} {up.at(y)}" for x, y in thinned(points))
-            yield tag("path", d=f"M{path}", class_="curve", **_stroke(curve.number))
-    if len(curve.finite) <= _DOTS:
-        for x, y in curve.finite:
-            yield tag("circle", cx=across.at(x), cy=up.at(y), r=2.6, fill=_color(curve.number))
+def _drawn(curve: Curve, across: Scale, up: Scale) -> dict[str, Any]:
+    """The lines of a run; few points are drawn as dots, too, and where a later start took the run up again."""
+    groups = groupby(curve.points, key=lambda point: point[1] is not None)
+    lines = [[(x, y) for x, y in group if y is not None] for is_whole, group in groups if is_whole]
+    return {
+        "run": curve.run,
+        "number": curve.number,
+        "starts": [(step, across.at(step)) for step in curve.starts],
+        "lines": [[(across.at(x), up.at(y)) for x, y in thinned(points)] for points in lines],
+        "dots": [(across.at(x), up.at(y)) for x, y in curve.finite] if len(curve.finite) <= _DOTS else [],
+    }
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
@@ -161,41 +140,26 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return sorted({points[0], points[-1], *(point for pair in ends for point in pair)})
 
 
-def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[Html]:
+def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[str, Any]]:
     """Transparent strips whose title, shown under the pointer, is each run's value there."""
     steps = sorted({x for curve in curves for x, _ in curve.finite})
     steps = steps[:: math.ceil(len(steps) / _STRIPS)]
     values = [dict(curve.finite) for curve in curves]
     middles = [(across.at(a) + across.at(b)) / 2 for a, b in zip(steps, steps[1:])]
-    for step, left, right in zip(steps, [LEFT, *middles], [*middles, WIDTH - RIGHT]):
+    for step, left, right in zip(steps, [AREA["left"], *middles], [*middles, AREA["right"]]):
         here = [(curve, found[step]) for curve, found in zip(curves, values) if step in found]
-        said = "\n".join([f"step {number(step)}", *(f"{curve.run}: {_exact(value)}" for curve, value in here)])
-        x = across.at(step)
-        dots = [tag("circle", cx=x, cy=up.at(value), r=3.5, fill=_color(curve.number)) for curve, value in here]
-        hit = tag(
-            "rect", x=left, y=TOP, width=round(max(right - left, 0.1), 1), height=HEIGHT - TOP - BOTTOM, class_="hit"
-        )
-        line = tag("path", d=f"M{x} {TOP}V{HEIGHT - BOTTOM}", class_="cursor")
-        yield tag("g", tag("title", said), hit, line, *dots, class_="at")
+        yield {
+            "said": "\n".join([f"step {number(step)}", *(f"{curve.run}: {value:,.6g}" for curve, value in here)]),
+            "x": across.at(step),
+            "left": left,
+            "width": round(max(right - left, 0.1), 1),
+            "dots": [(up.at(value), curve.number) for curve, value in here],
+        }
 
 
-def _lost(curves: Sequence[Curve]) -> Iterator[Html]:
+def _lost(curves: Sequence[Curve]) -> Iterator[str]:
     """What the lines do not show, in words."""
     for curve in curves:
         if curve.gaps:
             steps = ", ".join(number(step) for step in curve.gaps[:5]) + (", ..." if len(curve.gaps) > 5 else "")
-            yield tag("p", f"{curve.run}: no finite value at step {steps}", class_="warn")
-
-
-def _exact(value: float) -> str:
-    return f"{value:,.6g}"
-
-
-def _color(number: int) -> str:
-    return f"var(--run{number % len(LIGHT)})"
-
-
-def _stroke(number: int) -> dict[str, str]:
-    """Solid lines for the first runs, dashed ones for those that have the same colour."""
-    dashes = {"stroke_dasharray": "7 4"} if number >= len(LIGHT) else {}
-    return {"stroke": _color(number), "stroke_width": "1.8", **dashes}
+            yield f"{curve.run}: no finite value at step {steps}"

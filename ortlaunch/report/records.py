@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,6 @@ class Record:
     summary: dict[str, Any]
     environment: dict[str, Any]
     saves: list[dict[str, Any]]
-    """saves.jsonl without the ends of commands, which are `after_saves`."""
-    after_saves: list[dict[str, Any]]
     bad_steps: list[dict[str, Any]]
     slow_ranks: list[dict[str, Any]]
     commands: list[dict[str, Any]]
@@ -93,17 +91,14 @@ def labels(paths: Sequence[Path]) -> list[str]:
 def _read(run: RunDir, label: str) -> Record:
     found = status.look(run)
     files = _Files(found.unreadable)
-    saves = files.lines(run.saves)
     folders = sorted((run.path / "evaluations").glob("*/evaluation.json"))
     return Record(
         run=run, label=label, status=found,
         recipe=files.yaml(run.recipe), lines=files.lines(run.metrics, "step"),
         engine=files.json(run.engine), memory=files.json(run.memory), summary=files.json(run.summary),
         environment=files.json(run.environment),
-        saves=[line for line in saves if "status" not in line],
-        after_saves=[line for line in saves if "status" in line],
-        bad_steps=files.lines(run.bad_steps), slow_ranks=files.lines(run.slow_ranks),
-        commands=files.lines(run.commands), exports=files.lines(run.exports),
+        saves=files.lines(run.saves), bad_steps=files.lines(run.bad_steps),
+        slow_ranks=files.lines(run.slow_ranks), commands=files.lines(run.commands), exports=files.lines(run.exports),
         evaluations=[files.json(path) for path in folders],
         resumed=int(number(files.json(run.resume).get("step")) or 0),
         kept=[step for step, _ in run.complete_checkpoints()],
@@ -152,15 +147,6 @@ def command(line: Mapping[str, Any]) -> str:
     parts = [(word, *word.partition("=")) for word in words]
     hidden = [f"{key}={HIDDEN}" if equals and SECRET.search(key) else word for word, key, equals, _ in parts]
     return " ".join(["ortlaunch", *hidden[1:]])
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of everything in a recipe; a list is one value."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from leaves(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def number(value: Any) -> float | None:

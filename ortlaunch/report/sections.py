@@ -1,22 +1,21 @@
-"""The parts of a report, from records to markup. Pure."""
+"""The values of a report's parts, which page.html draws. Pure."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
+from markupsafe import Markup
 
+from ortlaunch.recipe.place import leaves
 from ortlaunch.report.curves import Curve, chart
-from ortlaunch.report.markup import Html, tag, together
-from ortlaunch.report.records import Record, command, leaves, number
-from ortlaunch.report.tables import Fact, cards, facts, listing, told
+from ortlaunch.report.records import Record, command, number
+from ortlaunch.report.tables import Fact, cards, facts, warning
 from ortlaunch.units import counted, duration, human
 
-Section = tuple[str, "Html | None"]
-_ROWS = 12
 _CURVES = (
     ("Training loss", "loss", False),
     ("Evaluation loss", "evaluation_loss", False),
@@ -31,43 +30,20 @@ _NO_CURVES = ("step", "samples", "epoch", "skipped_steps", "left_out_steps", "el
 _PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "other", "model", "peak")
 
 
-def sections(records: Sequence[Record]) -> Iterator[Section]:
-    """(heading, content) of each part, None where no run has anything of it."""
-    several = len(records) > 1
-    yield "How it went", facts(records, _overview())
-    yield "Curves", _curves(records)
-    yield "What ran on which engine", facts(records, _engine())
-    yield "Memory of a rank", cards(((record, told(_memory, record)) for record in records), several)
-    yield "Checkpoints", cards(((record, told(_checkpoints, record)) for record in records), several)
-    yield "Starts and bad steps", cards(((record, told(_starts, record)) for record in records), several)
-    yield "Where the recipes differ", _differences(records) if several else None
-    yield "Recipes" if several else "Recipe", together(_recipe(record, several) for record in records)
-
-
-def _overview() -> Iterator[tuple[str, Any]]:
-    yield "state", _state
-    yield "why it ended", lambda one: one.status.job.verdict
-    yield "started", lambda one: one.status.job.started.replace("T", " ")
-    yield "steps", lambda one: _of(one.status.step, one.status.steps)
-    yield "samples", lambda one: one.summary.get("samples") or _newest(one, "samples")
-    yield "epochs", lambda one: number(one.summary.get("epochs") or _newest(one, "epoch"))
-    yield "training loss", lambda one: _newest(one, "loss")
-    yield "evaluation", _evaluation
-    yield "best evaluation", lambda one: one.summary.get("best")
-    yield "stopped early", lambda one: one.summary.get("stopped_early")
-    yield "tokens per second, median", lambda one: _median(one, "tokens_per_second")
-    yield "samples per second, median", lambda one: _median(one, "samples_per_second")
-    yield (
-        "time of training, all starts",
-        lambda one: _time(one.summary.get("training_seconds") or _newest(one, "elapsed_seconds")),
-    )
-    yield (
-        "where the last start's time went",
-        lambda one: {k: f"{v:,.1f} s" for k, v in one.summary.get("seconds", {}).items()},
-    )
-    yield "ranks", _ranks
-    yield "export", lambda one: str(one.run.export) if one.run.export.exists() else None
-    yield "cannot be read", lambda one: [tag("span", each + "\n", class_="warn") for each in one.unreadable] or None
+def content(records: Sequence[Record]) -> dict[str, Any]:
+    """All values of the page."""
+    return {
+        "records": records,
+        "several": len(records) > 1,
+        "overview": facts(records, _OVERVIEW),
+        "charts": _curves(records),
+        "engine": facts(records, _ENGINE),
+        "memories": cards(records, _memory),
+        "saves": cards(records, _checkpoints),
+        "attempts": cards(records, _starts),
+        "differences": _differences(records),
+        "recipes": [(one, yaml.safe_dump(one.recipe, sort_keys=False, width=110)) for one in records],
+    }
 
 
 def _state(one: Record) -> str:
@@ -109,13 +85,12 @@ def _of(one: int | None, whole: int | None, between: str = "of") -> str | None:
     return f"{one:,} {between} {whole:,}"
 
 
-def _curves(records: Sequence[Record]) -> Html | None:
+def _curves(records: Sequence[Record]) -> list[dict[str, Any]]:
     known = dict.fromkeys(name for record in records for line in record.lines for name in line)
     others = [name for name in known if name not in (*_NO_CURVES, *(each for _, each, _ in _CURVES))]
     more = [(name.capitalize().replace("_", " "), name, False) for name in others]
     drawn = (chart(title, _values(records, name), zero) for title, name, zero in (*_CURVES, *more))
-    found = [each for each in drawn if each is not None]
-    return tag("div", *found, class_="grid") if found else None
+    return [each for each in drawn if each is not None]
 
 
 def _values(records: Sequence[Record], name: str) -> list[Curve]:
@@ -132,40 +107,6 @@ def _values(records: Sequence[Record], name: str) -> list[Curve]:
         )
         for at, one in enumerate(records)
     ]
-
-
-def _engine() -> Iterator[tuple[str, Any]]:
-    yield "engine", lambda one: _asked(one.engine.get("engine"), "fallback_reason")
-    yield "chosen by measurement", lambda one: (one.engine.get("engine") or {}).get("why")
-    yield "device", lambda one: one.engine.get("device")
-    yield "precision", _precision
-    yield "optimizer", lambda one: _asked(one.engine.get("optimizer"), "why")
-    yield "sharding", lambda one: one.engine.get("sharding")
-    yield "threads of a rank", lambda one: one.engine.get("threads_per_rank")
-    yield (
-        "parameters",
-        lambda one: _of(one.engine.get("trained_parameters"), one.engine.get("parameters"), "trained of"),
-    )
-    yield "passes by ONNX Runtime", _passes
-    yield "passes that fell back to PyTorch", _fallbacks
-    yield "exports", _exports
-    yield "nodes of a training step", _nodes
-    yield "torch inside the graph", _torch
-    yield "torch.compile", lambda one: one.engine.get("inductor")
-    yield "held against plain PyTorch", lambda one: _without(one.engine.get("parity"), "worst")
-    yield "head and loss in chunks", lambda one: _without(one.engine.get("chunked_loss"))
-    yield "attention", lambda one: one.engine.get("attention")
-    yield "gradient checkpointing", lambda one: one.engine.get("gradient_checkpointing")
-    yield "gradient norm", lambda one: _without(one.engine.get("fp16_optimizer"))
-    yield "pretrained weights", lambda one: _without(one.engine.get("pretrained"))
-    yield "unused parameters", lambda one: one.engine.get("unused_parameters")
-    yield "settings of engine ort", lambda one: one.ort.get("settings")
-    yield "ORTModule's variables", lambda one: one.ort.get("variables")
-    yield "notes", lambda one: one.ort.get("notes")
-    yield "repairs of ORTModule", lambda one: _folded(one.ort.get("repairs"), "repair")
-    yield "repairs not applied", lambda one: _folded(one.ort.get("repairs_not_applied"), "repair")
-    yield "versions", lambda one: one.engine.get("versions")
-    yield "machine", lambda one: _without({k: one.environment.get(k) for k in ("host", "platform", "cores", "python")})
 
 
 def _asked(choice: Any, why: str) -> str | None:
@@ -223,90 +164,62 @@ def _without(values: Any, *names: str) -> dict[str, Any] | None:
     return {k: v for k, v in (values or {}).items() if v not in (None, [], {}) and k not in names} or None
 
 
-def _folded(values: Any, noun: str) -> Html | None:
+def _folded(values: Any, noun: str) -> Markup | None:
     if not values:
         return None
     each = [f"{name}: {why}" for name, why in values.items()] if isinstance(values, dict) else values
-    return tag("details", tag("summary", counted(len(each), noun)), "\n".join(map(str, each)))
+    head, lines = counted(len(each), noun), "\n".join(map(str, each))
+    return Markup("<details><summary>{}</summary>{}</details>").format(head, lines)
 
 
-def _memory(one: Record) -> Html | None:
+def _memory(one: Record) -> dict[str, Any] | None:
     measured, planned = one.memory.get("measured"), one.memory.get("planned") or {}
     if not measured:
         return None
-    most = max([*measured.values(), *planned.values(), 1])
-    rows = [
-        (part, _size(planned.get(part), most), _size(measured.get(part), most))
-        for part in _PARTS
-        if part in measured or part in planned
-    ]
     peaks = ", ".join(human(size) for size in one.memory.get("peak_by_rank", []))
-    said = f"The peak is {one.memory.get('peak_is', 'not described')}. By rank: {peaks}."
-    return together([listing(("part", "planned", "measured"), rows), tag("p", said, class_="soft")])
+    return {
+        "rows": [(p, (planned.get(p), measured.get(p))) for p in _PARTS if p in measured or p in planned],
+        "most": max([*measured.values(), *planned.values(), 1]),
+        "said": f"The peak is {one.memory.get('peak_is', 'not described')}. By rank: {peaks}.",
+    }
 
 
-def _size(size: int | None, most: int) -> Html | None:
-    if size is None:
-        return None
-    bar = tag("div", class_="bar", style=f"width:{100 * size / most:.1f}%") if size else None
-    return together([tag("div", human(size)), bar])
-
-
-def _checkpoints(one: Record) -> Html | None:
+def _checkpoints(one: Record) -> dict[str, Any] | None:
     said = {line.get("step") for line in one.saves}
-    rows = [_save(line, one.kept) for line in one.saves] + [
-        (step, "kept", None) for step in one.kept if step not in said
-    ]
-    pieces = [*_newest_rows(("step", "checkpoint", "seconds that training waited"), rows)] if rows else []
-    if one.after_saves:
-        rows = [(line.get("step"), line.get("status"), line.get("seconds")) for line in one.after_saves]
-        pieces += [tag("h3", "Commands after them"), listing(("step", "exit status", "seconds"), rows)]
-    if one.evaluations:
-        pieces += [tag("h3", "Evaluated"), *(_evaluated(each) for each in one.evaluations)]
-    if one.exports:
-        rows = [(line.get("step"), line.get("format"), line.get("folder")) for line in one.exports]
-        pieces += [tag("h3", "Exported"), listing(("step", "format", "folder"), rows)]
-    return together(pieces) if pieces else None
+    found = {
+        "saves": [_save(line, one.kept) for line in one.saves]
+        + [(step, "kept", None) for step in one.kept if step not in said],
+        "evaluated": [_evaluated(each) for each in one.evaluations],
+        "exported": _values_of(one.exports, "step", "format", "folder"),
+    }
+    return found if any(found.values()) else None
 
 
 def _save(line: dict[str, Any], kept: Sequence[int]) -> tuple[object, ...]:
-    if line.get("error"):
-        return line.get("step"), tag("span", line["error"], class_="warn"), line.get("seconds")
-    return (
-        line.get("step"),
-        "kept" if line.get("step") in kept else "taken away",
-        line.get("seconds"),
-    )
+    state = "kept" if line.get("step") in kept else "taken away"
+    return line.get("step"), warning(line["error"]) if line.get("error") else state, line.get("seconds")
 
 
-def _evaluated(found: dict[str, Any]) -> Html:
+def _values_of(lines: Sequence[dict[str, Any]], *names: str) -> list[list[Any]]:
+    return [[line.get(name) for name in names] for line in lines]
+
+
+def _evaluated(found: dict[str, Any]) -> str:
     said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items() if name != "step")
-    return tag("p", f"step {found.get('step')}: {said}")
+    return f"step {found.get('step')}: {said}"
 
 
-def _starts(one: Record) -> Html | None:
-    pieces = [listing(("started", "command"), [(line.get("time"), command(line)) for line in one.commands])]
-    if one.status.job.attempts:
-        rows: list[tuple[object, ...]]
-        rows = [(a.number, a.resumed, a.step, round(a.seconds, 1), a.cause) for a in one.status.job.attempts]
-        head = ("attempt", "from step", "to step", "seconds", "how it failed")
-        pieces += [tag("h3", "Starts of the ranks that failed"), *_newest_rows(head, rows)]
-    if one.bad_steps:
-        rows = [(line.get("step"), line.get("kind"), line.get("action"), line.get("message")) for line in one.bad_steps]
-        pieces += [tag("h3", "Bad steps"), *_newest_rows(("step", "kind", "what followed", "what"), rows)]
-    if one.slow_ranks:
-        pieces += [tag("h3", "Slow ranks"), tag("pre", "\n".join(map(json.dumps, one.slow_ranks)))]
-    return together(pieces)
+def _starts(one: Record) -> dict[str, Any]:
+    attempts = one.status.job.attempts
+    return {
+        "commands": [(line.get("time"), command(line)) for line in one.commands],
+        "attempts": [(a.number, a.resumed, a.step, round(a.seconds, 1), a.cause) for a in attempts],
+        "bad_steps": _values_of(one.bad_steps, "step", "kind", "action", "message"),
+        "slow_ranks": "\n".join(map(json.dumps, one.slow_ranks)),
+    }
 
 
-def _newest_rows(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[Html]:
-    """The newest as they are, those before them folded."""
-    if len(rows) > _ROWS:
-        yield tag("details", tag("summary", f"{len(rows) - _ROWS:,} before these"), listing(head, rows[:-_ROWS]))
-    yield listing(head, rows[-_ROWS:])
-
-
-def _differences(records: Sequence[Record]) -> Html:
+def _differences(records: Sequence[Record]) -> list[tuple[str, list[object]]]:
     flat = {record.label: dict(leaves(record.recipe)) for record in records}
     names = dict.fromkeys(name for each in flat.values() for name in each)
     differ = [name for name in names if len({_json(each.get(name)) for each in flat.values()}) > 1]
@@ -314,13 +227,69 @@ def _differences(records: Sequence[Record]) -> Html:
     def fact(name: str) -> Fact:
         return name, lambda one: _json(flat[one.label].get(name))
 
-    return facts(records, map(fact, differ)) or tag("p", "They do not.", class_="soft")
+    return facts(records, map(fact, differ))
 
 
 def _json(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def _recipe(one: Record, name: bool) -> Html:
-    body = tag("pre", yaml.safe_dump(one.recipe, sort_keys=False, width=110))
-    return tag("details", tag("summary", f"{one.label}: every field" if name else "every field"), body)
+# The rows of tables of facts: a name, and how a record gives its value.
+_OVERVIEW: tuple[Fact, ...] = (
+    ("state", _state),
+    ("why it ended", lambda one: one.status.job.verdict),
+    ("started", lambda one: one.status.job.started.replace("T", " ")),
+    ("steps", lambda one: _of(one.status.step, one.status.steps)),
+    ("samples", lambda one: one.summary.get("samples") or _newest(one, "samples")),
+    ("epochs", lambda one: number(one.summary.get("epochs") or _newest(one, "epoch"))),
+    ("training loss", lambda one: _newest(one, "loss")),
+    ("evaluation", _evaluation),
+    ("best evaluation", lambda one: one.summary.get("best")),
+    ("stopped early", lambda one: one.summary.get("stopped_early")),
+    ("tokens per second, median", lambda one: _median(one, "tokens_per_second")),
+    ("samples per second, median", lambda one: _median(one, "samples_per_second")),
+    (
+        "time of training, all starts",
+        lambda one: _time(one.summary.get("training_seconds") or _newest(one, "elapsed_seconds")),
+    ),
+    (
+        "where the last start's time went",
+        lambda one: {k: f"{v:,.1f} s" for k, v in one.summary.get("seconds", {}).items()},
+    ),
+    ("ranks", _ranks),
+    ("export", lambda one: str(one.run.export) if one.run.export.exists() else None),
+    ("cannot be read", lambda one: Markup().join(map(warning, one.unreadable)) or None),
+)
+_ENGINE: tuple[Fact, ...] = (
+    ("engine", lambda one: _asked(one.engine.get("engine"), "fallback_reason")),
+    ("chosen by measurement", lambda one: (one.engine.get("engine") or {}).get("why")),
+    ("device", lambda one: one.engine.get("device")),
+    ("precision", _precision),
+    ("optimizer", lambda one: _asked(one.engine.get("optimizer"), "why")),
+    ("sharding", lambda one: one.engine.get("sharding")),
+    ("threads of a rank", lambda one: one.engine.get("threads_per_rank")),
+    (
+        "parameters",
+        lambda one: _of(one.engine.get("trained_parameters"), one.engine.get("parameters"), "trained of"),
+    ),
+    ("passes by ONNX Runtime", _passes),
+    ("passes that fell back to PyTorch", _fallbacks),
+    ("exports", _exports),
+    ("nodes of a training step", _nodes),
+    ("torch inside the graph", _torch),
+    ("torch.compile", lambda one: one.engine.get("inductor")),
+    ("held against plain PyTorch", lambda one: _without(one.engine.get("parity"), "worst")),
+    ("head and loss in chunks", lambda one: _without(one.engine.get("chunked_loss"))),
+    ("attention", lambda one: one.engine.get("attention")),
+    ("gradient checkpointing", lambda one: one.engine.get("gradient_checkpointing")),
+    ("gradient norm", lambda one: _without(one.engine.get("fp16_optimizer"))),
+    ("pretrained weights", lambda one: _without(one.engine.get("pretrained"))),
+    ("unused parameters", lambda one: one.engine.get("unused_parameters")),
+    ("settings of engine ort", lambda one: one.ort.get("settings")),
+    ("ORTModule's variables", lambda one: one.ort.get("variables")),
+    ("notes", lambda one: one.ort.get("notes")),
+    ("repairs of ORTModule", lambda one: _folded(one.ort.get("repairs"), "repair")),
+    ("repairs not applied", lambda one: _folded(one.ort.get("repairs_not_applied"), "repair")),
+    ("versions", lambda one: one.engine.get("versions")),
+    ("machine", lambda one: _without({k: one.environment.get(k) for k in ("host", "platform", "cores", "python")})),
+)

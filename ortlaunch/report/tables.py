@@ -1,4 +1,4 @@
-"""Tables of a report: a row for each fact, a column for each run; a fact that no run has is left out. Pure."""
+"""Values of a report's tables: a row for each fact, a column for each run; a fact that no run has is left out. Pure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ortlaunch.report.markup import Html, tag
+from markupsafe import Markup
+
 from ortlaunch.report.records import Record
 
 Fact = tuple[str, Callable[[Record], object]]
 
 
-def facts(records: Sequence[Record], rows: Iterable[Fact]) -> Html | None:
-    """A table of facts; None where no run has any."""
+def facts(records: Sequence[Record], rows: Iterable[Fact]) -> list[tuple[str, list[object]]]:
+    """The name and the values of each row."""
     known = [(name, [told(read, record) for record in records]) for name, read in rows]
-    known = [(name, values) for name, values in known if any(value not in (None, "", [], {}) for value in values)]
-    if not known:
-        return None
-    head = [] if len(records) == 1 else [tag("tr", tag("th"), *(tag("th", record.label) for record in records))]
-    body = [tag("tr", tag("th", name), *(tag("td", text(value)) for value in values)) for name, values in known]
-    return tag("div", tag("table", tag("thead", *head), tag("tbody", *body)), class_="wide")
+    return [(name, values) for name, values in known if any(value not in (None, "", [], {}) for value in values)]
+
+
+def cards(records: Sequence[Record], read: Callable[[Record], Any]) -> list[tuple[Record, Any]]:
+    """The values of each run that has some."""
+    found = [(record, told(read, record)) for record in records]
+    return [(record, value) for record, value in found if value is not None]
 
 
 def told(read: Callable[[Record], Any], record: Record) -> Any:
@@ -28,23 +30,17 @@ def told(read: Callable[[Record], Any], record: Record) -> Any:
     try:
         return read(record)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        return tag("p", f"cannot be told of this run's files: {type(error).__name__}: {error}", class_="warn")
+        return warning(f"cannot be told of this run's files: {type(error).__name__}: {error}")
 
 
-def listing(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """A table of records; numbers stand to the right."""
-    rows = list(rows)
-    kinds = [{type(row[at]) for row in rows} - {type(None)} for at in range(len(head))]
-    right = [bool(kind) and kind <= {int, float} for kind in kinds]
-    classes = ["n" if each else None for each in right]
-    top = tag("tr", *(tag("th", name, class_=kind) for name, kind in zip(head, classes)))
-    body = [tag("tr", *(tag("td", text(cell), class_=kind) for cell, kind in zip(row, classes))) for row in rows]
-    return tag("div", tag("table", top, *body), class_="scroll")
+def warning(text: str) -> Markup:
+    """What is wrong, as a cell shows it."""
+    return Markup('<p class="warn">{}</p>').format(text)
 
 
-def text(value: object) -> object:
+def cell(value: object) -> object:
     """A value as a cell says it."""
-    if isinstance(value, Html):
+    if isinstance(value, Markup):
         return value
     if value is None or value == "":
         return "-"
@@ -61,14 +57,5 @@ def text(value: object) -> object:
     return value
 
 
-def cards(pieces: Iterable[tuple[Record, Html | None]], names: bool) -> Html | None:
-    """A card for each run that has something."""
-    found = [(record, piece) for record, piece in pieces if piece is not None]
-    if not found:
-        return None
-    inside = [tag("div", tag("h3", record.label) if names else None, piece, class_="card") for record, piece in found]
-    return tag("div", *inside, class_="grid")
-
-
 def _inside(value: Any) -> object:
-    return json.dumps(value) if isinstance(value, (dict, list)) else text(value)
+    return json.dumps(value) if isinstance(value, (dict, list)) else cell(value)

@@ -131,7 +131,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     """All of them at once, and no page; a folder given twice is an error, too."""
     run = made(tmp_path / "one", steps(1.0))
     (tmp_path / "tmp").mkdir()
-    with pytest.raises(InputError, match=r"(?s)none: is no folder.*tmp: holds no job.json"):
+    with pytest.raises(InputError, match=r"(?s)none: is neither a folder nor.*tmp: holds no job.json"):
         report([run, tmp_path / "none", tmp_path / "tmp"], tmp_path / "r.html", "now")
     with pytest.raises(InputError, match="given twice"):
         report([run, run], tmp_path / "r.html", "now")
