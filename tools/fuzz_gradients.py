@@ -277,7 +277,9 @@ def _lines(store: Path) -> list[str]:
 def _prepare() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    import onnxruntime  # noqa: F401  once for all children
+    from ortlaunch.ortmodule import compat
+
+    compat.import_ortmodule()  # once for all children
 
 
 def _child(seed: int) -> dict[str, Any]:

@@ -24,6 +24,13 @@ View = Callable[[Tensor], Tensor]
 # What is asked of a tensor's form; a change is of no account.
 _FORMS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.shape.__get__,
           Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_floating_point}  # fmt: skip
+# Called with one of Python's bools, which TorchScript takes for no number.
+_WITH_BOOL = {
+    Tensor.__and__, Tensor.__rand__, Tensor.__or__, Tensor.__ror__, Tensor.__xor__, Tensor.__rxor__, Tensor.__eq__,
+    Tensor.__ne__, Tensor.eq, Tensor.ne, torch.eq, torch.ne, Tensor.bitwise_and, Tensor.bitwise_or, Tensor.bitwise_xor,
+    torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor, Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill,
+    Tensor.fill_, Tensor.where, torch.where, Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul,
+}  # fmt: skip
 _DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}
 
 
@@ -89,6 +96,8 @@ class _Aliases(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FORMS:
             return func(*args, **kwargs)
+        if func in _WITH_BOOL:
+            args, kwargs = tree_map_only(bool, torch.tensor, (args, kwargs))
         given = tensors((args, kwargs))
         values = [self._value(tensor) for tensor in given]
         if any(value is not tensor for value, tensor in zip(values, given)):

@@ -160,6 +160,12 @@ def restore_convolution_symbolics() -> bool:
     return bool(lost)
 
 
+def follow_chunk_sizes() -> None:
+    """Every torch: ORT's export of `chunk` lets the exporter take the first batch's sizes for constants."""
+    registered = importlib.import_module(f"{_ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
+    registered.register("ConstantChunk", "prim", importlib.import_module("ortlaunch.ortmodule.exact_forms").chunk)
+
+
 def skip_nvtx_without_cuda() -> bool:
     """CPU-only torch builds whose `torch.cuda.nvtx` raises; ORT marks ranges in every forward."""
     import torch
@@ -214,6 +220,7 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("infer_shapes_without_weights"),
     Repair("silence_export_warnings", install=without_warning_of_hooks),
     Repair("restore_convolution_symbolics", install=restore_convolution_symbolics),
+    Repair("follow_chunk_sizes", install=follow_chunk_sizes),
     Repair("skip_nvtx_without_cuda", install=skip_nvtx_without_cuda),
 )
 

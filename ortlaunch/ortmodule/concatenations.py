@@ -1,15 +1,26 @@
-"""Tensors without a gradient that are concatenated more than once, such as zeros to pad with or a buffer.
+"""Tensors that a graph takes more than once, and padding of integers.
+
+The former are tensors without a gradient that are concatenated, such as zeros to pad with or a buffer, and a weight
+that one node takes twice.
 
 ORT's gradient of a Concat names a gradient for each of its inputs, wanted or not, that of a BatchNormalization for its
 scale and bias. It adds up those of a trained input; another's would be two results of one name, and the build ends. In
 the graph that ORT gets, each place takes a slice of its own: the whole, from a place before the first, which is no
 other's, or ORT would make one of equal ones.
+
+Integers, such as a Llama's shifted labels, are padded by concatenation: ORT's Pad of them has no CUDA kernel, and would
+copy them to the CPU and back, with a wait, in each step.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
+
+import torch
 
 from ortlaunch.ortmodule.differentiable import STOPS
 from ortlaunch.ortmodule.export import Export
@@ -82,12 +93,55 @@ def _numbers(name: str, *numbers: int) -> Any:
     return helper.make_node("Constant", [], [name], value=value)
 
 
+def use_weights_once(export: Export, model: Any) -> None:
+    """Let a node take a weight once, and minus minus the weight: ORT adds up gradients of several nodes only."""
+    from onnx import helper
+
+    weights, nodes = _weights(export), []
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            if name in weights and name in node.input[:place]:
+                node.input[place] = f"{node.output[0]}_ortlaunch_{place}"
+                names = name, f"{node.input[place]}_minus", node.input[place]
+                nodes += [helper.make_node("Neg", [given], [made]) for given, made in zip(names, names[1:])]
+        nodes.append(node)
+    replace_nodes(model.graph, nodes)
+
+
+def _weights(export: Export) -> set[str]:
+    return {name for name, weight in export.module.named_parameters() if weight.requires_grad}.union(
+        export.info.onnx_graph_input_names_require_grad
+    )
+
+
 def _trained(export: Export, graph: Any) -> set[str]:
     """What a gradient goes back through."""
-    trained = {name for name, weight in export.module.named_parameters() if weight.requires_grad}
-    trained.update(export.info.onnx_graph_input_names_require_grad)
+    trained = _weights(export)
     for node in graph.node:
         stops = STOPS.get(node.op_type, ())
         if any(name in trained for place, name in enumerate(node.input) if place not in stops):
             trained.update(output for output in node.output if not ends_gradients(node, output))
     return trained
+
+
+def padding_integers(export: Export) -> AbstractContextManager[Any]:
+    """While open, torch.nn.functional.pad concatenates integers with constants."""
+    parts: Any = torch._C._nn
+    plain = parts.pad
+
+    @functools.wraps(plain)
+    def pad(x: Any, amounts: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+        integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        if not integers or mode != "constant" or min(amounts) < 0:
+            return plain(x, amounts, mode, value)
+        for place in range(0, len(amounts), 2):
+            axis = x.dim() - 1 - place // 2
+            one = torch.full_like(x.sum(axis, keepdim=True, dtype=x.dtype), int(value or 0))
+            before, after = (
+                [one.expand([count if dim == axis else -1 for dim in range(x.dim())])] if count else []
+                for count in amounts[place : place + 2]
+            )
+            x = torch.cat([*before, x, *after], axis) if before or after else x
+        return x
+
+    return mock.patch.object(parts, "pad", pad)

@@ -17,8 +17,9 @@ from typing import Any
 
 from ortlaunch.ortmodule import torch_calls
 from ortlaunch.ortmodule.compat import import_ortmodule
-from ortlaunch.ortmodule.graph import Graph, read_graph
+from ortlaunch.ortmodule.graph import Graph, read_graph, size
 from ortlaunch.ortmodule.patching import wrap_method
+from ortlaunch.ortmodule.placement import nodes_by_provider
 
 _GRAPH = "_ortlaunch_graph"
 
@@ -161,17 +162,34 @@ def _build_graph(original: Callable[..., Any], manager: Any, *args: Any, **kwarg
 
 def _record_graph(original: Callable[..., Any], manager: Any) -> None:
     import onnx
-    import onnxruntime
     from torch.onnx import TrainingMode
 
     with while_building(), tempfile.TemporaryDirectory(prefix="ortlaunch-") as manager._ortlaunch_folder:
         original(manager)
         options = vars(manager).pop("_ortlaunch_session_options")  # ORT pickles its managers, and cannot these
         model = onnx.load(options.optimized_model_filepath, load_external_data=False)
-    memory_efficient = options.execution_order == onnxruntime.ExecutionOrder.MEMORY_EFFICIENT
-    graph = read_graph(model, manager._export_mode == TrainingMode.TRAINING, memory_efficient)
+        session = manager._execution_agent._inference_session
+        graph = read_graph(model, manager._export_mode == TrainingMode.TRAINING, _is_memory_efficient(options))
+        graph.provider, *others = session.get_providers()
+        nodes = {graph.provider: size(graph.forward + graph.backward)}
+        graph.nodes_by_provider = _placed(options.optimized_model_filepath, session) if others else nodes
     _current.graphs.append(graph)
     setattr(manager._execution_agent, _GRAPH, graph)
+
+
+def _is_memory_efficient(options: Any) -> bool:
+    from onnxruntime import ExecutionOrder
+
+    return bool(options.execution_order == ExecutionOrder.MEMORY_EFFICIENT)
+
+
+def _placed(model: str, session: Any) -> dict[str, int]:
+    """Nodes on each provider; empty, with a note, where ONNX Runtime fails to report it."""
+    try:
+        return nodes_by_provider(model, session)
+    except Exception as error:
+        tally.note(f"the execution provider of each node is not known: {type(error).__name__}: {error}")
+        return {}
 
 
 def _record_fallback(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:

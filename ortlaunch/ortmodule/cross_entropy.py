@@ -20,7 +20,7 @@ from ortlaunch.ortmodule.counters import tally
 from ortlaunch.ortmodule.export import Export
 from ortlaunch.ortmodule.source_guard import TRANSITION, owner
 
-_NONE, _MEAN = 0, 1  # torch's numbers of the reductions
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of the reductions
 SPARSE = 0.9
 """Below this share of labels that count, the others are left out; ORT's threshold."""
 Loss = Callable[..., Any]
@@ -118,6 +118,9 @@ def _written_out(plain: Loss) -> Loss:
 
     def loss(scores: Any, labels: Any, weight: Any, reduction: int, ignore_index: int, smoothing: float) -> Any:
         likely = labels.is_floating_point()
+        if scores.dim() == 1 and not likely:  # one sample: ONNX Runtime's form of it aborts the process
+            reduction = reduction or _SUM  # without a reduction it is the same value
+            return loss(scores.unsqueeze(0), labels.unsqueeze(0), weight, reduction, ignore_index, smoothing)
         if not (likely or smoothing):
             return plain(scores, labels, weight, reduction, ignore_index, smoothing)
         axis = min(scores.dim() - 1, 1)

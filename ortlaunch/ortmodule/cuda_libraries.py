@@ -3,6 +3,7 @@
 The wheel for CUDA is a CUDA 11.8 + cuDNN 8 build, and torch's wheels do not bring those libraries. They come from
 packages of their own (extra `ort-cuda`) or the system. They are loaded by path before onnxruntime, beside a torch of
 CUDA 12 or 13, whose libraries have other names and versioned symbols. Without them ORT computes on the CPU.
+Also finds the toolkit and the headers that extensions are compiled with.
 The control side imports this: nothing but the standard library at the top.
 """
 
@@ -12,6 +13,8 @@ import ctypes
 import ctypes.util
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,10 +81,26 @@ def check() -> str:
         return f"one Relu of ONNX Runtime on CUDA was not computed in {_CHECK_SECONDS} s"
     if done.returncode == 0:
         return ""
-    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    output = done.stdout + done.stderr
     ending = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-    cause = next((line for line in lines if "Failed to load library" in line or "CUDA failure" in line), "")
-    return f"ONNX Runtime cannot compute on this GPU ({ending}): {cause or (lines[-1] if lines else 'no message')}"
+    causes = (
+        re.findall(r"CUDA failure \d+: [^;\n]*|.*Failed to load library.*", output) + output.strip().splitlines()[-1:]
+    )
+    return f"ONNX Runtime cannot compute on this GPU ({ending}): {causes[0].strip() if causes else 'no message'}"
+
+
+def toolkit(search_path: str) -> str:
+    """Folder of the CUDA toolkit: the user's, else nvcc's (which may be a link or a script), else the usual one."""
+    nvcc = Path(shutil.which("nvcc", path=search_path) or "/usr/local/cuda/bin/nvcc")
+    homes = (nvcc.parents[1], nvcc.resolve().parents[1], Path("/usr/local/cuda"))
+    whole = (str(home) for home in homes if (home / "include" / "cuda_runtime.h").is_file())
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or next(whole, "")
+
+
+def headers(cuda: str) -> list[str]:
+    """Folders of headers that the wheels of a torch for this version of CUDA bring."""
+    name = "c*" if cuda.startswith("12.") else f"cu{cuda.partition('.')[0]}"
+    return [str(path) for folder in _folders() for path in sorted(folder.glob(f"{name}/include"))]
 
 
 def _installed(library: Library) -> Path | None:

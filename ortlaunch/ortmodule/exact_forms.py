@@ -23,6 +23,7 @@ _TORCHS = {
     for name in ("cdist", "cosine_similarity", "embedding_bag", "flip", "log1p", "pairwise_distance")
 }  # fmt: skip
 _NORMS = (0.0, 1.0, 2.0, math.inf, -math.inf)
+_MASKS = (torch.bool, torch.uint8)
 _OLDEST = 14  # of the opsets that can be asked for
 
 
@@ -60,7 +61,11 @@ def exactly(export: Export) -> Export:
         "hardtanh": _hardtanh,
         "maximum": lambda g, x, y: _chosen(g, "Greater", x, y),
         "minimum": lambda g, x, y: _chosen(g, "Less", x, y),
+        "index": _index,
+        "chunk": _chunk,
+        "split": _split,
         "clamp": _clamp,
+        "gelu": _gelu,
         "clamp_min": lambda g, x, low: _clamp(g, x, low, None),
         "clamp_max": lambda g, x, high: _clamp(g, x, None, high),
     }
@@ -69,6 +74,82 @@ def exactly(export: Export) -> Export:
     for name, form in forms.items():
         export = registered(export, f"aten::{name}", form, _OLDEST)
     return export
+
+
+def _index(g: Any, x: Any, indices: Any) -> Any:
+    """Torch's form of several index tensors does not wrap negative values, and takes masks of one dimension only."""
+    from torch.onnx import symbolic_helper
+
+    given: list[Any] = []
+    for one in symbolic_helper._unpack_list(indices):
+        given += [one] if symbolic_helper._is_none(one) or type_of(one) not in _MASKS else _places(g, one)
+    tensors = [dim for dim, one in enumerate(given) if not symbolic_helper._is_none(one)]
+    for dim in tensors if len(tensors) > 1 else ():
+        place = g.op("Cast", given[dim], to_i=int(torch.onnx.TensorProtoDataType.INT64))
+        from_end = g.op("Add", place, g.op("Gather", g.op("Shape", x), _integers(g, dim)))
+        given[dim] = g.op("Where", g.op("Less", place, _integers(g, 0)), from_end, place)
+        indices = g.op("prim::ListConstruct", *given)
+    return importlib.import_module("torch.onnx.symbolic_opset11").index(g, x, indices)
+
+
+def _places(g: Any, mask: Any) -> list[Any]:
+    """The places of a mask's true values: an index tensor for each dimension."""
+    found = g.op("NonZero", mask)
+    return [g.op("Gather", found, _integers(g, dim)) for dim in range(mask.type().dim())]
+
+
+def _integers(g: Any, values: int | list[int]) -> Any:
+    return g.op("Constant", value_t=torch.tensor(values))
+
+
+def _chunk(g: Any, x: Any, chunks: Any, dim: Any) -> Any:
+    """Fewer parts than requested, such as 3 of a size of 5 in 4: torch's form is a sequence, which ORT cannot infer."""
+    from torch.onnx import symbolic_helper
+
+    count, axis = (symbolic_helper._get_const(value, "i", "chunk") for value in (chunks, dim))
+    number = next(use.user for use in g.original_node.output().uses()).outputsSize()
+    return g.op("prim::ListConstruct", *chunk(g, x, count, axis, number))
+
+
+def _split(g: Any, x: Any, sizes: Any, dim: Any, _outputs: Any = None) -> Any:
+    """Parts of one size: where a dimension's size is unknown, torch's form takes the last one for a whole one."""
+    from torch.onnx import symbolic_helper
+
+    size, axis = (symbolic_helper._maybe_get_const(value, "i") for value in (sizes, dim))
+    number = symbolic_helper._maybe_get_const(_outputs, "i")
+    unknown = symbolic_helper._get_tensor_dim_size(x, axis) is None
+    if unknown and isinstance(size, int) and isinstance(number, int):
+        return _parts(g, x, _integers(g, [size]), axis, number)
+    return importlib.import_module("torch.onnx.symbolic_opset13").split(g, x, sizes, dim, _outputs)
+
+
+def chunk(g: Any, x: Any, chunks: int, dim: int, number: int = 0) -> list[Any]:
+    """Parts of a size that follows from the dimension's.
+
+    number: of parts, where it is not `chunks`.
+    """
+    size = g.op("Gather", g.op("Shape", x), _integers(g, [dim]))
+    each = g.op("Div", g.op("Add", size, _integers(g, [chunks - 1])), _integers(g, [chunks]))
+    return _parts(g, x, each, dim, number or chunks)
+
+
+def _parts(g: Any, x: Any, each: Any, dim: int, number: int) -> list[Any]:
+    """A Split into as many parts as were traced, which fails in a pass where there are more or fewer.
+
+    Their sizes are unknown to the exporter, which would take the traced ones for constants.
+
+    each: the size of all parts but the last, which may be smaller.
+    """
+    size = g.op("Gather", g.op("Shape", x), _integers(g, [dim]))
+    rest = g.op("Sub", size, g.op("Mul", each, _integers(g, [number - 1])))
+    last = g.op("Min", each, rest)
+    if number > 1:  # fewer parts: a whole last one is too much for the dimension, so that Split fails
+        last = g.op("Where", g.op("Less", rest, _integers(g, [1])), each, last)
+    split = g.op("Split", x, g.op("Concat", *[each] * (number - 1), last, axis_i=0), axis_i=dim, outputs=number)
+    made: list[Any] = list(split) if number > 1 else [split]
+    for part in made:
+        part.setType(x.type().with_sizes([None] * x.type().dim()))
+    return made
 
 
 def _constant(g: Any, number: float, like: Any) -> Any:
@@ -97,6 +178,13 @@ def _cross_entropy(g: Any, x: Any, y: Any, weight: Any, pos_weight: Any, reducti
     if how == 1:
         return g.op("ReduceMean", loss, keepdims_i=0)
     return symbolic_helper._reducesum_helper(g, loss, keepdims_i=0) if how == 2 else loss
+
+
+def _gelu(g: Any, x: Any, approximate: Any) -> Any:
+    """In bfloat16 ORT's own, as its fusion makes it of torch's form in other types; bfloat16.py hands it to torch."""
+    if type_of(x) == torch.bfloat16 and approximate.node().s("value") == "none":
+        return g.op("com.microsoft::Gelu", x)
+    return importlib.import_module("torch.onnx.symbolic_opset9").gelu(g, x, approximate)
 
 
 def _hardtanh(g: Any, x: Any, low: Any, high: Any) -> Any:

@@ -1,8 +1,7 @@
 """Builds ORT's torch C++ extensions once per stack of versions, and finds them again.
 
-Owns the extensions' folder in the cache and the question which ORT wheel is installed. Imports the standard library and
-ortlaunch's cache, errors and extension_sources only (torch runs in the compiler's own process): the control side of
-ortlaunch asks here, too.
+Owns the extensions' folder in the cache and the question which ORT wheel is installed. Torch runs in the compiler's own
+process, and is not imported here: the control side of ortlaunch imports this module, too.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from ortlaunch import machine
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import MissingDependency, OrtlaunchError
-from ortlaunch.ortmodule import extension_sources
+from ortlaunch.ortmodule import cuda_libraries, extension_sources
 
 ORT_VERSION = "1.19.2"
 EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}
@@ -241,7 +240,7 @@ def _require_tools() -> None:
     lacking = list(_lacking_tools())
     if lacking:
         raise MissingDependency(
-            "building ORT's torch extensions needs: " + "; ".join(lacking) + ". Then type: ortlaunch setup"
+            f"building ORT's torch extensions needs: {'; '.join(lacking)}. Then type: ortlaunch setup"
         )
 
 
@@ -255,7 +254,7 @@ def _lacking_tools() -> Iterator[str]:
         yield "setuptools (pip install setuptools)"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         yield "Python's C headers (apt-get install python3-dev)"
-    if _cuda_versions() and not (os.environ.get("CUDA_HOME") or shutil.which("nvcc", path=_search_path())):
+    if _cuda_versions() and not cuda_libraries.toolkit(_search_path()):
         yield f"CUDA's compiler (nvcc {(_cuda_versions() or ('',))[0]} was not found; set CUDA_HOME)"
 
 
@@ -309,6 +308,9 @@ def _build_environment() -> dict[str, str]:
         # What torch_cpp_extensions/install.py sets for their setup.py.
         values["ONNXRUNTIME_CUDA_VERSION"] = cuda[1]
         values["TORCH_CUDA_ARCH_LIST"] = _architectures(cuda[0])
+        values["CUDA_HOME"] = cuda_libraries.toolkit(_search_path())
+        # Searched last: for toolkits without the headers of cuBLAS, cuSPARSE and cuSOLVER.
+        values["CPATH"] = os.pathsep.join(filter(None, (os.environ.get("CPATH"), *cuda_libraries.headers(cuda[0]))))
         values["ONNXRUNTIME_ROCM_VERSION"] = ""
         values["ONNXRUNTIME_CUDA_NVCC_EXTRA_ARGS"] = "-lineinfo,-O3,--use_fast_math,--threads,0"
     return values

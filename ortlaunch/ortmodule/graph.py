@@ -28,6 +28,10 @@ class Graph:
     """Custom autograd functions that ORT calls, by name."""
     triton: Counter[str]
     """Triton kernels, by name."""
+    provider: str = ""
+    """The session's execution provider."""
+    nodes_by_provider: dict[str, int] = field(default_factory=dict)
+    """Nodes on each execution provider."""
     forward_passes: int = field(default=0)
     backward_passes: int = field(default=0)
 
@@ -41,7 +45,8 @@ class Graph:
         halves = {"forward": self.forward, "backward": self.backward} if self.training else {"forward": self.forward}
         nodes = {f"{half}_nodes": size(ops) for half, ops in halves.items()}
         frequent = {f"{half}_operators": dict(ops.most_common(_MOST)) for half, ops in halves.items()}
-        return {**nodes, **frequent, **self._calls()}
+        placed = {"provider": self.provider, "nodes_by_provider": self.nodes_by_provider}
+        return {**nodes, **placed, **frequent, **self._calls()}
 
     def _calls(self) -> dict[str, dict[str, int]]:
         return {"aten": dict(self.aten), "python": dict(self.python), "triton": dict(self.triton)}

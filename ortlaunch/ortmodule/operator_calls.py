@@ -194,8 +194,10 @@ def _fits(old: Any, kind: str) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    """A tensor without dimensions is one, as a trace has it, but for a bool: that was a tensor."""
     found = _value(value)
-    return isinstance(found, (int, float, str)) or (isinstance(found, torch.Tensor) and not found.dim())
+    of_tensor = isinstance(found, torch.Tensor) and not found.dim() and found.dtype != torch.bool
+    return of_tensor or isinstance(found, (int, float, str))
 
 
 def _inside(kind: str) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from ortlaunch.ortmodule import (
     aliases,
+    bfloat16,
     broadcasts,
     buffers,
     checkpointing,
@@ -92,6 +93,7 @@ _PASSES: tuple[tuple[str, Callable[[Export, Any], None]], ...] = (
     ("export_grouped_conv1d_as_conv2d", convolutions.rewrite),
     ("keep_broadcast_sizes", broadcasts.note_sizes),
     ("concatenate_constants", concatenations.keep_constants_apart),
+    ("sum_repeated_weights", concatenations.use_weights_once),
 )
 # 4. Which inputs and weights get a gradient.
 _GRADIENTS: tuple[tuple[str, Callable[[Export, Any, list[str]], list[str]]], ...] = (
@@ -111,6 +113,7 @@ def install() -> None:
     patching.replace_ort_export(_trace)
     patching.wrap_method(owner(TRANSITION), "_get_exported_model", _traced)
     patching.wrap_method(owner(TRANSITION), "_export_model", _exported)
+    bfloat16.install()  # inside the next, which exports again what has no kernel
     torch_operators.install()
     unsupported.install()
 
@@ -147,10 +150,12 @@ def _traced_once(export: Export, original: Callable[..., Any], arguments: dict[s
         with contextlib.ExitStack() as contexts:
             for context in _in_force(_CONTEXTS):
                 contexts.enter_context(context(export))
+            contexts.enter_context(concatenations.padding_integers(export))
             contexts.enter_context(unsupported.uncompiled(export.module))
             contexts.enter_context(torch_operators.kept(export))
             contexts.enter_context(torch_modules.called(export))
             model, schema = original(**arguments)  # calls _trace
+        bfloat16.correct_casts(model)
         for rewrite in _in_force(_PASSES):
             rewrite(export, model)
     return model, schema

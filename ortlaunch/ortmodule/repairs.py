@@ -54,7 +54,10 @@ _EXPORT = (f"{TRANSITION}._export_model", f"{TRANSITION}._get_exported_model")
 _INFERENCE = tuple(
     f"{SHAPES}.{name}" for name in ("_broadcast_shapes", "_check_merged_dims", "_onnx_infer_single_node")
 )
-_SIZES = tuple(f"{SHAPES}.{name}" for name in ("_infer_Slice", "_infer_aten_upsample", "_get_int_or_float_values"))
+_SIZES = tuple(
+    f"{SHAPES}.{name}"
+    for name in ("_infer_Slice", "_infer_Split_Common", "_infer_aten_upsample", "_get_int_or_float_values")
+)
 # Of those that replace one method the later ones stand around the earlier ones.
 REPAIRS = (
     Repair("skip_frozen_gradients", _EXPORT),
@@ -119,6 +122,7 @@ REPAIRS = (
     Repair("detect_kept_tensors", _EXPORT),
     Repair("export_grouped_conv1d_as_conv2d", _EXPORT),
     Repair("concatenate_constants", _EXPORT),
+    Repair("sum_repeated_weights", _EXPORT),
     Repair(
         "keep_broadcast_sizes",
         (*_EXPORT, *_INFERENCE),
@@ -126,7 +130,7 @@ REPAIRS = (
     ),
     Repair("keep_vanishing_sizes", _EXPORT, keep_vanishing_sizes),
     Repair("cut_unequal_parts", _EXPORT, cut_unequal_parts),
-    Repair("infer_symbolic_sizes", (f"{SHAPES}._infer_Slice", f"{SHAPES}._infer_aten_upsample"), infer_symbolic_sizes),
+    Repair("infer_symbolic_sizes", _SIZES, infer_symbolic_sizes),
     Repair(
         "call_torch_kernels", (f"{TRAINING}._build_graph", f"{TRAINING}._create_execution_agent"), call_torch_kernels
     ),

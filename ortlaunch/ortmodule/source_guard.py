@@ -36,6 +36,7 @@ KNOWN = {
     f"{SHAPES}._check_merged_dims": "5e2c03720d3c04f4",
     f"{SHAPES}._onnx_infer_single_node": "676f5d33dee7ee1b",
     f"{SHAPES}._infer_Slice": "321394f15641126c",
+    f"{SHAPES}._infer_Split_Common": "c475321ced0d9214",
     f"{SHAPES}._get_int_or_float_values": "676b3db4154bcd1f",
     f"{SHAPES}._infer_aten_upsample": "9eb5016911b439f2",
     f"{PROCESSED}.restore_outputs": "faecc5bfae8ec00d",

@@ -15,6 +15,7 @@ def infer_symbolic_sizes() -> None:
     inference = _module().SymbolicShapeInference
     patching.wrap_method(inference, "_infer_aten_upsample", _upsampled)
     patching.wrap_method(inference, "_infer_Slice", _sliced)
+    patching.wrap_method(inference, "_infer_Split_Common", _split)
     patching.wrap_method(inference, "_get_int_or_float_values", _valued)
 
 
@@ -39,12 +40,26 @@ def _sliced(original: Callable[..., Any], inference: Any, node: Any) -> None:
     try:
         original(inference, node)
     except AssertionError:
-        shape = inference._get_shape(node, 0)
-        for axis in inference._try_get_value(node, 3):
-            shape[axis] = str(inference._new_symbolic_dim_from_output(node, 0, int(axis) % len(shape)))
-        found = inference.known_vi_[node.output[0]]
-        kind = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
-        found.CopyFrom(importlib.import_module("onnx").helper.make_tensor_value_info(node.output[0], kind, shape))
+        _give_new_sizes(inference, node, 0, inference._try_get_value(node, 3))
+
+
+def _split(original: Callable[..., Any], inference: Any, node: Any, *args: Any) -> None:
+    """Parts of a size that follows from others, as of a batch in two."""
+    try:
+        original(inference, node, *args)
+    except TypeError:  # of SymPy: a formula is no integer
+        for output in range(len(node.output)):
+            _give_new_sizes(inference, node, output, [one.i for one in node.attribute if one.name == "axis"])
+
+
+def _give_new_sizes(inference: Any, node: Any, output: int, axes: Any) -> None:
+    """Let an output have the first input's shape, with sizes along `axes` that nothing is known of."""
+    shape = inference._get_shape(node, 0)
+    for axis in axes:
+        shape[axis] = str(inference._new_symbolic_dim_from_output(node, output, int(axis) % len(shape)))
+    made = inference.known_vi_[node.output[output]]
+    kind = inference.known_vi_[node.input[0]].type.tensor_type.elem_type
+    made.CopyFrom(importlib.import_module("onnx").helper.make_tensor_value_info(made.name, kind, shape))
 
 
 def _valued(original: Callable[..., Any], inference: Any, node: Any, *args: Any, **kwargs: Any) -> list[Any]:

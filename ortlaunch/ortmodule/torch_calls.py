@@ -197,7 +197,9 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 def _derive(ctx: Any, given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     pairs = [
-        (result, g.to(result.dtype)) for result, g in zip(ctx.results, given) if result.requires_grad and g is not None
+        (result, g.to(result.dtype).reshape(result.shape))
+        for result, g in zip(ctx.results, given)
+        if result.requires_grad and g is not None
     ]
     leaves = [leaf for leaf, want in zip(ctx.leaves, ctx.wanted) if want]
     found: Iterator[Any] = iter([None] * len(leaves))

@@ -1,7 +1,8 @@
 """Work of a training graph on the CPU that torch's kernels do faster than ONNX Runtime's, called from inside the graph.
 
 Cross entropy, dropout, GELU and the gradients of GELU and LayerNorm, which ORT computes mostly on one thread, and where
-wanted large matrix products, in which MKL is faster on Intel's processors. ORT's nodes become torch's operators (ATen
+wanted large matrix products, in which MKL is faster on Intel's processors; and sigmoid, which is 0 in ORT's from -18
+downwards, so that its logarithm is infinite. ORT's nodes become torch's operators (ATen
 nodes) with the same inputs and outputs; whatever does not look as expected is left to ORT.
 """
 
@@ -59,11 +60,12 @@ def replace(graph: Any, products: bool, recomputes: bool = False) -> None:
 
     recomputes: the backward pass will compute parts of the forward pass again, for which dropout must be ORT's own.
     """
-    rewriting = _Rewriting(graph)
-    kernels: dict[str, Callable[[_Rewriting, Any], bool]] = {
+    rewriting = Rewriting(graph)
+    kernels: dict[str, Callable[[Rewriting, Any], bool]] = {
         "SoftmaxCrossEntropyLossInternal": _loss,
         "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
-        "Gelu": _gelu,
+        "Gelu": lambda graph, node: _function(graph, node, "gelu", ""),
+        "Sigmoid": lambda graph, node: _function(graph, node, "sigmoid"),
         "GeluGrad": _gelu_gradient,
         "LayerNormalizationGrad": _norm_gradient,
         **({} if recomputes else {"Dropout": _dropout, "DropoutGrad": _dropout_gradient}),
@@ -77,7 +79,7 @@ def replace(graph: Any, products: bool, recomputes: bool = False) -> None:
     graph.value_info.extend(rewriting.unknown_values())
 
 
-class _Rewriting:
+class Rewriting:
     """A graph as it was, and the nodes of the one that takes its place."""
 
     def __init__(self, graph: Any) -> None:
@@ -134,12 +136,12 @@ class _Rewriting:
         used = {name for node in self.nodes for name in node.input} | self.outputs
         return [node for node in self.nodes if node.op_type != "Transpose" or node.output[0] in used]
 
-    def unknown_values(self) -> list[Any]:
-        """Types of what torch's operators put out, which ORT could not infer."""
+    def unknown_values(self, kind: int = 1) -> list[Any]:
+        """Types of what torch's operators put out, which ORT could not infer: `kind` (ONNX's number), or masks'."""
         from onnx import TensorProto, helper
 
         unknown = sorted(name for name in self.made - self.types.keys() if name)
-        kinds = [TensorProto.UINT8 if name in self.masks else TensorProto.FLOAT for name in unknown]
+        kinds = [TensorProto.UINT8 if name in self.masks else kind for name in unknown]
         return [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(unknown, kinds)]
 
 
@@ -156,12 +158,12 @@ def _input(node: Any, place: int) -> str:
 # ------------------------------------------------------------------------------------------------- cross entropy
 
 
-def _fits(graph: _Rewriting, forward: Any) -> bool:
+def _fits(graph: Rewriting, forward: Any) -> bool:
     """Scores of one row a label, unweighted."""
     return not _input(forward, 2) and 2 in (graph.rank(forward.input[0]), graph.rank(forward.output[1]))
 
 
-def _loss(graph: _Rewriting, node: Any) -> bool:
+def _loss(graph: Rewriting, node: Any) -> bool:
     if not _fits(graph, node):
         return False
     loss, logs = node.output
@@ -171,7 +173,7 @@ def _loss(graph: _Rewriting, node: Any) -> bool:
     return True
 
 
-def _loss_gradient(graph: _Rewriting, node: Any) -> bool:
+def _loss_gradient(graph: Rewriting, node: Any) -> bool:
     gradient, logs, labels = node.input[:3]
     forward = graph.makers.get(logs)
     if forward is None or forward.op_type != "SoftmaxCrossEntropyLossInternal" or not _fits(graph, forward):
@@ -194,7 +196,7 @@ def _reduction(node: Any) -> int:
 # ----------------------------------------------------------------------------------------------- dropout
 
 
-def _dropout(graph: _Rewriting, node: Any) -> bool:
+def _dropout(graph: Rewriting, node: Any) -> bool:
     """Where its mask goes nowhere but into the gradient."""
     known = graph.types.get(node.input[0])
     mask = node.output[1] if len(node.output) > 1 else f"{node.output[0]}_mask"
@@ -207,7 +209,7 @@ def _dropout(graph: _Rewriting, node: Any) -> bool:
     return True
 
 
-def _dropout_gradient(graph: _Rewriting, node: Any) -> bool:
+def _dropout_gradient(graph: Rewriting, node: Any) -> bool:
     if _bytes(node.input[1]) not in graph.masks:
         return False
     inputs = [node.input[0], _bytes(node.input[1]), _input(node, 2) or 0.5, node.input[3]]
@@ -222,20 +224,20 @@ def _bytes(mask: str) -> str:
 # ----------------------------------------------------------------------------------------------- GELU, LayerNorm
 
 
-def _gelu(graph: _Rewriting, node: Any) -> bool:
+def _function(graph: Rewriting, node: Any, operator: str, *options: str) -> bool:
     known = graph.types.get(node.input[0])
     if known is not None and known.elem_type != 1:  # what comes next must know its type, and float32 is what it is told
         return False
-    graph.call("gelu", [*node.input, ""], node.output)
+    graph.call(operator, [*node.input, *options], node.output)
     return True
 
 
-def _gelu_gradient(graph: _Rewriting, node: Any) -> bool:
+def _gelu_gradient(graph: Rewriting, node: Any) -> bool:
     graph.call("gelu_backward", [*node.input, ""], node.output)
     return True
 
 
-def _norm_gradient(graph: _Rewriting, node: Any) -> bool:
+def _norm_gradient(graph: Rewriting, node: Any) -> bool:
     """Over the last dimension. Torch asks for the bias, and takes no more than its size."""
     gradient, x, scale, mean, inverse = node.input
     last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
@@ -256,7 +258,7 @@ def _wide(graph: Any) -> bool:
     return any(len(shape) == 2 and min(shape) >= WIDTH for shape in shapes)
 
 
-def _product(graph: _Rewriting, node: Any) -> bool:
+def _product(graph: Rewriting, node: Any) -> bool:
     """op(a) op(b), where b is a matrix, and a too where it is transposed; a transpose at its end is done with it."""
     a, b = node.input[:2]
     settings = _attributes(node)
@@ -278,7 +280,7 @@ def _product(graph: _Rewriting, node: Any) -> bool:
     return True
 
 
-def _untransposed(graph: _Rewriting, name: str, transposed: int) -> tuple[str, bool]:
+def _untransposed(graph: Rewriting, name: str, transposed: int) -> tuple[str, bool]:
     """A matrix before its transposes, and whether it is to be taken transposed."""
     over = bool(transposed)
     while name not in graph.made and name in graph.makers and graph.makers[name].op_type == "Transpose":

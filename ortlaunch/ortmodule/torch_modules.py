@@ -156,10 +156,18 @@ def _as_node(
     held, result = weakref.ref(layer), _Result(path)
     casts = _autocast()
 
+    def outside(leaf: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"a loss was computed with a tensor that {path}, which runs as torch, keeps outside its result: its "
+            "gradient would not reach the layers before. Return the tensor from the layer's and the model's forward"
+        )
+
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         values = list(rest)
         for place, tensor in zip(places, tensors):
             values[place] = tensor.clone() if tensor.requires_grad else tensor  # it may change what it is given
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(outside)  # not called in the graph's own backward pass
         inner_args, inner_kwargs = tree_unflatten(values, form)
         module = held()
         assert module is not None, f"{path} is gone"

@@ -19,7 +19,7 @@ from ortlaunch.ortmodule.patching import wrap_method
 from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, owner
 
 _OURS = str(Path(__file__).parents[1])
-_HALF = "ONNX Runtime computes float32 on a CPU (and float16 on CUDA)"
+_HALF = "ONNX Runtime computes float32 on a CPU (and float16 and bfloat16 on CUDA)"
 _EAGER = "use the model without ORTModule (engine.name: eager)"
 # A pattern in an error, and what is written in its place; {0} is what the pattern found.
 _SENTENCES = (
@@ -32,6 +32,21 @@ _SENTENCES = (
         r"does not require grad and does not have a grad_fn",
         "the forward pass calls torch.autograd.grad or backward, and ONNX Runtime's graph has no derivative of a "
         f"derivative: wrap a part of the model that calls neither, or {_EAGER}",
+    ),
+    (
+        r"We don't have an op for aten::(\w+) but it isn't a special case.*[\s\S]*bool",
+        "{0} is called with a Python bool where TorchScript takes a number or a tensor: write 1 or 0, or "
+        "torch.tensor(True)",
+    ),
+    (
+        r"kDLInt && dlpack->dl_tensor.dtype.bits == 64 INTERNAL ASSERT",
+        'a size that is computed, as in interpolate(scale_factor=..., mode="area"), reaches torch\'s operator as a '
+        f"float: give the size itself (size=...), or {_EAGER}",
+    ),
+    (
+        r"Cannot split using values in 'split'|Invalid value in 'split'",
+        "split, chunk or unbind gives another number of parts than in the first batch, and ONNX Runtime's graph has "
+        f"that many: split a dimension of one size, compute with the whole tensor, or {_EAGER}",
     ),
 )
 _TYPES = {

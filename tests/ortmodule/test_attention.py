@@ -196,6 +196,8 @@ ORTModule(Scores(0.3), Settings(threads=1, torch_operators="off"))(x)
 """
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_attention_dropout_of_an_unknown_torch_is_refused(tmp_path: Path) -> None:
     """Where torch's source is not the known one, dropout in attention ends the first pass, and nothing else does."""
     share_extensions(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ortlaunch.errors import EngineError
 from tests.ort import needs_ort
@@ -158,3 +159,21 @@ def test_frozen_layers_stay_in_their_mode() -> None:
     module = wrapped(model)
     module(images(1)[0]).backward()
     assert [layer.training for layer in (model, model.first, model.second)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("where", "reentrant", "updates"), [("inside", False, 1), ("around", False, 1), ("around", True, 2)]
+)
+def test_a_checkpoint_around_batch_normalization(where: str, reentrant: bool, updates: int) -> None:
+    """Statistics are updated once a pass (eager PyTorch: twice), and twice where the module itself is run again."""
+
+    class Inside(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    norm = Inside(8) if where == "inside" else nn.BatchNorm1d(8)
+    model = nn.Sequential(nn.Linear(8, 8), norm)
+    module, x = wrapped(model), torch.randn(6, 8, requires_grad=True)
+    out = module(x) if where == "inside" else checkpoint(module, x, use_reentrant=reentrant)
+    out.square().mean().backward()
+    assert norm.num_batches_tracked == updates

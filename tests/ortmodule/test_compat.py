@@ -197,6 +197,14 @@ try:
     ORTModule(Kept(False), Settings(threads=1, torch_operators="off"))(torch.ones(2, 4)).backward()
 except Exception as error:
     raise SystemExit(f"a checkpoint: {error}")
+class Halves(Model):
+    def forward(self, x):
+        first, last = self.linear(x).expand(-1, 2).chunk(2, -1)
+        return first * first.shape[0] + last
+
+halves = ORTModule(Halves(False), Settings(threads=1, torch_operators="off"))
+small, large = halves(torch.ones(2, 4)), halves(torch.ones(5, 4))
+assert abs(large[0] / small[0] - 2) < 1e-5, "the number of rows of a part stayed that of the first batch"
 class Attention(torch.nn.Module):
     def __init__(self, dropout):
         super().__init__()
@@ -235,6 +243,7 @@ WITHOUT = {
     "stop_gradient_under_no_grad": "the gradient went through no_grad",
     "propagate_inplace_views": "a change through a view was left out",
     "infer_shapes_without_weights": "weights of these sizes were copied",
+    "follow_chunk_sizes": "the number of rows of a part stayed",
     "silence_export_warnings": "warnings of the export",
     "restore_convolution_symbolics": "a convolution: ",
     "skip_nvtx_without_cuda": "NVTX functions not installed",

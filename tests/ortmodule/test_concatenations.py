@@ -54,6 +54,27 @@ def test_a_part_without_a_gradient_joins_several_times(name: str) -> None:
         same(model, eager)
 
 
+class Twice(nn.Module):
+    """A function of two weights, each of which it uses as both arguments."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function, self.row, self.number = function, nn.Parameter(torch.randn(4)), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x + self.function(self.row, self.row).sum(0)) * self.function(self.number, self.number).sum()).sum()
+
+
+@pytest.mark.parametrize("function", [torch.mul, torch.add, lambda x, y: torch.stack([x, y, x]).exp()])
+def test_an_operator_takes_a_weight_twice(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Its gradient is the sum of both, which ORT builds for the weights of several operators only."""
+    model, x = Twice(function), torch.randn(3, 4)
+    eager = copy.deepcopy(model)
+    wrapped(model)(x).backward()
+    eager(x).backward()
+    same(model, eager)
+
+
 class Standardizing(nn.Module):
     """Two weights brought to mean 0 and spread 1, as BiT does: with a scale of one constant."""
 

@@ -80,8 +80,41 @@ def test_the_check_survives_an_abort(code: str, why: str, nvidia: Path, monkeypa
     assert bool(cuda_libraries.check()) == bool(why)
 
 
+def test_the_toolkit_is_found_and_headers_come_from_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to nvcc leads to its toolkit; CUDA_HOME comes first; the wheels' headers are those of torch's CUDA."""
+    for folder in ("toolkit/bin", "toolkit/include", "links", "nvidia/cu13/include", "nvidia/cublas/include"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "toolkit" / "include" / "cuda_runtime.h").touch()
+    (tmp_path / "toolkit" / "bin" / "nvcc").touch(0o755)
+    (tmp_path / "links" / "nvcc").symlink_to(tmp_path / "toolkit" / "bin" / "nvcc")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for folder in ("links", "toolkit/bin"):
+        assert cuda_libraries.toolkit(str(tmp_path / folder)) == str(tmp_path / "toolkit")
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
+    assert cuda_libraries.toolkit(str(tmp_path / "links")) == "/opt/cuda"
+    monkeypatch.setattr(cuda_libraries, "_folders", lambda: iter([tmp_path / "nvidia"]))
+    assert cuda_libraries.headers("13.0") == [str(tmp_path / "nvidia" / "cu13" / "include")]
+    assert str(tmp_path / "nvidia" / "cublas" / "include") in cuda_libraries.headers("12.6")
+
+
 _WHEEL = r'"((?:onnxruntime-training|nvidia-[a-z-]+-cu11)==[0-9.]+)'
 _WHEELS = re.findall(_WHEEL, (Path(__file__).parents[2] / "pyproject.toml").read_text())
+# A driver without a GPU: the functions that ONNX Runtime looks up, and cuGetProcAddress, by which the runtime does.
+_DRIVER = """
+#include <string.h>
+#define NO_DEVICE(name) int cu##name(void) { return 100; }
+NO_DEVICE(Init) NO_DEVICE(GetErrorName) NO_DEVICE(FuncSetAttribute) NO_DEVICE(LinkComplete) NO_DEVICE(ModuleUnload)
+NO_DEVICE(LinkDestroy) NO_DEVICE(ModuleLoadData) NO_DEVICE(LinkCreate_v2) NO_DEVICE(ModuleGetFunction)
+NO_DEVICE(LinkAddFile_v2) NO_DEVICE(LinkAddData_v2) NO_DEVICE(LaunchCooperativeKernel) NO_DEVICE(LaunchKernel)
+NO_DEVICE(DeviceGetAttribute) NO_DEVICE(FuncSetCacheConfig)
+int cuDriverGetVersion(int *version) { *version = 12040; return 0; }
+int cuGetProcAddress(const char *name, void **address, int version, unsigned long flags) {
+  int own = !strcmp(name, "cuGetProcAddress"), number = !strcmp(name, "cuDriverGetVersion");
+  *address = own ? (void *)cuGetProcAddress : number ? (void *)cuDriverGetVersion : (void *)cuInit;
+  return 0;
+}
+"""
 _CHECK = """
 import sys
 from ortlaunch.ortmodule import cuda_libraries
@@ -92,7 +125,7 @@ print([library.name for library in cuda_libraries.missing()], cuda_libraries.che
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
-    """With the CUDA 11 wheels, ORT's CUDA provider loads as far as the missing driver; without them it names one."""
+    """Each missing file is named; ORT's provider loads as far as the driver, and whole with one that has no GPU."""
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("this machine has a driver: the check computes here")
     site = tmp_path / "site"
@@ -112,12 +145,12 @@ def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
         ]
         subprocess.run(pip, check=True, timeout=900)
 
-    def checked(*libraries: bool) -> str:
+    def checked(**environ: str) -> str:
         setup = f"import sys; sys.path.insert(0, {str(site)!r})\n"
         # The process of the check gets the folder by PYTHONPATH, which comes before this environment's CPU wheel.
         done = subprocess.run(
             [sys.executable, "-c", setup + _CHECK],
-            env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+            env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **environ},
             capture_output=True,
             text=True,
             timeout=300,
@@ -131,3 +164,8 @@ def test_the_wheels_libraries_resolve_without_a_gpu(tmp_path: Path) -> None:
     found = checked()
     assert found.startswith("[] ONNX Runtime cannot compute on this GPU (signal 6)"), found
     assert "cudaDriverWrapper.cc" in found
+    build = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(build, input=_DRIVER, text=True, check=True, timeout=60)
+    found = checked(LD_LIBRARY_PATH=str(tmp_path))
+    cause = "(exit status 1): CUDA failure 100: no CUDA-capable device is detected"
+    assert found.strip() == f"[] ONNX Runtime cannot compute on this GPU {cause}"

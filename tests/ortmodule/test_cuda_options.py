@@ -101,6 +101,8 @@ def test_flash_attention() -> None:
     assert "does nothing on CPU: it is a Triton kernel" in said
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_efficient_attention(witness: Witness) -> None:
     """It registers ORT's graph optimizer, and ends the run where that finds nothing."""
     assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(efficient_attention=True)

@@ -17,6 +17,7 @@ from torch import nn
 from ortlaunch.ortmodule import extensions
 from ortlaunch.ortmodule.counters import Witness
 from tests.ort import needs_ort
+from tests.ortmodule.forks import Run
 from tests.ortmodule.modules import Reverse, training_graph, wrapped
 
 pytestmark = needs_ort
@@ -332,3 +333,28 @@ def test_two_ranks_average_the_custom_gradients(tmp_path: Any) -> None:
     finally:
         for process in ranks:
             process.kill()
+
+
+_CHECKPOINTED = """
+import copy, torch
+from torch.utils.checkpoint import checkpoint
+from ortlaunch.ortmodule import ORTModule
+from tests.ortmodule.test_custom_functions import Cube
+
+class Cubed(torch.nn.Linear):
+    def forward(self, x):
+        return Cube.apply(super().forward(x))
+
+eager = Cubed(4, 3)
+model = copy.deepcopy(eager)
+for run in (eager, ORTModule(model)):
+    checkpoint(run, torch.ones(2, 4, requires_grad=True), use_reentrant=False).sum().backward()
+torch.testing.assert_close(model.weight.grad, eager.weight.grad)
+print("equal")
+"""
+
+
+def test_a_checkpoint_around_the_module_does_not_deadlock(fresh: Run) -> None:
+    """Its hooks are not called for tensors that a function inside the graph saves: ONNX Runtime holds a lock there."""
+    done = fresh(_CHECKPOINTED, timeout=120)  # ended by a signal where it hangs
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["equal"]), done.stderr

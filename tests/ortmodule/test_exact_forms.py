@@ -36,6 +36,7 @@ FORMS: dict[str, Form] = {
         h * 9, w.sigmoid().expand_as(h), reduction="none"
     ),
     "logsigmoid": lambda h, w: functional.logsigmoid(h * 200),
+    "the logarithm of a small probability": lambda h, w: (h * 9 - 30).sigmoid().log(),
     "logsigmoid of zero": lambda h, w: functional.logsigmoid(h * 0),
     "the spread of equal numbers": lambda h, w: (h * 0 + 2).std(-1) + h.std(0, unbiased=False).sum(),
     "the spread of each": lambda h, w: torch.std_mean(h * (h[:, :1] > 0), -1)[0],
@@ -61,6 +62,13 @@ TORCHS: dict[str, Form] = {
     "norms": lambda h, w: h.norm(dim=-1) * h.norm() + h[:, 0].norm(),
     "a norm of nothing": lambda h, w: torch.linalg.vector_norm(h * 0, 3.0, -1) + h[:, 0],
     "the most of each": lambda h, w: torch.zeros_like(h).scatter_reduce(1, (h > 0).long(), h, "amax"),
+    "a loss of no dimensions": lambda h, w: (
+        functional.hardshrink(  # its gradient is ORT's, with a size of 1
+            functional.binary_cross_entropy(h.sigmoid(), w.sigmoid().detach().expand_as(h), reduction="sum") * 3
+        )
+        .square()
+        .mean()
+    ),
     "backwards": lambda h, w: h.flip(-1) * h + h.flip((0, 1)),
     "a negative slope": lambda h, w: functional.leaky_relu(h, -0.5),
     "a picture and a half": lambda h, w: functional.interpolate(h[None, None, :5], scale_factor=1.7),

@@ -1,4 +1,4 @@
-"""Sums at indices that come twice, as graph networks and mixtures of experts take them, on ONNX Runtime."""
+"""Reads, and sums, at several indices, as graph networks and mixtures of experts take them, on ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ FORMS: dict[str, Form] = {
     "index_put, a number": lambda h: h.index_put((TWICE,), torch.tensor(1.0), accumulate=True),
     "index_put, not added up": lambda h: h.index_put((TWICE[1:],), h[2:4]),
     "scatter_add": lambda h: h.scatter_add(1, (h > 0).long(), h * 2),
+    "several, from the end": lambda h: h[TWICE, torch.tensor([-1, 0, -2], dtype=torch.int32)],
+    "a mask and one from the end": lambda h: h[(h == h.amax(0))[:, 0], torch.tensor([-1])],
+    "a mask of two dimensions": lambda h: h.unsqueeze(0)[:, h > 0],
+    "masks and Python's bools": lambda h: (
+        h * ((h > 0) & True) + h * ((h > 1) == False) + h * (h > 0).masked_fill(h > 1, False)  # noqa: E712
+    ),
     "diff": lambda h: torch.diff(h, n=2, prepend=h[:, :1] * 2, append=h[:, :2]),
     "diff, along the batch": lambda h: h.diff(dim=0),
     "diff of truths": lambda h: h[:, 1:] * (h > 0).diff(),

@@ -81,8 +81,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("density", [0.2, 1.0])
-@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize(
+    ("options", "density"),
+    [
+        *((name, 0.2) for name in OPTIONS),
+        *(pytest.param(name, 1.0, marks=[] if name == "mean" else pytest.mark.slow) for name in OPTIONS),
+    ],
+)
 def test_loss_and_gradients_are_eagers(options: str, density: float, witness: Witness) -> None:
     """Whatever the loss is asked for, also for batches of other density and size than the first."""
     model = Scores(**OPTIONS[options])
@@ -280,3 +285,17 @@ def test_a_label_that_is_no_class_is_an_error(witness: Witness) -> None:
     module(*batch(1.0))
     with pytest.raises(Exception, match="out of bounds"):
         module(x, labels)
+
+
+class OneSample(Scores):
+    """Scores of a single sample, and its class."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.dense(x)).sum((0, 1)), labels.max(), **self.options)
+
+
+@pytest.mark.parametrize("options", ["mean", "one a label", "smoothed, weights"])
+def test_scores_of_one_sample(options: str, witness: Witness) -> None:
+    """Loss and gradients are eager's, where ONNX Runtime aborted the process."""
+    model = OneSample(**OPTIONS[options])
+    check(wrapped(model), copy.deepcopy(model), *batch(0.2))

@@ -1,4 +1,4 @@
-"""Gradients of what is split into parts of which not all have one."""
+"""What is split: into parts of which not all have a gradient, of other sizes in each batch."""
 
 from __future__ import annotations
 
@@ -37,6 +37,9 @@ FORMS: dict[str, Form] = {
     "unused, of a product": lambda h: (h * h).split(2, -1)[-1] * 2,
     "of a vector": lambda h: h.sum(0).split([2, 4])[1] * h[:1, :4],
     "picked, one after another": lambda h: h[..., 0] * h[..., 1].detach() + h[:, 2:].sum(1),
+    "fewer than requested": lambda h: torch.cat(h.chunk(4, -1)[::-1], -1),
+    "the last part is smaller": lambda h: h.flatten().split(22)[0].sum() * h.flatten().split(22)[1],
+    "the batch, in two": lambda h: h.chunk(2)[0].mean(0) * h.chunk(2)[1],
     # Sizes that broadcast: another number, without a word.
     "one of two": lambda h: (h[..., :2] * h[0, 3:5]).chunk(2, -1)[0],
     "one of six, in the middle": lambda h: (h * h[:1].exp()).chunk(6, -1)[3],

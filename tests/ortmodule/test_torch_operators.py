@@ -296,3 +296,27 @@ def test_dropout_of_torch_is_drawn_once_a_pass() -> None:
         losses.append(loss.item())
     assert losses[0] != losses[1]
     assert 400 < losses[0] < 600
+
+
+class Router(nn.Linear):
+    """Keeps a loss of its own in an attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.loss = super().forward(x).square().mean()
+        return super().forward(x).softmax(-1)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_loss_that_a_torch_layer_keeps_outside_its_result(frozen: bool) -> None:
+    """Its own weights get eager's gradients; where layers before would get none of it, the backward pass is refused."""
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(not frozen), Router(4, 4))
+    eager, module = copy.deepcopy(model), wrapped(model, torch_modules=["1"])
+    for x in torch.randn(3, 6, 4):
+        (eager(x).sin().sum() + eager[1].loss).backward()
+        loss = module(x).sin().sum() + model[1].loss
+        if frozen:
+            loss.backward()
+            torch.testing.assert_close(model[1].weight.grad, eager[1].weight.grad)
+        else:
+            with pytest.raises(RuntimeError, match=r"a tensor that 1, which runs as torch, keeps outside its result"):
+                loss.backward()

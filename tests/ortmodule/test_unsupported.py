@@ -168,6 +168,29 @@ class Complex(nn.Module):
         return (x * self.weight).abs()
 
 
+class Calling(Given):
+    """Computes with a layer's output and its input."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, scale: Any = 1.0) -> torch.Tensor:
+        return self.function(self.layer(x), x)
+
+
+def filled() -> nn.Module:
+    return Calling(lambda h, x: h * torch.full((8,), True))
+
+
+def in_pairs() -> nn.Module:
+    return Calling(lambda h, x: torch.stack([pair.mean() for pair in h.split(2)]))
+
+
+def doubled() -> nn.Module:
+    return Calling(lambda h, x: nn.functional.interpolate(h[None, None], scale_factor=2, mode="area"))
+
+
 def autocast(module: Any) -> torch.Tensor:
     """A pass as Trainer's bf16=True makes it."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -180,6 +203,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = 
     "a derivative": (Derived, lambda module: module(X), r"calls torch.autograd.grad .* without ORTModule"),
     "sparse gradients": (Sparse, lambda module: module(X), r"^words has a sparse gradient.* write sparse=False"),
     "complex weights": (Complex, lambda module: module(X), r"^weight is complex.* torch.view_as_complex"),
+    "a bool for a number": (filled, lambda module: module(X), r"^full is called with a Python bool.* write 1 or 0"),
+    "another number of parts": (in_pairs, lambda module: (module(X), module(X[:4])), r"^split.* number of parts than"),
+    "a size as a float": (
+        doubled,
+        lambda module: module(X),
+        r"reaches torch's operator as a float: give the size",
+    ),
     "bfloat16": (lambda: Given().bfloat16(), lambda module: module(X.bfloat16()), r"not bfloat16: train in float32"),
     "float64": (lambda: Given().double(), lambda module: module(X.double()), r"not float64: train in float32"),
     "autocast": (Given, autocast, r"not bfloat16: train in float32 without autocast \(bf16=False\)"),

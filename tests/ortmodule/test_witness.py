@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule import counters, cuda_libraries
 from ortlaunch.ortmodule.counters import Witness
 from ortlaunch.ortmodule.graph import size
+from ortlaunch.ortmodule.module import _on_its_device
+from ortlaunch.ortmodule.placement import nodes_by_provider
 from tests.ort import needs_ort
-from tests.ortmodule.modules import IDS, Words, executed, language_model, manager_of, stepped, wrapped
+from tests.ortmodule.modules import IDS, Reverse, Words, executed, language_model, manager_of, stepped, wrapped
 
 pytestmark = needs_ort
 
@@ -28,6 +33,13 @@ class Bert(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=ids, labels=ids)
+
+
+class Reversed(nn.Module):
+    """A custom autograd function, which ORT calls from its graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Reverse.apply(x)
 
 
 @pytest.fixture
@@ -103,3 +115,35 @@ def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
     assert (counts["forward_passes"], counts["nodes_run"]) == (0, 0)
     module(IDS)
     assert witness.counts()["nodes_run"] == counts["training_graph"]["forward_nodes"] > 0
+
+
+def test_each_node_is_counted_on_its_execution_provider(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORT's own format has the provider of each node of a graph with a Python function, which runs on afterwards."""
+    placed, is_efficient = [], counters._is_memory_efficient
+
+    def place(options: Any) -> bool:
+        session = SimpleNamespace(get_provider_options=lambda: {"CPUExecutionProvider": {}})
+        placed.append(nodes_by_provider(options.optimized_model_filepath, session))
+        return is_efficient(options)
+
+    monkeypatch.setattr(counters, "_is_memory_efficient", place)
+    module = wrapped(nn.Sequential(Words(), Reversed()))
+    module(IDS).backward()
+    graph = witness.counts()["training_graph"]
+    assert graph["python"]
+    assert graph["provider"] == "CPUExecutionProvider"
+    nodes = {"CPUExecutionProvider": graph["forward_nodes"] + graph["backward_nodes"]}
+    assert placed == [graph["nodes_by_provider"]] == [nodes]
+    module(IDS).backward()
+    assert witness.counts()["backward_passes"] == 2
+
+
+def test_a_session_that_is_not_on_its_gpu_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ORT computes on the CPU where its CUDA provider does not load; the error has the library and the command."""
+    monkeypatch.setattr(cuda_libraries, "check", lambda: 'libcudnn.so.8. Type: pip install "ortlaunch[ort-cuda]"')
+    session = SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
+    manager = SimpleNamespace(
+        _device=torch.device("cuda", 0), _execution_agent=SimpleNamespace(_inference_session=session)
+    )
+    with pytest.raises(EngineError, match=r"session runs on CPUExecutionProvider: libcudnn.so.8. Type: pip install"):
+        _on_its_device(lambda manager: None, manager)

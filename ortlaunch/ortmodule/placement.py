@@ -1,0 +1,42 @@
+"""Which execution provider runs each node of a graph that ONNX Runtime executes. Knows nothing of ORTModule.
+
+No method of a session reports it, and the log that does is verbose in every pass. A model that a session saves in ORT's
+own format has the provider of each node.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+_YIELD = b"YieldOp"  # ends the forward pass, and computes nothing
+
+
+def nodes_by_provider(model: str, session: Any) -> dict[str, int]:
+    """Nodes of an executed graph on each execution provider of its session.
+
+    Builds another session of the same graph without optimizations, which the first one has made, and runs nothing.
+
+    Args:
+        model: file of the graph that the session saved.
+        session: an onnxruntime.InferenceSession, or its binding.
+    """
+    import onnxruntime
+    from onnxruntime.tools.ort_format_model.ort_flatbuffers_py.fbs.InferenceSession import InferenceSession as Saved
+
+    options = onnxruntime.SessionOptions()
+    providers = [
+        (name, {key: value for key, value in given.items() if key == "device_id"})
+        for name, given in session.get_provider_options().items()
+    ]
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    with tempfile.TemporaryDirectory(prefix="ortlaunch-") as folder:
+        options.optimized_model_filepath = str(Path(folder, "placed.ort"))
+        onnxruntime.InferenceSession(model, options, providers=providers)
+        graph = Saved.GetRootAs(Path(options.optimized_model_filepath).read_bytes()).Model().Graph()
+    nodes = [graph.Nodes(place) for place in range(graph.NodesLength())]
+    return dict(Counter(node.ExecutionProviderType().decode() for node in nodes if node.OpType() != _YIELD))

@@ -1,0 +1,220 @@
+"""The kernels of ONNX Runtime's CUDA provider against the training graphs of models, and bfloat16 without a kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+
+from ortlaunch.ortmodule import bfloat16, cuda_kernels, torch_kernels
+from ortlaunch.ortmodule.module import import_repaired
+from ortlaunch.ortmodule.source_guard import TRAINING, owner
+from ortlaunch.worker.engine import cast_parameters
+from tests.ort import needs_ort
+from tests.ortmodule.modules import manager_of, wrapped
+from tests.ortmodule.test_half import Bert, Llama
+
+pytestmark = needs_ort
+IDS, FIRST = torch.arange(24).reshape(3, 8) * 5 % 64, torch.tensor(4)
+# What has no CUDA kernel in the graphs below, each of int64 sizes alone: it runs on the CPU, on numbers that are there,
+# and one of some 8 to 64 bytes is copied to the GPU in a step, without a wait (docs/gpu.md).
+ON_CPU = {"BroadcastGradientArgs"}
+ROUNDING = 2e-2
+
+
+class Lora(Llama):
+    """A Llama with adapters of which alone there are gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+        self.model = get_peft_model(self.model, config)
+
+
+TORCHS: dict[Any, set[str]] = {Bert: {"gelu", "gelu_backward", "tanh_backward"}, Llama: {"silu"}, Lora: {"silu"}}
+"""Torch's operators in the graphs of bfloat16."""
+
+
+class Graph:
+    """Stops a build before the session, which would need a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import_repaired()
+        monkeypatch.setattr(torch_kernels, "replace", lambda *_: None)  # those of a CPU
+        monkeypatch.setattr(owner(TRAINING), "_create_execution_agent", self._stop)
+
+    @staticmethod
+    def _stop(manager: Any) -> None:
+        raise RuntimeError("stopped")
+
+    def of(self, model: nn.Module, *inputs: Any) -> onnx.ModelProto:
+        """The graph of forward and backward pass as ORT's session would get it on a GPU."""
+        module = wrapped(model)
+        with contextlib.suppress(RuntimeError):
+            module(*inputs)
+        built: onnx.ModelProto = manager_of(module)._onnx_models.optimized_model
+        return built
+
+
+def without_kernel(model: onnx.ModelProto) -> Counter[str]:
+    """Operators of the nodes that have no CUDA kernel; a Constant becomes an initializer."""
+    opset = model.opset_import[0].version
+    types = cuda_kernels.types_of(model.graph)
+    missing = [
+        node
+        for node in model.graph.node
+        if node.op_type != "Constant" and not cuda_kernels.has_kernel(node, types, opset)
+    ]
+    return Counter(
+        f"{node.op_type}({', '.join(types.get(name, '') for name in node.input)})"
+        if {types.get(name, "") for name in node.input} - {"int64", ""}
+        else node.op_type
+        for node in missing
+    )
+
+
+def _cases() -> list[Any]:
+    kinds = [(kind, dtype) for kind in (Bert, Llama, Lora) for dtype in ("float32", "float16", "bfloat16")]
+    quick = ((Bert, "bfloat16"), (Llama, "bfloat16"))
+    slow = {dtype: [pytest.mark.slow, *([pytest.mark.ci] if dtype == "float16" else [])] for _, dtype in kinds}
+    return [
+        pytest.param(*case, id=f"{case[0].__name__}-{case[1]}", marks=[] if case in quick else slow[case[1]])
+        for case in kinds
+    ]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), _cases())
+def test_every_node_has_a_cuda_kernel(
+    kind: type[nn.Module], dtype: str, built: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node of the training graphs has one in its types, but for computations of sizes; no integers are padded."""
+    model = kind()
+    cast_parameters(model, getattr(torch, dtype))
+    graph = Graph(monkeypatch).of(model, IDS, FIRST)
+    if dtype == "bfloat16":
+        before = without_kernel(graph)
+        bfloat16.complete(graph)
+        assert before.keys() > without_kernel(graph).keys()
+        assert TORCHS[kind] <= {one.s.decode() for node in graph.graph.node for one in node.attribute}
+    assert without_kernel(graph).keys() <= ON_CPU
+    assert "Pad" not in {node.op_type for node in graph.graph.node}
+
+
+def _on_cpu(node: Any, types: dict[str, str], opset: int) -> bool:
+    """Whether a node runs on a CPU: ORT's own kernels there take no bfloat16."""
+    able = node.op_type in ("Cast", "ATen", "YieldOp", "PythonOp", "PythonOpGrad")
+    return able or "bfloat16" not in {types.get(name) for name in (*node.input, *node.output)}
+
+
+def test_bfloat16_is_completed_to_eagers(built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Llama in bfloat16, each node of which runs in float32 between casts, has eager's loss and gradients."""
+
+    import_repaired()
+    build = owner(TRAINING)._build_graph
+
+    def completing(manager: Any, *args: Any) -> None:
+        build(manager, *args)
+        bfloat16.complete(manager._onnx_models.optimized_model)
+        bfloat16.complete(manager._onnx_models.optimized_model, _on_cpu)
+
+    monkeypatch.setattr(torch_kernels, "replace", lambda *_: None)
+    exact = Llama()
+    ours, half = copy.deepcopy(exact), copy.deepcopy(exact)
+    for model in (ours, half):
+        cast_parameters(model, torch.bfloat16)
+    module = wrapped(ours)
+    monkeypatch.setattr(owner(TRAINING), "_build_graph", completing)
+    losses = [model(IDS, FIRST) for model in (module, half, exact)]
+    for loss in losses:
+        loss.float().backward()
+    found, eager, wanted = (
+        torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+        for model in (ours, half, exact)
+    )
+    torch.testing.assert_close(losses[0].float(), losses[2], rtol=1e-3, atol=0)
+    assert float((found - wanted).norm()) <= 1.2 * float((eager - wanted).norm()) < ROUNDING * float(wanted.norm())
+
+
+OPERATORS = {
+    "Gelu": (1, nn.functional.gelu),
+    "QuickGelu": (1, nn.functional.silu),
+    "GeluGrad": (2, torch.ops.aten.gelu_backward),
+    "TanhGrad": (2, lambda dy, y: dy * (1 - y.float() * y.float())),
+    "SigmoidGrad": (2, lambda dy, y: dy * y.float() * (1 - y.float())),
+    "Reciprocal": (1, lambda x: 1 / x),
+}
+
+
+@pytest.mark.parametrize("operator", list(OPERATORS))
+def test_an_operator_without_a_bfloat16_kernel_is_completed(operator: str, built: None) -> None:
+    """Run by ORT, as torch's operator or in float32 between casts, its results are torch's in bfloat16."""
+    import onnxruntime
+
+    count, expected = OPERATORS[operator]
+    domain = "" if operator == "Reciprocal" else "com.microsoft"
+    names = [f"x{place}" for place in range(count)]
+    extra = {"alpha": 1.0} if operator == "QuickGelu" else {}
+    nodes = [helper.make_node("Cast", [name], [f"{name}_half"], to=TensorProto.BFLOAT16) for name in names]
+    nodes.append(helper.make_node(operator, [f"{name}_half" for name in names], ["y_half"], domain=domain, **extra))
+    nodes.append(helper.make_node("Cast", ["y_half"], ["y"], to=TensorProto.FLOAT))
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [64]) for name in (*names, "y")]
+    # Not of y_half: ORT writes no type where it knows no shape.
+    halves = [helper.make_tensor_value_info(f"{v.name}_half", TensorProto.BFLOAT16, [64]) for v in values[:-1]]
+    graph = helper.make_graph(nodes, "one", values[:-1], values[-1:], value_info=halves)
+    opsets = [
+        helper.make_opsetid(name, version)
+        for name, version in (("", 17), ("com.microsoft", 1), ("org.pytorch.aten", 1))
+    ]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    bfloat16.complete(model)
+    given = [torch.randn(64) for _ in names]
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {name: value.numpy() for name, value in zip(names, given)})
+    wanted = expected(*(value.bfloat16() for value in given)).bfloat16().float()
+    torch.testing.assert_close(torch.from_numpy(result), wanted, rtol=2**-7, atol=1e-6)
+
+
+def test_an_operator_without_any_kernel_is_refused_with_its_name() -> None:
+    """Neither bfloat16 nor float32: the error has the operator, its types, the node and a remedy."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [2]) for name in "xy")
+    graph = helper.make_graph(
+        [helper.make_node("Sin", ["x"], ["z"]), helper.make_node("Det", ["z"], ["y"], "last")], "one", [x], [y]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    with pytest.raises(RuntimeError, match=r"implementation for Det\(bfloat16\), node last: .*fp16.*eager"):
+        bfloat16.complete(model)
+
+
+KERNELS = {
+    ("Pad", "", "int64"): False,
+    ("Pad", "", "float16"): True,
+    ("Add", "", "bfloat16"): True,
+    ("Reciprocal", "", "bfloat16"): False,
+    ("Gelu", "com.microsoft", "bfloat16"): False,
+    ("Gelu", "com.microsoft", "float16"): True,
+    ("ATen", "org.pytorch.aten", "bfloat16"): True,
+    ("NoSuchOperator", "", "float"): False,
+}
+
+
+@pytest.mark.parametrize(("name", "domain", "kind"), list(KERNELS))
+def test_the_table_of_kernels(name: str, domain: str, kind: str) -> None:
+    """Kernels by operator and type, as the wheel has them."""
+    node = helper.make_node(name, ["x"], ["y"], domain=domain)
+    assert cuda_kernels.has_kernel(node, {"x": kind, "y": kind}, 17) is KERNELS[name, domain, kind]
+
+
+def test_a_loss_of_another_type_than_its_scores() -> None:
+    """Each constraint of one kernel counts: bfloat16 scores have no float32 loss, float16 ones have."""
+    node = helper.make_node("SoftmaxCrossEntropyLossInternal", ["s", "l"], ["y", "p"], domain="com.microsoft")
+    for kind, known in (("bfloat16", False), ("float16", True), ("float", True)):
+        assert cuda_kernels.has_kernel(node, {"s": kind, "l": "int64", "y": "float", "p": "float"}, 17) is known
