@@ -7,6 +7,7 @@ world they find against it before a model is built.
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,12 @@ from ortlaunch.errors import DamagedFile, PlanError
 from ortlaunch.rank import Rank
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def is_this_host(name: str) -> bool:
+    """Whether the name of a host, without a user before it, is one of this machine's."""
+    own = socket.gethostname()
+    return name in (*LOCAL_NAMES, own, own.partition(".")[0])
 
 
 class Node(NamedTuple):
@@ -64,7 +71,8 @@ class Bytes(NamedTuple):
     buckets: int = 0
     """Gradients on their way to other ranks."""
     overhead: int = 0
-    """What the process holds beside these on a CPU (the allocator's reserve, kernels' buffers, graphs): an estimate."""
+    """Estimate of everything else. On a CPU the allocator's reserve, kernels' buffers, graphs; on CUDA the
+    contexts and workspaces of torch, ONNX Runtime and NCCL."""
 
     @property
     def model(self) -> int:
@@ -74,6 +82,24 @@ class Bytes(NamedTuple):
     @property
     def total(self) -> int:
         return sum(self)
+
+
+class HostMemory(NamedTuple):
+    """Bytes that each rank takes of its host's memory, beside its process and, on a CPU, what it trains with."""
+
+    built: int = 0
+    """The model in float32, until it is on its device."""
+    offloaded: int = 0
+    """What `zero.offload` keeps in the host's memory."""
+    snapshot: int = 0
+    """Copy of the rank's share of a checkpoint that is written while training goes on (`checkpoint.async`)."""
+    nvme: int = 0
+    """In files below `zero.offload.nvme_path`, not in memory."""
+
+    @property
+    def peak(self) -> int:
+        """Most at once: the model is built before anything is offloaded or saved."""
+        return max(self.built, self.offloaded + self.snapshot)
 
 
 class Memory(NamedTuple):
@@ -93,6 +119,10 @@ class Memory(NamedTuple):
     """Rows whose logits exist at once; 0: all."""
     compared: int = 0
     """Bytes on each rank of the gradients of a step that is compared, the engine's and plain PyTorch's; 0: none is."""
+    start: int = 0
+    """Most bytes on each device while the model is put there and sharded, before the optimizer has state."""
+    host: HostMemory = HostMemory()
+    """Bytes that each rank takes of its host's memory."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +232,7 @@ def _named(plan: Plan) -> dict[str, Any]:
     value["env"] = dict(plan.env)
     if plan.memory:
         stages = {stage: {**bytes_._asdict(), "total": bytes_.total} for stage, bytes_ in plan.memory.by_stage}
-        value["memory"] = {**plan.memory._asdict(), "by_stage": stages}
+        value["memory"] = {**plan.memory._asdict(), "by_stage": stages, "host": plan.memory.host._asdict()}
     return value
 
 
@@ -211,4 +241,4 @@ def _memory_from(value: dict[str, Any]) -> Memory:
         (stage, Bytes(**{name: parts[name] for name in Bytes._fields if name in parts}))
         for stage, parts in value["by_stage"].items()
     )
-    return Memory(**{**value, "by_stage": stages})
+    return Memory(**{**value, "by_stage": stages, "host": HostMemory(**value.get("host", {}))})

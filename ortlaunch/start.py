@@ -12,6 +12,13 @@ def command(module: str, python: str = sys.executable) -> tuple[str, str, str]:
     return python, __file__, module
 
 
+def run(module: str, *words: str) -> int:
+    """Run a module with these arguments; returns its exit status."""
+    import subprocess
+
+    return subprocess.run([*command(module), *words], check=False).returncode
+
+
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):  # with -P or PYTHONSAFEPATH there is no such entry
         del sys.path[0]

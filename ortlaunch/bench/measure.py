@@ -204,8 +204,8 @@ def _say_busy(say: Say, load: Sequence[float]) -> None:
     cores = machine.hardware()["cores"] or 1
     if others or load[0] > _LEAST_BUSY_LOAD * cores:
         say(
-            f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), which makes the figures noisy; "
-            f"at work: {', '.join(others[:4]) or 'nothing at this moment'}"
+            f"WARNING: this machine is busy (load {load[0]:.1f} on {cores} cores), which makes the figures noisy\n"
+            f"  busy: {', '.join(others[:3]) or 'nothing at this moment'}"
         )
 
 

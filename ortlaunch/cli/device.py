@@ -41,7 +41,7 @@ def train(
     from ortlaunch.run import device
 
     asked = device.Asked("train", str(artifacts), _text(checkpoint), _text(to), steps)
-    raise typer.Exit(device.train(asked, tuple(overrides or ())))
+    raise typer.Exit(device.start(asked, tuple(overrides or ())))
 
 
 @app.command(cls=Verb)
@@ -50,7 +50,7 @@ def evaluate(artifacts: Artifacts, overrides: Overrides = None, checkpoint: Chec
     from ortlaunch.run import device
 
     asked = device.Asked("evaluate", str(artifacts), _text(checkpoint))
-    raise typer.Exit(device.evaluate(asked, tuple(overrides or ())))
+    raise typer.Exit(device.start(asked, tuple(overrides or ())))
 
 
 @app.command(cls=Verb)

@@ -38,8 +38,10 @@ _VERBS = {
     "help": "--help",
     "version": "--version",
 }
-# Where an option does what a key of the recipe does.
-_OPTIONS = {"launch.processes_per_node": "--nproc-per-node", "launch.launcher": "--launcher"}
+# Where an option does what a key of the recipe, or an option of another tool, does.
+_OPTIONS = {
+    "launch.processes_per_node": "--nproc-per-node", "launch.launcher": "--launcher", "out": "--to", "output": "--to",
+}  # fmt: skip
 _RECIPE = "the recipe is given without an option, as in `ortlaunch train RECIPE`"
 _WORDS = {"config": _RECIPE, "config_file": _RECIPE, "recipe": _RECIPE, "config_path": _RECIPE}
 
@@ -52,8 +54,9 @@ class Verb(TyperCommand):
     """A verb that says more of an unknown option than that it is none, and names the values of its options readably."""
 
     def get_help(self, ctx: Any) -> str:
-        """Typer's, with `<list[str]>` and its like as words of the same width."""
-        return _TYPE.sub(lambda found: _TYPES.get(found[1], "TEXT").ljust(len(found[0])), super().get_help(ctx))
+        """Typer's, with `<list[str]>` and its like as words of the same width, and ranges such as `x>=1` in words."""
+        text = _TYPE.sub(lambda found: _TYPES.get(found[1], "TEXT").ljust(len(found[0])), super().get_help(ctx))
+        return re.sub(r"(\d+)<=x<=(\d+)", r"\1 to \2", text).replace("x>=", "from ")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ours = {name for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
@@ -127,7 +130,7 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
     name, equals, value = word.lstrip("-").partition("=")
     name = normal(name)
     value = value if equals else next(filter(_is_value, after), "VALUE")
-    same = next((option for option in ours if normal(option.lstrip("-")) == name), None)
+    same = next((one for one in ours if normal(one.lstrip("-")) == name or one == _OPTIONS.get(name)), None)
     if same:
         return f"it is written {same}"
     if name in _WORDS:
@@ -141,8 +144,8 @@ def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
     target = dotted(advice.target) if advice.target else ""
     if target and (advice.sure or target in _OPTIONS or advice.text.endswith(f"here it is {target}")):
         return _as_key(target, value, ours)
-    known = name in FOREIGN or advice.target
-    return advice.text if known else None
+    is_near = advice.target is not None and likeness(str(advice.target[-1]), name) >= 0.7
+    return advice.text if name in FOREIGN or is_near else None
 
 
 def _is_value(text: str) -> bool:

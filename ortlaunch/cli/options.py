@@ -46,10 +46,9 @@ ResumeOption = Annotated[
     str,
     typer.Option(
         "--resume",
-        metavar="auto|never|STEP|PATH|deepspeed:PATH",
+        metavar="auto|never|STEP|PATH",
         help="auto: the run folder's newest complete checkpoint; never: begin anew; STEP: that one; PATH: another "
-        "run's folder or a checkpoint, for a run folder that has none yet; deepspeed:PATH: what a training by "
-        "DeepSpeed alone saved there, taken in once.",
+        "run's folder or a checkpoint, for a run folder that has none yet.",
     ),
 ]
 AllowOption = Annotated[

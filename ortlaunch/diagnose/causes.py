@@ -99,12 +99,11 @@ def _numbers(found: Evidence) -> Cause | None:
     lines = str(found.first["message"]).splitlines()
     where = next((line for line in lines if line.startswith("the first parameter")), "")
     said = "; ".join([lines[0], where] if where else lines[:1])
+    look = ("look at these samples", "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
+            "a lower train.max_grad_norm")  # fmt: skip
     if kind == "LossSpikeError":
-        return Cause(
-            "loss-spike", said, ("look at these samples", "train.on_spike: {action: rollback} leaves them out")
-        )
-    advice = ("look at these samples", "a lower optimizer.learning_rate, a warm-up, train.max_grad_norm",
-              "train.on_nonfinite: rollback leaves such a batch out, and goes on")  # fmt: skip
+        return Cause("loss-spike", said, (*look, "train.on_spike: {action: rollback} leaves such a batch out"))
+    advice = (*look, "train.on_nonfinite: rollback leaves such a batch out, and training continues")
     if "every loss is finite" in said and _is_fp16(found):
         return Cause("loss-scale-collapse", f"fp16's loss scale collapsed: {said}", ("precision: bf16", *advice[1:]))
     return Cause("not-finite", said, advice)

@@ -66,7 +66,8 @@ def with_verdict(run: RunDir, exit_status: int, text: str) -> str:
     more = what_would_fit(about) if cause.kind == "out-of-memory" else []
     lines = [f"verdict: {cause.verdict}", *more, *(f"try: {each}" for each in cause.advice)]
     before, mark, last = text.rpartition("ortlaunch: ")
-    if before.startswith(cause.verdict):  # else the same message would be printed twice
+    first = before.partition("\n")[0]
+    if first and (before.startswith(cause.verdict) or cause.verdict.startswith(first)):  # do not print it twice
         before, lines[0] = "", f"verdict: {before.rstrip()}"
     return "\n".join([*([before.rstrip("\n")] if before.strip() else []), *lines, f"{mark}{last}"])
 

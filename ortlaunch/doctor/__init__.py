@@ -66,6 +66,4 @@ def _installed(package: str) -> bool:
 
 def set_up() -> int:
     """Build what engine ort needs and is absent, in a process of its own that may import torch."""
-    import subprocess
-
-    return subprocess.run(start.command("ortlaunch.ortmodule.extensions"), env=os.environ, check=False).returncode
+    return start.run("ortlaunch.ortmodule.extensions")

@@ -9,7 +9,6 @@ import os
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.doctor import probe
-from ortlaunch.plan import LOCAL_NAMES
+from ortlaunch.plan import is_this_host
 
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 # What is imported must not come from the folder where this starts; then the probe itself, of so many bytes.
@@ -139,10 +138,7 @@ def _try_each_other(members: list[_Call], meeting: _Call | None, pool: ThreadPoo
     group += [call for call in members if call.listens and call is not meeting]
     rest = [call for call in members if call not in group]
     list(pool.map(functools.partial(_Call.second, group=group), [*group, *rest]))
-    over = [call for call in members if call is not meeting]
-    for call in over:
-        call.hang_up()
-    list(pool.map(_Call.close, over))  # its pipes are three open files
+    list(pool.map(_Call.close, (call for call in members if call is not meeting)))  # its pipes are three open files
 
 
 def _others(call: _Call, group: list[_Call]) -> list[_Call]:
@@ -174,7 +170,7 @@ class _Call:
 
     def _first(self, program: bytes) -> Answer | Silence:
         remote = [sys.executable, "-c", _PYTHON, str(len(program))]
-        command = remote if _is_here(self.host) else _at(self.host, remote)
+        command = remote if is_this_host(self.host) else _at(self.host, remote)
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
@@ -217,17 +213,13 @@ class _Call:
         assert isinstance(self.answer, Answer)
         return self.answer.told
 
-    def hang_up(self) -> None:
-        """Let it end: it has told all."""
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-
     def close(self) -> None:
         """Return when it has ended; one that stays is ended."""
         if self._process is None:
             return
-        self.hang_up()
+        if self._process.stdin is not None:  # which lets it end: it has told all
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.0 if isinstance(self.answer, Silence) else _LEAVE_SECONDS)
         if self._process.poll() is None:
@@ -286,8 +278,3 @@ def _at(host: str, remote: list[str]) -> list[str]:
     if "SLURM_JOB_ID" in os.environ:
         return ["srun", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1", f"--nodelist={host}", *remote]
     return [*_SSH, host, shlex.join(remote)]
-
-
-def _is_here(host: str) -> bool:
-    name = socket.gethostname()
-    return host in (*LOCAL_NAMES, name, name.split(".")[0])

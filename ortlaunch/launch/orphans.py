@@ -1,4 +1,4 @@
-"""What a job leaves on this host when its launcher ends: found, waited for and ended (Linux; elsewhere its group is).
+"""What a job leaves on this host when its launcher ends: found, waited for and ended.
 
 This process is made the reaper of its descendants: the kernel gives it every process whose parent has ended, whatever
 session or group torchrun or mpirun put it into, so that none can be missed.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -41,8 +40,6 @@ class Orphans:
 
     def left(self) -> dict[int, bool]:
         """pid -> whether nothing of the job stands above it, of all that are alive; those that ended are reaped."""
-        if sys.platform != "linux":
-            return {-self._launcher: True} if _group_lives(self._launcher) else {}
         everything = dict(_processes())
         roots = {
             pid
@@ -82,14 +79,6 @@ def _processes() -> Iterator[tuple[int, Process]]:
         with contextlib.suppress(OSError):  # it has gone meanwhile
             state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
             yield int(path.parent.name), Process(int(parent), state in "ZX")
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 def _be_the_reaper(wanted: bool) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from ortlaunch import start
 from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS
 from ortlaunch.launch.orphans import send
-from ortlaunch.plan import LOCAL_NAMES, Plan
+from ortlaunch.plan import Plan, is_this_host
 from ortlaunch.process import heeded
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run.folder import RunDir
@@ -34,11 +34,6 @@ _LOST = 255  # what ssh itself ends with
 _MORE_SECONDS = 6.0  # than an agent and its launcher have to end
 
 
-def is_far(host: str) -> bool:
-    """Whether it takes ssh to start something there."""
-    return host not in (*LOCAL_NAMES, os.uname().nodename, os.uname().nodename.split(".")[0])
-
-
 class Agent:
     """One host's, as this process sees it."""
 
@@ -46,7 +41,7 @@ class Agent:
         self.host, self.argv = host, argv
         command = [*start.command("ortlaunch.launch.host_agent", argv[0])]
         self._process = subprocess.Popen(
-            [*SSH, host, shlex.join(command)] if is_far(host) else command,
+            command if is_this_host(host) else [*SSH, host, shlex.join(command)],
             stdin=subprocess.PIPE,
             start_new_session=True,
         )

@@ -87,9 +87,8 @@ def submit(request: Request, output: Path | None = None) -> Job:
     program = shutil.which(request.argv[0])
     if program is None:
         raise LaunchError(f"cannot start {request.argv[0]}: there is no such program")
-    argv = request.argv
-    if sys.platform == "linux":
-        argv = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), process_space(), program, *argv)
+    argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), process_space(), program]
+    argv += request.argv
     environ = {**os.environ, **dict(request.env)}
     orphans = Orphans()
     with open(output, "ab") if output else contextlib.nullcontext() as sink:
@@ -220,7 +219,7 @@ def _end(job: Job, number: int) -> None:
 def _ask(job: Job, stop: Stop, number: int) -> None:
     """Ask the ranks to save and stop; after their grace all is killed."""
     name, grace = signal.Signals(number).name, stop.grace_seconds
-    _say(f"{name}: stops after this step, with a checkpoint, within {grace} s (launch.grace_seconds); Ctrl-C: at once")
+    _say(f"{name}: saves after this step, stops within {grace} s (launch.grace_seconds); Ctrl-C: now")
     stop.ask(name)
     _signal_group(job, signal.SIGCONT)
     _wake(job, signal.SIGUSR1)
@@ -240,7 +239,7 @@ def _notify(job: Job, number: int) -> None:
     name = signal.Signals(number).name
     if not job.is_quiet:
         _say(f"checkpoint requested ({name}): the ranks save after this step" if saves else
-             f"{name} is passed on to the ranks, which go on unless they handle it")  # fmt: skip
+             f"{name} is forwarded to the ranks, which continue unless they handle it")  # fmt: skip
     _wake(job, number)
 
 

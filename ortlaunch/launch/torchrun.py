@@ -16,10 +16,9 @@ from pathlib import Path
 from ortlaunch import start
 from ortlaunch.errors import PlanError
 from ortlaunch.launch import Request, given_up_of, stop_of, store_file
-from ortlaunch.launch.over_ssh import is_far
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
-from ortlaunch.plan import Plan
+from ortlaunch.plan import Plan, is_this_host
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run.folder import RunDir
 
@@ -40,7 +39,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         **_error_file(run_dir),
         **dict(plan.env),
     }
-    if len(plan.nodes) > 1 or is_far(plan.nodes[0].host):
+    if len(plan.nodes) > 1 or not is_this_host(plan.nodes[0].host):
         return _on_hosts(plan, run_dir, env)
     private = private_folder(run_dir)
     rendezvous = private / run_dir.rendezvous.name

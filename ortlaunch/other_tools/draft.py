@@ -16,7 +16,7 @@ from ortlaunch.recipe.tree import Tree
 from ortlaunch.recipe.words import closest, normal
 
 NONE = "none: "
-_NO_BF16 = ("engine.name", "eager", "ONNX Runtime has no bf16; precision=fp32 engine.name=ort runs on it")
+_NO_BF16 = ("engine.name", "eager", "ONNX Runtime has bf16 on CUDA only; precision=fp32 engine.name=ort runs on it")
 
 
 class Remark(NamedTuple):

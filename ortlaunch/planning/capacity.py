@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
 from ortlaunch.machine import cores, tightest_limit
-from ortlaunch.plan import PROCESS, Bytes, Node, Plan
+from ortlaunch.plan import PROCESS, Node, Plan
 from ortlaunch.planning.world import is_this_host
 from ortlaunch.units import human
 
@@ -25,21 +25,30 @@ def crowded(plan: Plan, planned_only: bool) -> Iterator[str]:
             continue
         if plan.device == "cpu" and node.slots > cores():
             yield f"{node.host}: {node.slots} ranks share {cores()} cores, and wait for each other"
-        yield from _memory(node, _model(plan), planned_only)
+        yield from _memory(node, _rank(plan), planned_only)
 
 
-def _model(plan: Plan) -> Bytes:
-    """What a rank takes of the host's memory for the model; on CUDA that lies on the GPU."""
-    if plan.memory is None or plan.device != "cpu":
-        return Bytes(0, 0, 0, 0)
-    return dict(plan.memory.by_stage)[plan.memory.chosen]
+def _rank(plan: Plan) -> tuple[int, int, str]:
+    """Host memory of a rank beside its process: the least and the likely bytes, and a phrase for their content."""
+    if plan.memory is None:
+        return 0, 0, "of weights, gradients and optimizer state"
+    parts, host = dict(plan.memory.by_stage)[plan.memory.chosen], plan.memory.host
+    kept, likely = host.offloaded + host.snapshot, host.offloaded + host.snapshot
+    if plan.device == "cpu":
+        kept, likely = kept + parts.model, kept + parts.total
+    if kept < host.built:
+        return host.built, max(host.built, likely), "to build the model in float32"
+    beside = " and a save beside training (checkpoint.async)" if host.snapshot else ""
+    of = "of weights, gradients and optimizer state" if plan.device == "cpu" else "of what is offloaded"
+    return kept, likely, of + beside
 
 
-def _memory(node: Node, model: Bytes, planned_only: bool) -> Iterator[str]:
+def _memory(node: Node, rank: tuple[int, int, str], planned_only: bool) -> Iterator[str]:
     where, most, _ = tightest_limit()
-    least, likely = (node.slots * (PROCESS + each) for each in (model.model, model.total))
+    model, estimated, of = rank
+    least, likely = (node.slots * (PROCESS + each) for each in (model, estimated))
     if least > most:
-        each = f"({human(PROCESS)} a process + {human(model.model)} of weights, gradients and optimizer state)"
+        each = f"({human(PROCESS)} a process + {human(model)} {of})"
         text = (
             f"{node.host}: {node.slots} ranks x {each} = {human(least)} at least, and {where} is {human(most)}; "
             "ask for fewer ranks, a smaller model or more hosts"

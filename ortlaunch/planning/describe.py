@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ortlaunch.launchers import INSIDE
 from ortlaunch.plan import LOCAL_NAMES, PROCESS, Memory, Plan
 from ortlaunch.planning.memory import why_unknown
@@ -113,10 +115,27 @@ def memory_lines(memory: Memory, choice: bool, device: str) -> list[str]:
         lines.append(f"  steps that are compared hold {human(memory.compared)} of gradients more (engine.parity_steps)")
     if memory.chunk:
         lines.append(f"  head and loss of {memory.chunk} rows at a time (engine.chunked_loss)")
+    lines += [*_beside_lines(memory, device)]
     bound = "buckets are an upper bound; " if "buckets" in kinds else ""
     guessed = "activations and overhead are estimates" if "overhead" in kinds else "activations are an estimate"
     before = [f"  the process takes {human(PROCESS)} before its model"] if device == "cpu" else []
     return [*lines, f"  {guessed}, {bound}the rest is exact", *before]
+
+
+def _beside_lines(memory: Memory, device: str) -> Iterator[str]:
+    """The start of a GPU and the host's memory, of the chosen stage."""
+    host = memory.host
+    if device == "cuda":
+        weights = dict(memory.by_stage)[memory.chosen].weights
+        less = f"; {human(weights)} where it lacks room" if memory.chosen in ("ZeRO 1", "ZeRO 2") else ""
+        yield f"  at the start a GPU holds {human(memory.start)}, before optimizer state{less}"
+    parts = [f"{human(host.built)} to build the model"] if device == "cuda" else []
+    parts += [f"{human(host.offloaded)} offloaded"] if host.offloaded else []
+    parts += [f"{human(host.snapshot)} for async saves"] if host.snapshot else []
+    if parts:
+        yield f"  host memory a rank: {', then '.join([parts[0], ' + '.join(parts[1:])][: len(parts)])}"
+    if host.nvme:
+        yield f"  files below zero.offload.nvme_path: {human(host.nvme)} a rank"
 
 
 def _width(kind: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.activations import layer_bytes
+from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import TokenizerTraining
 from ortlaunch.recipe.families import FAMILIES, LABELLED_TASKS, LANGUAGE_TASKS, complete
@@ -19,16 +20,25 @@ from ortlaunch.recipe.models import Lora
 from ortlaunch.recipe.parity import compared_steps
 from ortlaunch.recipe.pretrained import config_of
 
-_STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
 # Logits of a chunk, and the least rows of one: with each the head's gradient is read and written. Measured on a CPU.
 _CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}
 # What a process on a CPU holds at its peak beside the tensors that are counted, by engine: bytes, and shares of the
-# model's bytes and of activations. Fitted to memory.json of 27 runs of BERT and Llama (26 to 407 MiB planned, torch
-# 2.13): the sum is then within 25 % of the peak, without recomputation.
-_OVERHEAD = {"eager": (10 << 20, 0.0, 0.5), "inductor": (85 << 20, 0.0, 0.2), "ort": (25 << 20, 0.4, 0.25)}
-_LLAMA_GRAPH = 25 << 20  # of engine ort more, whose graph writes out RMSNorm and rotary positions
-# DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, and what is reduced at once.
-_PERSISTENT, _BUCKET = 100_000, 500_000_000
+# model's bytes, of kept activations, and of what a layer makes, kept or recomputed. Fitted to memory.json of 27 runs of
+# BERT and Llama (26 to 407 MiB planned, torch 2.13, glibc 2.36). In eager these are holes between blocks, which layers
+# leave also where they are recomputed: with 57 MiB of live tensors at most, a process took 170 MiB.
+_OVERHEAD = {
+    "eager": (10 << 20, 0.0, 0.0, 0.5),
+    "inductor": (85 << 20, 0.0, 0.2, 0.0),
+    "ort": (25 << 20, 0.4, 0.25, 0.0),
+}
+_DEEPSPEED = 160 << 20  # its modules, imported after the model is built: 125 at once, the rest with its engine
+_MORE_NODES = 25 << 20  # of engine ort: for Llama, whose graph writes out RMSNorm and rotary positions; for adapters
+# Of a GPU's memory beside tensors, not measured here: CUDA's context with torch's kernels; workspaces of cuBLAS and
+# cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's buffers.
+_CONTEXT, _WORKSPACES, _NCCL = 500 << 20, 100 << 20, 300 << 20
+# DeepSpeed's defaults, in elements: tensors that ZeRO 3 keeps whole on every rank, what is reduced at once, and what
+# ZeRO 3 gathers at once.
+_PERSISTENT, _BUCKET, _LIVE = 100_000, 500_000_000, 1_000_000_000
 
 
 def padded_vocabulary(size: int) -> int:
@@ -116,29 +126,50 @@ def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu"
     parameters, trainable = sum(tensors), sum(trained)
     # Autocast leaves norms, softmax and what they give in float32.
     activations = _activations(recipe, config, micro_samples, 4, device)
+    full = recipe.model_copy(
+        update={
+            "model": recipe.model.model_copy(update={"gradient_checkpointing": False}),
+            "engine": recipe.engine.model_copy(update={"memory_optimization": 0}),
+        }
+    )
+    made = _activations(full, config, micro_samples, _width(recipe) if recipe.zero else 4, device)
     stages: list[tuple[str, Bytes]] = [("DDP", _plain(recipe, parameters, trainable, activations))]
     activations = _activations(recipe, config, micro_samples, _width(recipe), device)
     for stage in range(4):
-        exact = _off_gpu(recipe, _zero(recipe, tensors, trainable, activations, stage, ranks), stage, device)
-        stages.append((f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, trainable, stage, ranks, device))))
-    if device == "cpu":
-        stages = [
-            (stage, parts._replace(overhead=_overhead(recipe, parts, config["model_type"]))) for stage, parts in stages
-        ]
+        exact = _off_gpu(recipe, _zero(recipe, tensors, trainable, activations, stage, ranks), trainable, stage, device)
+        stages.append(
+            (f"ZeRO {stage}", exact._replace(buckets=_bucket(recipe, parameters, trainable, stage, ranks, device)))
+        )
+    kind, libraries = str(config["model_type"]), _contexts(recipe, ranks)
+    stages = [
+        (stage, parts._replace(overhead=_overhead(recipe, parts, kind, made) if device == "cpu" else libraries))
+        for stage, parts in stages
+    ]
     chosen = f"ZeRO {recipe.zero.stage}" if recipe.zero else "DDP"
     chunk = chunked(recipe, micro_samples * (recipe.data.sequence_length or 0), int(config["vocab_size"]), device)
     compared = 2 * _width(recipe) * trainable if compared_steps(recipe, config["model_type"]).steps else 0
-    return Memory(parameters, trainable, tuple(stages), chosen, _checkpoint(recipe, trainable), chunk, compared)
+    width = _width(recipe) if recipe.zero else 4
+    return Memory(
+        parameters, trainable, tuple(stages), chosen, (4 + state_bytes(recipe)) * trainable, chunk, compared,
+        at_start(recipe, tensors, trainable, width, ranks),
+        on_host(recipe, parameters, trainable, width, ranks, device),
+    )  # fmt: skip
 
 
-def _overhead(recipe: Recipe, parts: Bytes, family: str) -> int:
-    """Of engine `auto` the most."""
+def _contexts(recipe: Recipe, ranks: int) -> int:
+    """GPU memory of libraries: CUDA contexts, workspaces, NCCL."""
+    ort = recipe.engine.name in ("ort", "auto")
+    return _CONTEXT + _WORKSPACES * (2 if ort else 1) + (_NCCL if ranks > 1 else 0)
+
+
+def _overhead(recipe: Recipe, parts: Bytes, family: str, made: int) -> int:
+    """Of engine `auto` the most. `made`: bytes of activations, recomputed ones included."""
     names = _OVERHEAD if recipe.engine.name == "auto" else [recipe.engine.name]
-    return max(
-        int(least + of_model * parts.model + kept * parts.activations)
-        + (_LLAMA_GRAPH if name == "ort" and family == "llama" else 0)
+    return (_DEEPSPEED if recipe.zero else 0) + max(
+        int(least + of_model * parts.model + kept * parts.activations + of_made * made)
+        + (_MORE_NODES * ((family == "llama") + (recipe.model.lora is not None)) if name == "ort" else 0)
         for name in names
-        for least, of_model, kept in [_OVERHEAD[name]]
+        for least, of_model, kept, of_made in [_OVERHEAD[name]]
     )
 
 
@@ -146,7 +177,7 @@ def why_unknown(recipe: Recipe) -> str:
     """Why `estimate` gives nothing, and what to do about it."""
     model = recipe.model
     if model.task == "custom":
-        return "your factory builds the model; train counts it (memory.json in the run folder)"
+        return "your factory builds the model; train records it in memory.json"
     known = config_of(model.pretrained) if model.pretrained else {}
     if known is None:
         return (
@@ -155,20 +186,13 @@ def why_unknown(recipe: Recipe) -> str:
         )
     kind = {**known, **(model.config or {})}.get("model_type")
     if kind not in FAMILIES:
-        return f"models of type {kind} are not counted before the run, only {' and '.join(FAMILIES)}; train counts them"
-    return "adapters on these target_modules are not counted before the run; train counts them (memory.json)"
-
-
-def _state_bytes(recipe: Recipe) -> int:
-    """Bytes of optimizer state a trained parameter."""
-    if recipe.optimizer.name == "sgd":
-        return 4 if recipe.optimizer.momentum else 0
-    return _STATE_BYTES[recipe.optimizer.name]
+        return f"models of type {kind} are not counted; train records it in memory.json"
+    return "adapters on these target_modules are not counted; train records it in memory.json"
 
 
 def _plain(recipe: Recipe, parameters: int, trainable: int, activations: int) -> Bytes:
     """Without DeepSpeed weights stay float32 and lower precision is autocast's."""
-    return Bytes(4 * parameters, 4 * trainable, _state_bytes(recipe) * trainable, activations)
+    return Bytes(4 * parameters, 4 * trainable, state_bytes(recipe) * trainable, activations)
 
 
 def _width(recipe: Recipe) -> int:
@@ -179,22 +203,28 @@ def _zero(recipe: Recipe, tensors: list[int], trainable: int, activations: int, 
     width = _width(recipe)
     # DeepSpeed keeps a float32 master copy beside the weights, also in fp32 from stage 1 on.
     master = 0 if stage == 0 and width == 4 else 4
-    optimizer = (master + _state_bytes(recipe)) * trainable
+    optimizer = (master + state_bytes(recipe)) * trainable
+    whole, share = width * trainable, -(-width * trainable // ranks)
+    # ORTModule returns all gradients at once, also where stage 2 keeps a share of each.
+    ort = stage == 2 and ranks > 1 and recipe.engine.name in ("ort", "auto")
     return Bytes(
         weights=width * (sum(tensors) if stage < 3 else _kept_by_zero_3(recipe, tensors, ranks)),
-        gradients=-(-width * trainable // (ranks if stage >= 2 else 1)),
+        gradients=share + (whole if ort else 0) if stage >= 2 else whole,
         optimizer=-(-optimizer // (ranks if stage >= 1 else 1)),
         activations=activations,
     )
 
 
-def _off_gpu(recipe: Recipe, whole: Bytes, stage: int, device: str) -> Bytes:
+def _off_gpu(recipe: Recipe, whole: Bytes, trainable: int, stage: int, device: str) -> Bytes:
     """What stays on the GPU of a stage's bytes; on a CPU what is offloaded lies in the same memory."""
     offload = recipe.zero.offload if recipe.zero and device == "cuda" else None
     if offload is None or not stage:
         return whole
-    weights = 0 if offload.parameters and stage == 3 else whole.weights
-    return whole._replace(weights=weights, optimizer=0 if offload.optimizer else whole.optimizer)
+    if offload.optimizer:
+        # Gradients leave as they are reduced, from stage 2 on: before the next ones exist, but for ort's.
+        kept = recipe.engine.name in ("ort", "auto") or stage < 2
+        whole = whole._replace(optimizer=0, gradients=_width(recipe) * trainable if kept else 0)
+    return whole._replace(weights=0) if offload.parameters and stage == 3 else whole
 
 
 def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:
@@ -203,11 +233,17 @@ def _kept_by_zero_3(recipe: Recipe, tensors: list[int], ranks: int) -> int:
     return sum(-(-size // ranks) for size in tensors) + sum(size for size in tensors if size <= small)
 
 
-def _bucket(recipe: Recipe, trainable: int, stage: int, ranks: int, device: str) -> int:
-    """What DeepSpeed takes to reduce gradients; the kernel gives a process only the pages that it writes, CUDA all."""
-    size = int(_setting(recipe, "reduce_bucket_size", _BUCKET)) if stage else _BUCKET
-    whole = stage > 0 and device == "cuda"
-    return _width(recipe) * (size if whole else min(size, trainable)) if ranks > 1 or stage else 0
+def _bucket(recipe: Recipe, parameters: int, trainable: int, stage: int, ranks: int, device: str) -> int:
+    """What DeepSpeed takes to reduce gradients, and in stage 3 on a GPU gathers of the weights.
+
+    The kernel gives a process only the pages that it writes, CUDA all.
+    """
+    size, gathered = int(_setting(recipe, "reduce_bucket_size", _BUCKET)) if stage else _BUCKET, 0
+    if stage == 0 or device == "cpu":
+        size = min(size, trainable)
+    elif stage == 3:
+        gathered = min(int(_setting(recipe, "stage3_max_live_parameters", _LIVE)), parameters)
+    return _width(recipe) * (size + gathered) if ranks > 1 or stage else 0
 
 
 def _setting(recipe: Recipe, name: str, default: float) -> float:
@@ -215,13 +251,6 @@ def _setting(recipe: Recipe, name: str, default: float) -> float:
     section = recipe.zero.deepspeed.get("zero_optimization", {}) if recipe.zero else {}
     value = section.get(name, default) if isinstance(section, dict) else default
     return value if isinstance(value, (int, float)) else default
-
-
-def _checkpoint(recipe: Recipe, trainable: int) -> int:
-    """Bytes of one checkpoint, all ranks together; frozen weights come from where they came from."""
-    if recipe.zero is None:
-        return (4 + _state_bytes(recipe)) * trainable
-    return _width(recipe) * trainable + _zero(recipe, [trainable], trainable, 0, recipe.zero.stage, 1).optimizer
 
 
 # Of BERT's heads with `all-linear`: pooler and transform; what gives labels or words gets no adapter.
@@ -259,8 +288,10 @@ def _activations(recipe: Recipe, c: dict[str, Any], micro: int, width: int, devi
     tokens = micro * length
     a_layer, logits = tokens * layer_bytes(recipe, c, length, width, device), _logits(recipe, c, tokens, device)
     if recipe.model.gradient_checkpointing or recipe.engine.memory_optimization:
-        # Each layer's input, and the loss or one layer computed again: not at the same time.
-        return layers * tokens * int(c["hidden_size"]) * width + max(a_layer, logits)
+        # Each layer's input, and the loss or one layer computed again: not at the same time, but a process on a CPU
+        # keeps the blocks of one while the other is computed.
+        beside = a_layer + logits if device == "cpu" else max(a_layer, logits)
+        return layers * tokens * int(c["hidden_size"]) * width + beside
     return layers * a_layer + logits
 
 

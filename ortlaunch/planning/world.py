@@ -5,13 +5,11 @@ Looks at this machine (GPUs, cores, the launcher's environment) without torch; d
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ortlaunch import machine
+from ortlaunch import machine, plan
 from ortlaunch.errors import PlanError
-from ortlaunch.plan import LOCAL_NAMES
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_step
 from ortlaunch.rank import Rank, detect
@@ -23,6 +21,10 @@ _MPIRUN_LISTENS = (
     "launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one host "
     "launcher torchrun opens no port"
 )
+
+
+# For tests: 1 lets ranks share the GPUs of this host, over gloo, where there are fewer GPUs than ranks.
+SHARE_VARIABLE = "ORTLAUNCH_SHARE_GPUS"
 
 
 class LaunchOptions(NamedTuple):
@@ -60,6 +62,9 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
     gpus = machine.visible_gpus(environ)
     device = recipe.launch.device if recipe.launch.device != "auto" else ("cuda" if gpus else "cpu")
     hosts, notes = _hosts(recipe, options, gpus if device == "cuda" else 0, found, environ)
+    if device == "cuda" and gpus and environ.get(SHARE_VARIABLE) == "1":
+        hosts, shared = _on_shared_gpus(hosts, gpus)
+        notes += shared
     launcher = _launcher(recipe, options, hosts, found)
     _check_nodes(recipe, hosts, options)
     _check_job(recipe, hosts, options, environ)
@@ -71,6 +76,16 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
         notes += (_MPIRUN_LISTENS,)
     rank = found[0] if found and launcher == "inside" else None
     return World(hosts, launcher, device, rank, notes, _threads(recipe, hosts, environ))
+
+
+def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Slots of this host beyond its GPUs are given its GPUs in turns."""
+    shared = tuple(
+        host._replace(devices=tuple(device % gpus for device in host.devices)) if is_this_host(host.name) else host
+        for host in hosts
+    )
+    note = f"{SHARE_VARIABLE}=1: ranks share {counted(gpus, 'GPU')} over gloo, which is for tests"
+    return shared, (note,) if shared != hosts else ()
 
 
 def _enclosing(environ: Mapping[str, str]) -> tuple[Rank, str] | None:
@@ -150,7 +165,7 @@ def _declared(recipe: Recipe, per_node: int | None) -> tuple[tuple[Host, ...], t
             "--hostfile"
         )
     names = (Host(f"node{number}", per_node, tuple(range(per_node))) for number in range(nodes))
-    return tuple(names), (f"hosts are as launch.nodes declares them ({nodes}); what starts the run will name them",)
+    return tuple(names), (f"hosts: {nodes}, by launch.nodes; their names are known when the job starts",)
 
 
 def _of_slurm(found: tuple[Rank, str], environ: Mapping[str, str]) -> tuple[Host, ...] | None:
@@ -241,9 +256,8 @@ def _count(environ: Mapping[str, str], *names: str) -> int:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a host file's name means this machine."""
-    bare = name.rpartition("@")[2]
-    return bare in LOCAL_NAMES or bare in (socket.gethostname(), socket.gethostname().split(".")[0])
+    """Whether a host file's name means this machine, whoever its user is."""
+    return plan.is_this_host(name.rpartition("@")[2])
 
 
 def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, options: LaunchOptions) -> Iterator[str]:

@@ -32,9 +32,6 @@ _QUANTIZED = "precision (there is no quantized training)"
 _WHOLE = "zero.stage, which shards over the ranks (there is no tensor, pipeline or sequence parallelism)"
 
 DIALECTS: dict[str, dict[str, str]] = {
-    "an earlier ortlaunch": {
-        "export_cache": "none: every start exports its own graph; a kept one could be another model's",
-    },
     "Megatron": {
         "global_batch_size": "batch.global_size",
         "train_iters": "train.max_steps",

@@ -251,14 +251,6 @@ class Checkpoint(Section):
     """A save that fails (a full disk, a folder that became read-only) leaves older checkpoints as they are. `stop`: the
     run ends. `continue`: it says so, counts it in summary.json, trains on and tries again at the next save; where
     the save at the end fails the export is written, and the run has failed."""
-    on_complete: Optional[Text] = None
-    """Shell command after each complete checkpoint (an upload, an evaluation), beside training, one after another, by
-    rank 0. It finds ORTLAUNCH_CHECKPOINT (the checkpoint's folder), ORTLAUNCH_STEP and ORTLAUNCH_RUN in its
-    environment; its output goes to logs/on_complete.log. A checkpoint stays while its command runs. That it failed is
-    told and counted, and does not end the run, which waits for it at its end; after a stop as long as its grace
-    lasts. The next start runs what was cut off again."""
-    on_complete_minutes: Annotated[float, Field(gt=0)] = 60
-    """A command that takes longer is ended, with all that it started."""
     __annotations__["async"] = Annotated[  # a word of Python's own, which no plain line can name
         Optional[bool],
         Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Union
 
 Key = Union[str, int]
@@ -71,3 +71,12 @@ def dotted(path: KeyPath) -> str:
 def keys(path: str) -> KeyPath:
     """`data.train[0].weight` -> `("data", "train", 0, "weight")`."""
     return tuple(int(key[1:-1]) if key[0] == "[" else key for key in re.findall(r"[^.\[]+|\[[0-9]+\]", path))
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of everything in a recipe; a list is one value."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

@@ -175,12 +175,6 @@ def _engine(recipe: Recipe) -> Iterator[Problem]:
             message = f"does nothing with engine {engine.name}: it is for ort; leave it out, or write null"
             yield (f"engine.{key}", "engine.name"), message
         return
-    if recipe.precision == "bf16" and recipe.launch.device != "cpu":
-        yield (
-            ("precision", "engine.name"),
-            "got bf16 with engine ort: ONNX Runtime 1.19.2 trains in fp32 and, on CUDA, fp16 (no bf16 Gemm on CPU, "
-            "no bf16 in FusedAdam); use fp16, or engine.name: eager",
-        )
     if recipe.zero and recipe.zero.stage == 3:
         yield (
             ("zero.stage", "engine.name"),

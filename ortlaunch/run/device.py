@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch import start
+from ortlaunch import start as process
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import load, to_yaml
 from ortlaunch.run.device_folder import DeviceFolder
@@ -38,38 +37,32 @@ class Asked(NamedTuple):
     """Resolved, as YAML."""
 
 
-def train(asked: Asked, overrides: tuple[str, ...]) -> int:
-    """Train a checkpoint; returns the exit status of the process that does it.
+def export(asked: Asked) -> int:
+    """Write a model for onnxruntime alone, into a new folder; as `start`."""
+    if asked.to and Path(asked.to).exists():
+        raise InputError(f"{asked.to} is there already; take it away, or give another folder with --to")
+    return start(asked, None)
+
+
+def average(asked: Asked) -> int:
+    """Write the mean of clients' checkpoints; as `start`."""
+    if len(asked.checkpoints) < 2:
+        raise InputError(f"an average is of two checkpoints at least; got {len(asked.checkpoints)}")
+    if asked.weights is not None and len(asked.weights) != len(asked.checkpoints):
+        raise InputError(f"--weights: got {len(asked.weights)} for {len(asked.checkpoints)} checkpoints")
+    return start(asked, None)
+
+
+def start(asked: Asked, overrides: tuple[str, ...] | None) -> int:
+    """Start the verb that was asked for; returns the exit status of the process that does it.
+
+    Args:
+        overrides: of the artifacts' recipe, to train or evaluate; None: the verb needs none.
 
     Raises:
         InputError: there are no artifacts, no checkpoint or no place for the result, or an override is none that a
             device takes.
     """
-    return _start(asked, overrides)
-
-
-def evaluate(asked: Asked, overrides: tuple[str, ...]) -> int:
-    """Measure a checkpoint; as `train`."""
-    return _start(asked, overrides)
-
-
-def export(asked: Asked) -> int:
-    """Write a model for onnxruntime alone, into a new folder; as `train`."""
-    if asked.to and Path(asked.to).exists():
-        raise InputError(f"{asked.to} is there already; take it away, or give another folder with --to")
-    return _start(asked, None)
-
-
-def average(asked: Asked) -> int:
-    """Write the mean of clients' checkpoints; as `train`."""
-    if len(asked.checkpoints) < 2:
-        raise InputError(f"an average is of two checkpoints at least; got {len(asked.checkpoints)}")
-    if asked.weights is not None and len(asked.weights) != len(asked.checkpoints):
-        raise InputError(f"--weights: got {len(asked.weights)} for {len(asked.checkpoints)} checkpoints")
-    return _start(asked, None)
-
-
-def _start(asked: Asked, overrides: tuple[str, ...] | None) -> int:
     place = DeviceFolder(asked.artifacts)
     missing = place.missing()
     if missing:
@@ -86,8 +79,7 @@ def _start(asked: Asked, overrides: tuple[str, ...] | None) -> int:
         _make_place(Path(asked.to or ""), own)
     if overrides is not None:
         asked = asked._replace(recipe=_recipe(place, overrides))
-    words = start.command("ortlaunch.worker.device")
-    return subprocess.run([*words, json.dumps(asked._asdict())], check=False).returncode
+    return process.run("ortlaunch.worker.device", json.dumps(asked._asdict()))
 
 
 def _make_place(to: Path, own: str) -> None:

@@ -158,6 +158,10 @@ class Graph:
     """Nodes of the backward pass, of a training graph."""
     backward_operators: dict[str, int] | None = None
     """The most frequent operators of the backward pass."""
+    provider: str = ""
+    """The session's execution provider: CUDAExecutionProvider on a GPU."""
+    nodes_by_provider: dict[str, int] = field(default_factory=dict)
+    """Nodes that each execution provider runs, copies between them included; empty: unknown, and noted."""
 
 
 @dataclass

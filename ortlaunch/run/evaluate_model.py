@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,8 +50,7 @@ def evaluate(asked: Asked) -> int:
     modules = Plan.read(run.plan).modules if run else str(source.parent.absolute())
     recipe = to_yaml(_recipe(source, model, asked.overrides))
     given = {"model": str(model), "recipe": recipe, "modules": modules, "json": asked.json}
-    words = start.command("ortlaunch.worker.evaluate_model")
-    return subprocess.run([*words, json.dumps(given)], check=False).returncode
+    return start.run("ortlaunch.worker.evaluate_model", json.dumps(given))
 
 
 def _file(model: Path) -> Path:

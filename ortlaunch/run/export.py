@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 from ortlaunch import start
@@ -13,6 +12,7 @@ from ortlaunch.run.lines import json_lines
 
 FORMATS = ("huggingface", "onnx", "ondevice")
 LORA = ("merged", "alone")
+_PUSH = "ortlaunch.worker.push"
 
 
 def export(
@@ -35,19 +35,14 @@ def export(
 
 def _export(run: RunDir, chosen: int, to: Path | None, form: str, push: str | None, lora: str | None) -> int:
     folder = to or run.exported(chosen, form)
-    if push and (refused := _work("push", push)):
+    if push and (refused := start.run(_PUSH, push)):
         return refused
     if push and lora is None and _is_written(run, chosen, folder, form):
-        return _work("push", push, str(run), str(chosen), str(folder))
+        return start.run(_PUSH, push, str(run), str(chosen), str(folder))
     if folder.exists():
         raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
-    failed = _work("export_checkpoint", str(run), str(chosen), str(folder), form, lora or "")
-    return failed if failed or not push else _work("push", push, str(run), str(chosen), str(folder))
-
-
-def _work(module: str, *words: str) -> int:
-    """A process with torch, or the hub's client, in it; returns its exit status."""
-    return subprocess.run([*start.command(f"ortlaunch.worker.{module}"), *words], check=False).returncode
+    failed = start.run("ortlaunch.worker.export_checkpoint", str(run), str(chosen), str(folder), form, lora or "")
+    return failed if failed or not push else start.run(_PUSH, push, str(run), str(chosen), str(folder))
 
 
 def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:

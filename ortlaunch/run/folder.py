@@ -19,7 +19,7 @@ runs/<name>-<timestamp>/
   exports/step_00000500{,_onnx,_ondevice}/  exports.jsonl              checkpoints as models, by `ortlaunch export`
   evaluations/step_00000500/{..., evaluation.json}                     a run of its own, by `ortlaunch evaluate`
   checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
-  saves.jsonl logs/on_complete.log                                     each save; what checkpoint.on_complete printed
+  saves.jsonl                                                          each save
   bad_steps.jsonl                                                      losses and gradients that were not trained on
   resume.json                                                          where the last start began, and what had changed
   micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
@@ -51,60 +51,82 @@ _STEP = re.compile(r"step_(\d+)")
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 
+class _File:
+    """The path of a file or folder in a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
+        return run.path / self.name
+
+
 class RunDir:
     """The folder of one run; the only thing that crosses from the control side to the worker."""
 
+    recipe = _File("recipe.yaml")
+    plan = _File("plan.json")
+    deepspeed = _File("deepspeed.json")
+    environment = _File("environment.json")
+    request = _File("request.sh")
+    commands = _File("commands.jsonl")
+    modules = _File("modules")
+    vocabulary = _File("vocabulary.json")  # what the model's numbers stand for
+    tokenizer = _File("tokenizer")  # that the weights are trained with
+    hostfile = _File("hostfile")
+    store = _File("store")
+    rendezvous = _File("rendezvous")
+    meeting = _File("meeting")
+    agents = _File("agents.json")
+    launcher_error = _File("launcher_error.json")  # as torchrun writes it
+    submitted = _File("submitted.yaml")
+    job_script = _File("job.sh")
+    manifest = _File("job.yaml")
+    logs = _File("logs")
+    errors = _File("errors")
+    flight_recorder = _File("errors/nccl_trace_rank_")  # with the rank's number
+    failure_printed = _File("errors/printed")
+    stall = _File("errors/stall.json")
+    lost = _File("errors/lost.json")  # a host that is lost
+    accounts = _File("errors/accounts")  # a line of `_COUNTED` bytes for each account of an end
+    slow_ranks = _File("slow_ranks.jsonl")
+    attempts = _File("attempts")
+    ready = _File("ready")
+    fabric = _File("fabric.json")  # what `ortlaunch doctor --fabric` measured
+    requests = _File("requests")
+    stop_request = _File("requests/stop.json")
+    restart_request = _File("requests/restart.json")  # another start, beside a stop
+    requeue_request = _File("requests/requeue")  # another turn of a batch script
+    save_request = _File("requests/save.json")
+    cancelled = _File("requests/cancel")
+    stopped = _File("stopped.json")
+    lock = _File("lock")
+    job = _File("job.json")
+    metrics = _File("metrics.jsonl")
+    steps = _File("steps.json")
+    bad_steps = _File("bad_steps.jsonl")
+    summary = _File("summary.json")
+    parity = _File("parity.jsonl")
+    engine = _File("engine.json")
+    memory = _File("memory.json")
+    micro_size = _File("micro_size.json")
+    trials = _File("micro_size")
+    trial = _File("trial.json")
+    evaluation = _File("evaluation.json")
+    tensorboard = _File("tensorboard")
+    trackers = _File("trackers")  # what W&B and MLflow keep
+    checkpoints = _File("checkpoints")
+    resume = _File("resume.json")
+    saves = _File("saves.jsonl")
+    export = _File("export")
+    exports = _File("exports.jsonl")
+    choice = _File("choice.json")
+    bench = _File("bench.json")
+    order = _File("order.json")
+    results = _File("results.jsonl")
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.recipe = self.path / "recipe.yaml"
-        self.plan = self.path / "plan.json"
-        self.deepspeed = self.path / "deepspeed.json"
-        self.environment = self.path / "environment.json"
-        self.request = self.path / "request.sh"
-        self.commands = self.path / "commands.jsonl"
-        self.modules = self.path / "modules"
-        self.hostfile = self.path / "hostfile"
-        self.store = self.path / "store"
-        self.rendezvous = self.path / "rendezvous"
-        self.meeting = self.path / "meeting"
-        self.agents = self.path / "agents.json"
-        self.submitted = self.path / "submitted.yaml"
-        self.job_script, self.manifest = self.path / "job.sh", self.path / "job.yaml"
-        self.logs = self.path / "logs"
-        self.errors = self.path / "errors"
-        self.flight_recorder = self.errors / "nccl_trace_rank_"  # with the rank's number
-        self.failure_printed = self.errors / "printed"
-        self.stall = self.errors / "stall.json"
-        self.slow_ranks = self.path / "slow_ranks.jsonl"
-        self.attempts = self.path / "attempts"
-        self.ready = self.path / "ready"
-        self.requests = self.path / "requests"
-        self.stop_request = self.requests / "stop.json"
-        self.save_request = self.requests / "save.json"
-        self.cancelled = self.requests / "cancel"
-        self.stopped = self.path / "stopped.json"
-        self.lock = self.path / "lock"
-        self.job = self.path / "job.json"
-        self.metrics = self.path / "metrics.jsonl"
-        self.steps = self.path / "steps.json"
-        self.bad_steps = self.path / "bad_steps.jsonl"
-        self.summary = self.path / "summary.json"
-        self.parity = self.path / "parity.jsonl"
-        self.engine = self.path / "engine.json"
-        self.memory = self.path / "memory.json"
-        self.micro_size = self.path / "micro_size.json"
-        self.trials = self.path / "micro_size"
-        self.trial = self.path / "trial.json"
-        self.tensorboard = self.path / "tensorboard"
-        self.checkpoints = self.path / "checkpoints"
-        self.resume = self.path / "resume.json"
-        self.saves = self.path / "saves.jsonl"
-        self.on_complete = self.logs / "on_complete.log"
-        self.export = self.path / "export"
-        self.choice = self.path / "choice.json"
-        self.bench = self.path / "bench.json"
-        self.order = self.path / "order.json"
-        self.results = self.path / "results.jsonl"
 
     def __str__(self) -> str:
         return str(self.path)
@@ -118,55 +140,10 @@ class RunDir:
         return self.errors / f"rank_{rank:05d}.json"
 
     @property
-    def launcher_error(self) -> Path:
-        """An exception of torchrun itself, as torchrun writes it."""
-        return self.path / "launcher_error.json"
-
-    @property
-    def vocabulary(self) -> Path:
-        """What the model's numbers stand for."""
-        return self.path / "vocabulary.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The folder of the tokenizer that the weights are trained with."""
-        return self.path / "tokenizer"
-
-    @property
-    def trackers(self) -> Path:
-        """What W&B and MLflow keep here, and the names of their runs."""
-        return self.path / "trackers"
-
-    @property
-    def restart_request(self) -> Path:
-        """Another start is asked for, beside a stop."""
-        return self.requests / "restart.json"
-
-    @property
-    def requeue_request(self) -> Path:
-        """For a batch script: another turn is required."""
-        return self.requests / "requeue"
-
-    @property
-    def fabric(self) -> Path:
-        """What ranks of `ortlaunch doctor --fabric` measured."""
-        return self.path / "fabric.json"
-
-    @property
-    def lost(self) -> Path:
-        """A host that is lost."""
-        return self.errors / "lost.json"
-
-    @property
     def told(self) -> list[Path]:
         """Accounts of ends that are there: of ranks, of a run that stood still, of a lost host."""
         others = [path for path in (self.stall, self.lost) if path.exists()]
         return [*sorted(self.errors.glob("rank_*.json")), *others]
-
-    @property
-    def accounts(self) -> Path:
-        """Created with the first account of an end; a line of `_COUNTED` bytes for each, in their order."""
-        return self.errors / "accounts"
 
     def count_account(self, rank: int = -1) -> int:
         """Count an account of this rank (-1: of the run) that is about to be written; returns the number before it."""
@@ -211,16 +188,6 @@ class RunDir:
     def exported(self, step: int, form: str) -> Path:
         """Where `ortlaunch export` writes a checkpoint as a model."""
         return self.path / "exports" / (f"step_{step:08d}" + ("" if form == "huggingface" else f"_{form}"))
-
-    @property
-    def exports(self) -> Path:
-        """A line of each export."""
-        return self.path / "exports.jsonl"
-
-    @property
-    def evaluation(self) -> Path:
-        """Of an evaluation's own folder: what was measured."""
-        return self.path / "evaluation.json"
 
     def evaluation_of(self, step: int) -> RunDir:
         """Folder of `ortlaunch evaluate`: a run of its own."""

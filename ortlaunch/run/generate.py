@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -53,8 +52,7 @@ def generate(asked: Asked) -> int:
 def _generate(asked: Asked, model: Path, step: int | None, chats: bool | None) -> int:
     print(f"model: {model if step is None else RunDir(model).checkpoint(step)}", file=sys.stderr, flush=True)
     given = {**asked._asdict(), "model": str(model), "step": step, "chats": False if asked.raw else chats}
-    words = start.command("ortlaunch.worker.generate")
-    return subprocess.run([*words, json.dumps(given)], check=False).returncode
+    return start.run("ortlaunch.worker.generate", json.dumps(given))
 
 
 def _source(asked: Asked) -> tuple[Path, int | None, bool | None]:

@@ -28,8 +28,6 @@ _MEMORY = re.compile(
     r"allocate memory|unable to allocate|failed to allocate|out of memory|OutOfMemory|bad_alloc|MemoryError|SIGKILL"
     r"|[Vv]anished without a word|Errno 12"
 )
-# Runs a command with its output in a file: a try that fails, as one must, should not look like a failed run.
-_QUIETLY = ("/bin/sh", "-c", 'log=$1; shift; exec "$@" > "$log" 2>&1', "sh")
 
 
 class Try(NamedTuple):
@@ -143,7 +141,8 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
     trial, log = run.trial_of(size), run.trial_of(size).path / "output.txt"
     launcher = backend(plan.launcher)
     request = launcher.request(_write(recipe, plan, trial, size), trial)
-    job = launcher.submit(request._replace(argv=(*_QUIETLY, str(log), *request.argv), notice_ends=True))
+    # Its output is in a file: a try that fails, as one must, should not look like a failed run.
+    job = launcher.submit(request._replace(notice_ends=True), log)
     end = explain_end(trial, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
     if job.signal is not None:
         raise Stopped(end, run, plan.saves)

@@ -20,7 +20,6 @@ ORIGIN = "training.json"
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "onnx",
              "numpy", "tokenizers", "datasets", "safetensors", "triton")  # fmt: skip
 _FORMAT = 1
-_FIRST_ORDER = "shuffle"  # of samples, where a checkpoint does not name it: before there was another
 
 
 def origin(recipe: Recipe, plan: Plan, environment: Mapping[str, Any], git: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -64,8 +63,6 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Every change, by the table; a part that one of them lacks is not compared."""
     found = changes(_filled(before["recipe"]), after["recipe"], RULES)
-    if "data" in after:  # what an earlier version did not write down is what it is now, but for the order
-        before = {**before, "data": {**after["data"], "order": _FIRST_ORDER, **before.get("data", {})}}
     parts = [part for part in ("world", "data", "weights", "code") if part in before and part in after]
     found += changes({part: before[part] for part in parts}, {part: after[part] for part in parts}, OTHER_RULES)
     return found + _packages(before.get("packages", {}), after.get("packages", {}))

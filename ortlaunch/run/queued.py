@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -76,7 +77,8 @@ def _ended(run: RunDir, job: JobRecord, seen: Seen | None) -> JobRecord:
     state, words = seen or Seen(JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "no job that it knows")
     if state is JobState.SUCCEEDED:
         state = JobState.FAILED if end.status else JobState.SUCCEEDED
-    status = end.status or (0 if state is JobState.SUCCEEDED else 1)
+    cancelled = state is JobState.CANCELLED and end.status == EXIT_SAVED  # which would mean: run me again
+    status = 128 + signal.SIGTERM if cancelled else end.status or (0 if state is JobState.SUCCEEDED else 1)
     record = job.at_end(state, status, f"{job.backend} says: {words}\n{end.text}")
     record.write(run)
     return record

@@ -67,11 +67,11 @@ class PlannedMemory:
     buckets: int
     """DeepSpeed's communication buffers: an upper bound."""
     overhead: int
-    """What the process holds beside these on a CPU: an estimate."""
+    """Estimate of everything else: the process on a CPU, contexts and workspaces on CUDA."""
     model: int
     """weights + gradients + optimizer."""
     peak: int
-    """The sum of all."""
+    """The sum of all; on CUDA without `overhead`, which torch's allocator does not see."""
 
 
 @dataclass
@@ -142,8 +142,6 @@ class Summary:
     """What each part of the last start took on rank 0, from loading libraries to writing the export."""
     failed_saves: int = 0
     """Checkpoints that could not be written (checkpoint.on_failure: continue), over all starts."""
-    failed_commands: int = 0
-    """Commands after a checkpoint (checkpoint.on_complete) that failed, over all starts."""
     evaluation: dict[str, float] | None = None
     """The last evaluation's other metrics, by the names of evaluation.json, for tasks that have some."""
     best: BestEvaluation | None = None
@@ -264,7 +262,8 @@ class ParityLine:
 
 @dataclass
 class EvaluationLine:
-    """A line for each evaluation; `evaluation_NAME` are numbers of `train.metric` and of a custom model's own."""
+    """A line for each evaluation. `evaluation_NAME` are the metrics that evaluation.json has by that name, numbers of
+    `train.metric` and of a custom model's own."""
 
     step: int
     """Optimizer steps taken."""
@@ -272,26 +271,6 @@ class EvaluationLine:
     """Mean loss over the evaluation data."""
     elapsed_seconds: float
     """Time of the training loop so far."""
-    evaluation_perplexity: float | None = None
-    """e to the mean negative log likelihood of a word: of masked ones in masked language models."""
-    evaluation_masked_word_accuracy: float | None = None
-    """Share of the masked words that the model gives most weight."""
-    evaluation_next_sentence_accuracy: float | None = None
-    """Share of the sentence pairs."""
-    evaluation_classification_accuracy: float | None = None
-    """Share of the samples; of token-classification, of the words."""
-    evaluation_f1_macro: float | None = None
-    """Mean of the classes' F1, over those that were given or meant."""
-    evaluation_entity_precision: float | None = None
-    """Of token-classification by tags (B-X, I-X, O): share of the given entities, right with all words and type."""
-    evaluation_entity_recall: float | None = None
-    """Share of the meant ones."""
-    evaluation_entity_f1: float | None = None
-    """Harmonic mean of both, as conlleval and seqeval have it."""
-    evaluation_mse: float | None = None
-    """Mean squared error of sequence-regression."""
-    evaluation_pearson: float | None = None
-    """Its correlation with the labels; "nan" where either is constant."""
 
 
 @dataclass
@@ -304,18 +283,6 @@ class SaveLine:
     """What training waited for it; null: it was whole when its start ended, which could not write this line."""
     error: str | None = None
     """Why it could not be written."""
-
-
-@dataclass
-class CommandLine:
-    """A line for each end of `checkpoint.on_complete`."""
-
-    step: int
-    """The checkpoint's."""
-    status: int
-    """Exit status of the command, negative for a signal; 124: it was ended at its limit."""
-    seconds: float
-    """What it took, beside training."""
 
 
 @dataclass

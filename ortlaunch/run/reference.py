@@ -32,7 +32,6 @@ _FILES = {
     "metrics.jsonl": "MetricsLine",
     "metrics.jsonl, evaluations": "EvaluationLine",
     "saves.jsonl": "SaveLine",
-    "saves.jsonl, commands": "CommandLine",
     "bad_steps.jsonl": "BadStep",
     "exports.jsonl": "ExportLine",
     "evaluation.json": "Evaluation",

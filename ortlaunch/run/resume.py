@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.resume_rules import NAMES, Change, leaves
-from ortlaunch.run import deepspeed_folder, origin, provenance
+from ortlaunch.run import origin, provenance
 from ortlaunch.run.folder import RunDir, read_json, write_json
 from ortlaunch.run.resolve import ResolvedRun
 
@@ -61,8 +61,6 @@ class Chosen(NamedTuple):
     """What lies there and is not taken, with the reason."""
     aside: tuple[Path, ...] = ()
     """What must be moved away first, for it would be the newest next time."""
-    deepspeed: Path | None = None
-    """DeepSpeed's own checkpoint, which ranks take in where this folder has none yet."""
 
 
 def choose(run: RunDir, options: ResumeOptions) -> Chosen:
@@ -79,11 +77,9 @@ def choose(run: RunDir, options: ResumeOptions) -> Chosen:
     if options.choice != AUTO and os.path.realpath(Path(options.choice).parent) == os.path.realpath(run.checkpoints):
         step = _number(Path(options.choice))  # which would be taken for the place to begin a new folder from
         raise InputError(f"--resume {options.choice}: is of this run folder itself; give its step: --resume {step}")
-    deepspeed = options.choice if options.choice.startswith(deepspeed_folder.PREFIX) else None
-    if deepspeed or (options.choice == AUTO and (deepspeed := _deepspeed(run))):
-        return _taken_in(deepspeed, own)._replace(skipped=skipped)
     source = Path(options.choice) if options.choice != AUTO else _source(run)
-    if own:
+    is_typo = options.choice != AUTO and os.sep not in options.choice and not os.path.exists(options.choice)
+    if own and not is_typo:  # a path whose folder is gone by now stays valid: queues start the same command again
         return Chosen(own[-1][1], own[-1][0], source, skipped=skipped)
     return Chosen(None, skipped=skipped) if source is None else _elsewhere(source)
 
@@ -113,20 +109,6 @@ def _source(run: RunDir) -> Path | None:
     if found is not None and not isinstance(found, str):
         raise DamagedFile(f"{run.resume}: is damaged: source is {found!r:.80}")
     return Path(found) if found else None
-
-
-def _deepspeed(run: RunDir) -> str | None:
-    """As `_source`, of a checkpoint of DeepSpeed's."""
-    found = read_json(run.resume).get("deepspeed") if run.resume.exists() else None
-    return f"{deepspeed_folder.PREFIX}{found}" if found else None
-
-
-def _taken_in(choice: str, own: list[tuple[int, Path]]) -> Chosen:
-    """What ranks take in; once they have, an earlier start's checkpoint like any other."""
-    if own:
-        taken = Path(os.path.abspath(choice[len(deepspeed_folder.PREFIX) :]))
-        return Chosen(own[-1][1], own[-1][0], deepspeed=taken)
-    return Chosen(None, deepspeed=deepspeed_folder.folder_of(choice))
 
 
 def _step(run: RunDir, step: int, own: list[tuple[int, Path]]) -> Chosen:
@@ -190,13 +172,8 @@ def beginning(run: RunDir, resolved: ResolvedRun, before: Recipe | None, options
     chosen = choose(run, options)
     lines = [f"  skipped: {line}" for line in chosen.skipped]
     lines += [f"  set aside: {path}" for path in chosen.aside]
-    if chosen.folder is None and chosen.deepspeed is not None:
-        deepspeed_folder.require_adam(options.choice, resolved.file.recipe.optimizer.name)
-        lines.append(f"going on from DeepSpeed's {chosen.deepspeed}, which is taken in once")
     if chosen.folder is None:
         return Beginning(chosen, (*lines, *_since(before, resolved)))
-    if options.choice.startswith(deepspeed_folder.PREFIX):
-        lines.append(f"  not read: {chosen.deepspeed}: this run folder has checkpoints of its own already")
     made = origin.read(chosen.folder)
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
         made = {"recipe": before.model_dump(mode="json")}
@@ -258,7 +235,6 @@ def apply(run: RunDir, begun: Beginning, options: ResumeOptions) -> None:
             "step": chosen.step,
             "exact": chosen.exact,
             "source": None if chosen.source is None else os.path.abspath(chosen.source),
-            "deepspeed": None if chosen.deepspeed is None else str(chosen.deepspeed),
             "skipped": list(chosen.skipped),
             "changes": [change.line(options.allow) for change in begun.changes],
         },

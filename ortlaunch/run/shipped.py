@@ -88,8 +88,10 @@ def locate(given: Path) -> Path:
         raise RecipeError(
             [f"{given}: there is no such file, and no shipped recipe of that name; did you mean {guess}?"]
         )
-    beside = max(given.parent.glob("*.y*ml"), key=lambda path: likeness(given.name, path.name), default=given)
-    if likeness(given.name, beside.name) >= 0.8 and beside != given:
+    files = ((max(likeness(given.name, path.name), likeness(given.name, path.stem)), path)
+             for path in given.parent.glob("*.y*ml"))  # fmt: skip
+    like, beside = max(files, default=(0, given))
+    if like >= 0.8:
         raise RecipeError([f"{given}: there is no such file; did you mean {beside}?"])
     return given
 

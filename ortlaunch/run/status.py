@@ -171,7 +171,7 @@ def _job(run: RunDir) -> JobRecord:
     """The job of the command that has the folder now, else the recorded one."""
     if not run.path.is_dir():
         raise InputError(
-            f"{run}: is no folder; give the run folder that `ortlaunch train` printed, or see `ortlaunch list`"
+            f"{run}: is neither a folder nor the name of a run; `ortlaunch list` prints the runs and their folders"
         )
     job, command = JobRecord.read(run), lock.command_at(run)
     if job is not None and queued.is_queued(job):

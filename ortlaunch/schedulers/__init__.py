@@ -127,7 +127,7 @@ def ask(*argv: str, what: str, seconds: float = 60) -> subprocess.CompletedProce
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{argv[0]} does not answer within {seconds:.0f} s") from None
+        raise LaunchError(f"{argv[0]} does not answer within {seconds:.0f} s; is its server up?") from None
 
 
 def wanted(*argv: str, what: str) -> str:

@@ -14,11 +14,11 @@ from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run.folder import write_text
-from ortlaunch.schedulers import QueuedRun, Seen
+from ortlaunch.schedulers import QueuedRun, Seen, ask
 
 __all__ = ["cancel", "request", "state", "submit"]
 
-_SECONDS = 60  # a busy controller takes its time
+_WHAT = "submit and ask on a host of the cluster"
 _PLAIN = ("partition", "account", "qos", "reservation", "time", "cpus_per_task", "constraint", "nodelist", "exclude",
           "dependency", "begin", "mail_user", "mail_type")  # fmt: skip
 _STATES = {
@@ -136,7 +136,7 @@ def submit(request: Request) -> str:
         raise MissingDependency("no sbatch here: submit on a host of the cluster; --dry-run prints the script anywhere")
     for path, text in request.files:
         write_text(Path(path), text)
-    ended = _run(*request.argv)
+    ended = ask(*request.argv, what=_WHAT)
     if ended.returncode:
         raise LaunchError(f"sbatch refused the job: {ended.stderr.strip() or ended.stdout.strip()}")
     return ended.stdout.strip().partition(";")[0]
@@ -153,7 +153,7 @@ def state(job: str) -> Seen | None:
 
 def cancel(job: str) -> None:
     """scancel: ranks get SIGTERM and have the cluster's KillWait to save."""
-    ended = _run("scancel", job)
+    ended = ask("scancel", job, what=_WHAT)
     if ended.returncode:
         raise LaunchError(f"scancel {job}: {ended.stderr.strip()}")
 
@@ -184,12 +184,12 @@ def _seen(words: list[str], reason: str) -> Seen | None:
 
 
 def _by_squeue(job: str) -> Seen | None:
-    ended = _run("squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%T|%r")
+    ended = ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%T|%r", what=_WHAT)
     return seen_in_lines(ended.stdout) if _is_known(ended) else None
 
 
 def _by_scontrol(job: str) -> Seen | None:
-    ended = _run("scontrol", "show", "job", job)
+    ended = ask("scontrol", "show", "job", job, what=_WHAT)
     return seen_in_record(ended.stdout) if _is_known(ended) else None
 
 
@@ -204,14 +204,5 @@ def _is_known(ended: subprocess.CompletedProcess[str]) -> bool:
 def _by_sacct(job: str) -> Seen | None:
     if shutil.which("sacct") is None:
         return None
-    ended = _run("sacct", "-n", "-P", "-X", "-j", job, "-o", "State")
+    ended = ask("sacct", "-n", "-P", "-X", "-j", job, "-o", "State", what=_WHAT)
     return seen_in_lines(ended.stdout) if ended.returncode == 0 else None
-
-
-def _run(*argv: str) -> subprocess.CompletedProcess[str]:
-    if shutil.which(argv[0]) is None:
-        raise MissingDependency(f"no {argv[0]} here: ask on a host of the cluster")
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{argv[0]} does not answer within {_SECONDS} s; is Slurm's controller up?") from None

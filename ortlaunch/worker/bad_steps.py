@@ -49,7 +49,7 @@ class BadSteps:
     def _take_over(self, lines: list[BadStep]) -> None:
         """Leave out what earlier starts left out, but where another order (--allow data) has put other samples."""
         session = self.session
-        seen = session.checkpoint.samples(session.plan.batch) if session.checkpoint else 0
+        seen = session.checkpoint.samples if session.checkpoint else 0
         changed = False
         for line in lines:
             if line.places and line.places[1] > seen and not session.batches.holds(line.places, line.samples):
@@ -92,7 +92,7 @@ class BadSteps:
             samples = session.batches.indices_of_step(step)
             said = f"step {step + 1}: {why}; samples {some(samples)} of data.train"
             found = BadStep(step + 1, "spike", said, samples, None)
-            raise LossSpikeError(f"{said}\n{_ADVICE}", found)
+            raise LossSpikeError(f"{said}\n{_END}", found)
 
     def answer(self, error: BadStepError, state: Any) -> None:
         """Leave the step out (collective).
@@ -146,7 +146,7 @@ class BadSteps:
             f"{self.rollbacks} of at most {self.train.max_rollbacks}",
         )
         self._record(found, f"{_field(found)} is rollback: back to {where}, without these samples ({count})")
-        self._saving.finish(self.session.progress.pulse.tick)
+        self._saving.finish()
         raise RollBack
 
     def _leave_out(self, found: BadStep) -> None:
@@ -188,8 +188,4 @@ def _field(found: BadStep) -> str:
     return "train.on_spike" if found.kind == "spike" else "train.on_nonfinite"
 
 
-_ADVICE = (
-    "The run ends here, before the weights took this step. Look at these samples; a lower optimizer.learning_rate, a "
-    "warm-up (schedule.warmup_steps) and train.max_grad_norm make jumps rarer; train.on_spike: {action: rollback} "
-    "leaves such a batch out"
-)
+_END = "The run ends here, before the weights took this step."  # diagnose/ has the advice

@@ -145,15 +145,10 @@ class Child:
         if self._status is not None:
             return not (os.WIFSIGNALED(self._status) and os.WTERMSIG(self._status) == number)
         with contextlib.suppress(ChildProcessError):  # waited for just now
-            found = self._own_end()
+            # How it has ended, where nobody has waited for it yet.
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             return found is not None and (found.si_code, found.si_status) != (os.CLD_KILLED, number)
         return True
-
-    def _own_end(self) -> os.waitid_result | None:
-        """How it has ended, where nobody has waited for it yet."""
-        if not hasattr(os, "waitid"):  # macOS
-            return None
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
     def send(self, number: int) -> None:
         """Send it a signal, if it has not been waited for."""
@@ -163,7 +158,7 @@ class Child:
 
 
 def die_with_parent(number: int, parent: int) -> None:
-    """Ask the kernel to signal this process when its parent ends (Linux; elsewhere nothing is asked).
+    """Ask the kernel to signal this process when its parent ends.
 
     Raises:
         SystemExit: the parent ended before that, for the kernel does not look back.

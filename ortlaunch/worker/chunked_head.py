@@ -77,10 +77,11 @@ def _before_head(output: Any) -> Tensor:
     return found
 
 
-def chunk_head(recipe: Recipe, module: Any, sample: Batch) -> ChunkedLoss:
-    """Chunk the loss of a LossModule on its device, in float32, where the recipe and the model let it.
+def chunk_head(recipe: Recipe, module: Any, sample: Batch, device: str) -> ChunkedLoss:
+    """Chunk the loss of a LossModule, still in float32, where the recipe and the model let it.
 
-    sample: a micro batch. Returns what engine.json says: rows a chunk, or null and why.
+    sample: a micro batch. device: type of the one that trains. Returns what engine.json says: rows a chunk, or null and
+    why.
     """
     asked = recipe.engine.chunked_loss
     why = _why_not(recipe, module.model, sample)
@@ -88,7 +89,7 @@ def chunk_head(recipe: Recipe, module: Any, sample: Batch) -> ChunkedLoss:
         return ChunkedLoss(asked, None, why)
     head = module.model.get_output_embeddings()
     labels, vocabulary = sample["labels"].numel(), len(head.weight)
-    rows = chunk_rows(asked, labels, vocabulary, next(module.parameters()).device.type)
+    rows = chunk_rows(asked, labels, vocabulary, device)
     if not rows:
         return ChunkedLoss(asked, None, f"logits of {labels:,} x {vocabulary:,} are small")
     name = next(name for name, each in module.model.named_modules() if each is head)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.errors import EngineError
@@ -57,14 +59,14 @@ def compare(
         lowered = torch.autocast(device.type, dtype, enabled=dtype is not None)
         # In this order: what is kept and put back is kept in its own precision.
         with _state_kept(model) as moved, lowered, in_float64(batch, precisely) as given:
-            loss, gradients = _derived(reference, call, given, parameters, limits.scale)
+            loss, gradients = _derived(call, given, parameters, limits.scale)
         return Pass(loss, gradients, moved)
 
     devices = [device] if device.type == "cuda" else []
     # What is compared is the engine, not the unit that multiplies.
     with torch.random.fork_rng(devices), without_dropout(reference), matmul_precision("highest"):
         before = _random_state(device)
-        with whole_logits(model):
+        with _as_reference(model):
             theirs = passed(reference.forward)
         if not torch.equal(_random_state(device), before):
             raise DrawsNumbers
@@ -73,7 +75,7 @@ def compare(
         if precision != "fp32" or found.largest <= tolerance:
             return found
         try:
-            with whole_logits(model):
+            with _as_reference(model):
                 in_wide = passed(reference.forward, precisely=True)
         except Exception as error:  # whatever a model has against float64
             return found._replace(not_judged=str(error) or type(error).__name__)
@@ -121,56 +123,21 @@ class DrawsNumbers(EngineError):
         )
 
 
+@contextlib.contextmanager
+def _as_reference(model: nn.Module) -> Iterator[None]:
+    """Whole logits, and no reentrant checkpoints, whose weights autograd.grad cannot see."""
+    function = torch.utils.checkpoint.CheckpointFunction
+    with whole_logits(model), mock.patch.object(function, "apply", lambda run, _, *inputs: run(*inputs)):
+        yield
+
+
 def _derived(
-    reference: nn.Module,
-    call: Callable[..., torch.Tensor],
-    batch: dict[str, torch.Tensor],
-    parameters: Sequence[nn.Parameter],
-    scale: float,
+    call: Callable[..., torch.Tensor], batch: dict[str, torch.Tensor], parameters: Sequence[nn.Parameter], scale: float
 ) -> tuple[float, Tensors]:
     """The loss and its gradients."""
     loss = loss_in(call(**batch))
-    if call == reference.forward and _checkpoints_reentrantly(loss):
-        return _derived_by_backward(reference, batch, parameters, scale)
     # Not backward(): that would run the hooks by which DistributedDataParallel and DeepSpeed take gradients.
     return float(loss.detach()), torch.autograd.grad(loss.float() * scale, parameters, allow_unused=True)
-
-
-def _checkpoints_reentrantly(loss: torch.Tensor) -> bool:
-    """Whether `checkpoint(use_reentrant=True)` made some of it, which hides its weights from autograd.grad."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
-
-
-def _derived_by_backward(
-    reference: nn.Module, batch: dict[str, torch.Tensor], parameters: Sequence[nn.Parameter], scale: float
-) -> tuple[float, Tensors]:
-    """The same with tensors in place of the parameters: a reentrant checkpoint knows backward() alone."""
-    stand_ins = {id(p): p.detach().requires_grad_(p.requires_grad) for p in reference.parameters()}
-    places = {f"reference.{name}": stand_ins[id(p)] for name, p in reference.named_parameters()}
-
-    class Both(nn.Module):
-        """Forward and backward, while the tensors are in place."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.reference = reference
-
-        def forward(self) -> float:
-            loss = loss_in(self.reference.forward(**batch))
-            torch.autograd.backward(loss.float() * scale)  # the method would leave in_float64
-            return float(loss.detach())
-
-    value: float = torch.func.functional_call(Both(), places, ())
-    return value, [stand_ins[id(p)].grad for p in parameters]
 
 
 def dropouts(model: nn.Module) -> list[tuple[Any, str, float]]:

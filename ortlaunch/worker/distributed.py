@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
     launcher = found[1] if found else ""
     if device.type == "cuda":
         record_collectives(os.environ, run)
-    _join(plan, rank, run, "nccl" if device.type == "cuda" else "gloo")
+    _join(plan, rank, run, _backend(plan.node_of(rank.rank).devices, rank, device))
     _export(rank, device)
     yield DistributedContext(rank, device)
     _KEPT.append(dist.group.WORLD)
@@ -150,7 +151,7 @@ def _raise_limit_of_open_files() -> None:
     """To what the host allows: rank 0 holds the store of all ranks, and many shells stop at 1,024."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != most:
-        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
@@ -215,14 +216,27 @@ def _on_one_host(rank: Rank) -> bool:
     return rank.local_world_size == rank.world_size
 
 
-def _join(plan: Plan, rank: Rank, run: RunDir, backend: str) -> None:
+def _backend(devices: Sequence[int], rank: Rank, device: torch.device) -> dict[str, Any]:
+    """Arguments of init_process_group: NCCL with the rank's GPU; gloo on CPUs, and where ranks share a GPU.
+
+    NCCL takes one rank a GPU. Given the GPU, it connects at once, and a barrier does not guess which one to use; torch
+    after 2.6.0 and before 2.7.1 hangs then (pytorch issue 153960), and one rank alone has nothing to connect.
+    """
+    if device.type == "cpu" or len(set(devices)) < len(devices):
+        return {"backend": "gloo"}
+    release = tuple(map(int, re.findall(r"\d+", torch.__version__)[:3]))
+    is_given = rank.world_size > 1 and not (2, 6, 0) < release < (2, 7, 1)
+    return {"backend": "nccl", **({"device_id": device} if is_given else {})}
+
+
+def _join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> None:
     """Start torch.distributed by the means that the launcher gives."""
     found = detect(os.environ)
     launcher = found[1] if found else ""
     if _on_one_host(rank):
         _stay_on_loopback(os.environ)  # one rank alone listens, too
     if rank.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backend)
         return
     if _on_one_host(rank):
         store: Any = _file_store(run.store, rank.world_size)
@@ -237,7 +251,8 @@ def _join(plan: Plan, rank: Rank, run: RunDir, backend: str) -> None:
             store.set(_ARRIVED.format(rank.rank), "")
             if rank.rank == 0:
                 threading.Thread(target=_report_late_ranks, args=(plan, store.host, store.port), daemon=True).start()
-        dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT)
+        world = {"rank": rank.rank, "world_size": rank.world_size, "timeout": JOIN_TIMEOUT}
+        dist.init_process_group(store=store, **world, **backend)
     except dist.DistNetworkError as error:
         if store is not None:
             raise

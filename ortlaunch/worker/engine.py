@@ -129,13 +129,13 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     given, recipe = recipe, _with_engine(recipe, onednn=onednn)
     flops = flops_per_token(model.model, recipe.data.sequence_length)  # now: ZeRO 3 will leave pieces of weights
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    model.to(group.device)
     weight = LossWeight(recipe, model)
     chunked = _chunked(recipe, model, weight.prepared(sample), group)
     model.evaluates_with_scores = evaluates_with_scores(recipe)
-    if recipe.precision == "fp16" and recipe.engine.name == "ort" and plan.deepspeed:
-        cast_parameters(model, torch.float16)  # DeepSpeed would do it later, under an exported graph
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if plan.deepspeed else None
+    if dtype is not None:
+        cast_parameters(model, dtype)  # DeepSpeed would, on the device, after an export
+    _move(model, group.device, recipe)
     used, module, witness, fallback = recipe.engine.name, model, None, ""
     if used == "ort":
         module, witness, fallback = _ort(recipe, model, group, _placed(weight.prepared(sample), group.device, dtype))
@@ -181,7 +181,17 @@ def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     Rotary frequencies are a buffer: those of a Llama in float16 are off by 0.99 rad at position 4,096.
     """
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _move(model: torch.nn.Module, device: torch.device, recipe: Recipe) -> None:
+    """Move the model to its device; with ZeRO 3 no parameter, of which the device may hold pieces only."""
+    if recipe.zero is None or recipe.zero.stage < 3:
+        model.to(device)
+        return
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 def _placed(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> Batch:
@@ -209,7 +219,7 @@ def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: Dis
 
 def _chunked(recipe: Recipe, model: LossModule, sample: Batch, group: DistributedContext) -> ChunkedLoss:
     """Head and loss in chunks on every rank, or on none: their batches may differ in size."""
-    chunked = chunk_head(recipe, model, sample)
+    chunked = chunk_head(recipe, model, sample, group.device.type)
     why = next((text for text in group.gather(chunked.why or "") if text), None)
     if why and chunked.rows:
         model.chunk(None)
@@ -255,7 +265,7 @@ def _wrapped(recipe: Recipe, model: Any, group: DistributedContext) -> Any:
 def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: DistributedContext, sample: Batch) -> None:
     """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    dtype = torch.float16 if recipe.precision == "fp16" and recipe.zero is None else None
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if recipe.zero is None else None
     devices = [group.device] if group.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.autocast(group.device.type, dtype, enabled=dtype is not None):
         loss_in(wrapped(**sample)).backward()

@@ -6,39 +6,29 @@ One process on the CPU: model.onnx by onnxruntime, transformers' folder by plain
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ortlaunch.errors import OrtlaunchError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.recipe.best import evaluates_with_scores
 from ortlaunch.run.folder import json_text
 from ortlaunch.run.records import Evaluation, as_json
-from ortlaunch.worker.child import die_with_parent
+from ortlaunch.worker.alone import run_alone
 
 
-def main() -> int:
-    """Measure and print; the exit status."""
-    die_with_parent(signal.SIGTERM, os.getppid())
-    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
+def _evaluate() -> None:
+    """Measure and print."""
     asked = json.loads(sys.argv[1])
-    try:
-        found = evaluated(parse_resolved(asked["recipe"]), Path(asked["model"]), Path(asked["modules"]))
-    except OrtlaunchError as error:
-        print(f"ortlaunch: {error}", file=sys.stderr)
-        return error.exit_status
+    found = evaluated(parse_resolved(asked["recipe"]), Path(asked["model"]), Path(asked["modules"]))
     if asked["json"]:
         print(json_text(as_json(found), indent=2))
     else:
         from ortlaunch.worker.tasks.evaluate import table
 
         print(*table(found), sep="\n")
-    return 0
 
 
 def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
@@ -100,4 +90,4 @@ def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(_evaluate)

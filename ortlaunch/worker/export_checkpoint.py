@@ -5,14 +5,12 @@ One process on the CPU: it builds the run's model and reads the weights alone, o
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ortlaunch.errors import CheckpointError, InputError, OrtlaunchError
+from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run import origin
@@ -20,7 +18,7 @@ from ortlaunch.run.export_records import DeviceArtifacts, ExportLine, OnnxCheck
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.lines import append_line
 from ortlaunch.run.records import as_json
-from ortlaunch.worker.child import die_with_parent
+from ortlaunch.worker.alone import run_alone
 
 if TYPE_CHECKING:
     from ortlaunch.recipe import Recipe
@@ -28,18 +26,11 @@ if TYPE_CHECKING:
     from ortlaunch.worker.model import LossModule
 
 
-def main() -> int:
-    """Write the export, or say why not."""
-    die_with_parent(signal.SIGTERM, os.getppid())
-    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
-    run, step, folder, form = RunDir(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    try:
-        write(run, step, folder, form, sys.argv[5])
-    except OrtlaunchError as error:
-        print(f"ortlaunch: {error}", file=sys.stderr)
-        return error.exit_status
+def _export() -> None:
+    """Write the export."""
+    run, step, folder, form, lora = sys.argv[1:6]
+    write(RunDir(run), int(step), Path(folder), form, lora)
     print(f"export of step {step}: {folder}")
-    return 0
 
 
 def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> None:
@@ -158,4 +149,4 @@ def tell_device(found: DeviceArtifacts) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(_export)

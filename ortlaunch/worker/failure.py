@@ -39,7 +39,7 @@ class Account:
 
     def open(self) -> None:
         """Take room on the disk now, for a full disk must not hide why a rank failed."""
-        with contextlib.suppress(OSError, AttributeError):  # macOS has no such call
+        with contextlib.suppress(OSError):
             self.run.errors.mkdir(parents=True, exist_ok=True)
             with open(self._spare, "wb") as file:
                 os.posix_fallocate(file.fileno(), 0, self._spare_bytes)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ortlaunch.errors import CheckpointError, LastSaveError
-from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.best import direction
 from ortlaunch.run.folder import RunDir, write_json
@@ -42,7 +41,7 @@ def finish(session: Session, step: int, memory: best.Memory) -> None:
         lines = [memory_line(used)] if trained else []
         if group.rank == 0:
             write_json(run.memory, as_json(used)) if trained or not run.memory.exists() else None
-            summary = summarize(run, session.plan, len(session.data.train), session.progress.seconds())
+            summary = summarize(run, len(session.data.train), session.progress.seconds())
             summary = replace(summary, best=kept, stopped_early=_early(recipe, step, memory))
             write_json(run.summary, as_json(summary))
             loaded_by = _loaded_by(recipe, run, session.model.model)
@@ -92,20 +91,19 @@ def _early(recipe: Recipe, step: int, memory: best.Memory) -> StoppedEarly | Non
 def _best_lines(run: RunDir, kept: BestEvaluation | None) -> list[str]:
     if kept is None:
         return []
-    exported = ", which the export is made of" if kept.exported else ""
+    exported = " (exported)" if kept.exported else ""
     return [f"best {kept.metric} {kept.value:.6g} after step {kept.step}: {run.checkpoint(kept.step)}{exported}"]
 
 
-def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) -> Summary:
+def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
     """What the whole training came to, over all its starts: from the checkpoint and metrics.jsonl."""
     (steps, folder), kept = run.complete_checkpoints()[-1], records(run)
-    seen = samples_seen(folder, steps, plan.batch)
+    seen = samples_seen(folder)
     last = {name: value for record in kept for name, value in record.items()}  # the newest of each name
     if "elapsed_seconds" not in last:
         print(
             f"{run.metrics} was removed while it trained: {run.summary.name} has no loss, and this start's time alone"
         )
-    saves, commands = failures(run)
     return Summary(
         steps=steps,
         samples=seen,
@@ -115,8 +113,7 @@ def summarize(run: RunDir, plan: Plan, samples: int, seconds: dict[str, float]) 
         training_seconds=last.get("elapsed_seconds", seconds.get("training", 0.0)),
         bad_steps=dict(Counter(line.action for line in recorded(run) if line.action != "stop")),
         seconds=seconds,
-        failed_saves=saves,
-        failed_commands=commands,
+        failed_saves=failures(run),
         evaluation=_evaluated(last) or None,
     )
 
@@ -141,8 +138,6 @@ def summary_lines(summary: Summary) -> list[str]:
         f"in {duration(summary.training_seconds)}",
         *([", ".join(losses)] if losses else []),
         *([f"{summary.failed_saves} saves failed: saves.jsonl"] if summary.failed_saves else []),
-        *([f"{summary.failed_commands} of checkpoint.on_complete failed: saves.jsonl, logs/on_complete.log"]
-          if summary.failed_commands else []),
         *_bad_steps(summary.bad_steps),
     ]  # fmt: skip
 

@@ -21,11 +21,7 @@ from ortlaunch.worker.distributed import DistributedContext
 Named = Iterable[tuple[str, "torch.Tensor | None"]]
 _SHOWN = 16  # samples that are named, and micro batches
 _STEPS = 1  # of several steps whose losses were not finite: the first tells
-_ADVICE = (
-    "The run ends here; nothing is exported, and no checkpoint of this step is written. Look at these samples; a lower "
-    "optimizer.learning_rate, a warm-up (schedule.warmup_steps) and train.max_grad_norm keep a training from growing "
-    "beyond all bounds"
-)
+_END = "The run ends here; nothing is exported, and no checkpoint of this step is written."  # diagnose/ has the advice
 
 
 class BadLoss(NamedTuple):
@@ -66,7 +62,7 @@ def bad_step(
     without = _NOT_AGAIN if again else "every gradient is finite"
     lines.append(f"the first parameter whose gradient is not finite: {first}" if first else without)
     found = BadStep(step + 1, "loss" if losses else "gradient", "\n".join(lines), samples, first)
-    return NonFiniteError(f"{found.message}\n{_ADVICE}", found)
+    return NonFiniteError(f"{found.message}\n{_END}", found)
 
 
 def require_finite_loss(
@@ -89,7 +85,7 @@ def require_finite_loss(
         lines.append(bad_loss(step, bad, [index for i in passes for index in batches.indices(step, i, bad.rank)]))
     if len(found) > _STEPS:
         lines.append(f"so are {len(found) - _STEPS} losses after it, up to step {first + found[-1].place + 1}")
-    raise NonFiniteError("\n".join([*lines, "its gradients were finite, so that the weights are, too", _ADVICE]))
+    raise NonFiniteError("\n".join([*lines, "its gradients were finite, so that the weights are, too", _END]))
 
 
 def require_finite_weights(step: int, weights: Named) -> None:
@@ -102,7 +98,7 @@ def require_finite_weights(step: int, weights: Named) -> None:
     if named and not sum_of_squares([tensor for _, tensor in named]).isfinite():
         name = next(_bad(named))[1]
         raise NonFiniteError(
-            f"step {step}: the weights of {name} are not finite after this step, whose gradients were\n{_ADVICE}"
+            f"step {step}: the weights of {name} are not finite after this step, whose gradients were\n{_END}"
         )
 
 

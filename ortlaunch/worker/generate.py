@@ -7,30 +7,21 @@ the chat template writes the prompt; null: where the tokenizer has one.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.errors import InputError, OrtlaunchError
+from ortlaunch.errors import InputError
 from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.child import die_with_parent
+from ortlaunch.worker.alone import run_alone
 
 _ANSWER = "ortlaunch"  # in the place of an answer, to see what follows on one
 
 
-def main() -> int:
-    """Print the text, or say why not."""
-    die_with_parent(signal.SIGTERM, os.getppid())
-    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
+def _generate() -> None:
+    """Print the text."""
     asked = json.loads(sys.argv[1])
-    try:
-        print(text(*_model(asked["model"], asked["step"]), asked))
-    except OrtlaunchError as error:
-        print(f"ortlaunch: {error}", file=sys.stderr)
-        return error.exit_status
-    return 0
+    print(text(*_model(asked["model"], asked["step"]), asked))
 
 
 def _model(place: str, step: int | None) -> tuple[Any, Any]:
@@ -128,4 +119,4 @@ def _require_place(model: Any, prompt: int, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(_generate)

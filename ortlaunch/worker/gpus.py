@@ -1,14 +1,16 @@
-"""The GPU of a rank: which GPUs of its host CUDA shows, and why it shows none.
+"""The GPU of a rank: which GPUs of its host CUDA shows, why it shows none, and how long forward passes take on it.
 
-Must run before CUDA starts in the process, which reads CUDA_VISIBLE_DEVICES once. Imports torch for its versions only.
+CUDA reads CUDA_VISIBLE_DEVICES once: nothing but `ForwardTimer` and `exporting` may start CUDA in the process.
 """
 
 from __future__ import annotations
 
 import re
 import socket
+from collections import deque
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +31,7 @@ def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMappin
     DeepSpeed takes the GPU of index LOCAL_RANK, so the planned ones must be the first and only ones.
 
     Args:
-        devices: the planned GPUs of this host, as indices into those that CUDA_VISIBLE_DEVICES shows now.
+        devices: the planned GPU of each rank of this host, as an index into those that CUDA_VISIBLE_DEVICES shows now.
         rank: this process's.
         environ: the environment, which is changed.
 
@@ -41,7 +43,7 @@ def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMappin
     """
     shown = environ.get(_VISIBLE)
     names = [name.strip() for name in shown.split(",")] if shown else [str(i) for i in range(max(devices) + 1)]
-    if len(names) == 1 and len(devices) > 1:  # a scheduler gave this task a GPU of its own (--gpus-per-task=1)
+    if len(names) == 1 and len(set(devices)) > 1:  # a scheduler gave this task a GPU of its own (--gpus-per-task=1)
         return 0
     if max(devices) >= len(names):
         raise LaunchError(
@@ -52,8 +54,9 @@ def show_planned_gpus(devices: Sequence[int], rank: Rank, environ: MutableMappin
     if own.startswith("MIG-"):  # CUDA shows one MIG instance to a process
         environ[_VISIBLE] = own
         return 0
-    environ[_VISIBLE] = ",".join(names[device] for device in devices)
-    return rank.local_rank
+    distinct = list(dict.fromkeys(devices))
+    environ[_VISIBLE] = ",".join(names[device] for device in distinct)
+    return distinct.index(devices[rank.local_rank])
 
 
 def keep_compiled_kernels(environ: MutableMapping[str, str]) -> None:
@@ -66,6 +69,44 @@ def keep_compiled_kernels(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("CUDA_CACHE_MAXSIZE", str(4 << 30))
     if "CUDA_CACHE_PATH" not in environ:
         environ["CUDA_CACHE_PATH"] = str(cache_folder("cuda"))
+
+
+class ForwardTimer:
+    """Seconds that the GPU spends in this rank's forward passes, which return before they are computed.
+
+    A pair of CUDA events is recorded around each pass, and read when the GPU has reached it: nothing waits.
+    """
+
+    def __init__(self) -> None:
+        self._begun: Any = None
+        self._recorded: deque[tuple[Any, Any]] = deque()
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._begun = _recorded_event()
+
+    def end(self) -> None:
+        """The forward pass is launched, and perhaps not computed yet."""
+        self._recorded.append((self._begun, _recorded_event()))
+
+    def read(self) -> float:
+        """Seconds of the passes that the GPU has finished since the last call."""
+        seconds = 0.0
+        while self._recorded and self._recorded[0][1].query():
+            begun, ended = self._recorded.popleft()
+            seconds += begun.elapsed_time(ended) / 1000
+        return seconds
+
+
+def forward_timer(device: torch.device) -> ForwardTimer | None:
+    """For a GPU; on a CPU a forward pass takes the host's time."""
+    return ForwardTimer() if device.type == "cuda" else None
+
+
+def _recorded_event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def exporting(device: torch.device) -> str:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.run.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.units import human
 from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.memory_limits import STATUS, status
+from ortlaunch.worker.memory_limits import status
 from ortlaunch.worker.stepping import Stepper
 
 _LOOKS = 4  # before and after the first two steps: gradients live before a step, optimizer state after the first
@@ -56,7 +54,7 @@ class MemoryUse:
         self.device, self.looks = device, 0
         self.largest = Footprint(0, 0, 0, 0, 0)
         self.resets = _reset_peak(device)
-        self.baseline = _resident() - _count(model.parameters(), {}) if device.type == "cpu" else 0
+        self.baseline = status("VmRSS") - _count(model.parameters(), {}) if device.type == "cpu" else 0
 
     def look(self, stepper: Stepper) -> None:
         """Count the live tensors, before and after each of the first two steps; later calls cost nothing."""
@@ -88,7 +86,7 @@ class MemoryUse:
         """Most bytes at once since this object was made."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.device))
-        return max(0, _peak_resident() - self.baseline)
+        return max(0, status("VmHWM") - self.baseline)
 
     def record(self, plan: Plan, group: DistributedContext) -> MemoryReport:
         """Planned and measured side by side, for the rank that has most (collective)."""
@@ -96,8 +94,9 @@ class MemoryUse:
         ranks = [json.loads(text) for text in group.gather(json.dumps(mine))]
         worst = {name: max(rank[name] for rank in ranks) for name in mine}
         bytes_ = dict(plan.memory.by_stage)[plan.memory.chosen] if plan.memory else None
+        beside = bytes_.overhead if bytes_ and self.device.type == "cuda" else 0  # what torch's allocator does not see
         return MemoryReport(
-            planned=bytes_ and PlannedMemory(**bytes_._asdict(), model=bytes_.model, peak=bytes_.total),
+            planned=bytes_ and PlannedMemory(**bytes_._asdict(), model=bytes_.model, peak=bytes_.total - beside),
             measured=MeasuredMemory(**worst),
             peak_is=_PEAK_IS[self.device.type] + ("" if self.resets else "; the kernel let no one reset the peak"),
             baseline=self.baseline,
@@ -200,13 +199,3 @@ def _reset_peak(device: torch.device) -> bool:
     except OSError:
         return False
     return True
-
-
-def _resident() -> int:
-    return status("VmRSS") if STATUS.exists() else _peak_resident()
-
-
-def _peak_resident() -> int:
-    if STATUS.exists():
-        return status("VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

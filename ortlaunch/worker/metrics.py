@@ -12,7 +12,7 @@ import torch
 from ortlaunch.recipe import Recipe
 from ortlaunch.run.folder import RunDir, json_text, write_text
 from ortlaunch.run.lines import json_lines
-from ortlaunch.run.records import EvaluationLine, MetricsLine
+from ortlaunch.run.records import MetricsLine
 from ortlaunch.units import duration
 from ortlaunch.worker.trackers import Beside
 
@@ -26,7 +26,7 @@ EVALUATED = {
 
 
 EVALUATION = "evaluation_"
-KNOWN = {each.name for kind in (MetricsLine, EvaluationLine) for each in fields(kind)}
+KNOWN = {each.name for each in fields(MetricsLine)} | {f"{EVALUATION}{name}" for name in ("loss", *EVALUATED)}
 
 
 class Metrics:

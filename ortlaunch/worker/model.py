@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -115,6 +116,8 @@ def build_model(recipe: Recipe, data: Data) -> LossModule:
             raise InputError(f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module")
     else:
         model, loaded = _transformers_model(recipe, data)
+        # transformers derives it from the class's name and, for GPT2LMHeadModel, prints that None is unrecognized.
+        vars(model)["loss_type"] = getattr(model, "loss_type", None) or "ForCausalLM"
         generates_with_cache = _train_without_cache(model)
     if recipe.model.lora:
         model = _with_adapters(model, recipe.model.lora, recipe.model.task)
@@ -199,7 +202,7 @@ def config_of(recipe: Recipe, data: Data) -> Any:
     except (OSError, ValueError) as error:
         if source is None:
             raise InputError(f"model.config.model_type: transformers knows no {kind!r}") from None
-        raise InputError(f"model.pretrained: {str(error).splitlines()[0]}") from None
+        raise InputError(f"model.pretrained: got {source}: {str(error).splitlines()[0]}") from None
     if kind not in (None, config.model_type):
         raise InputError(f"model.config.model_type: got {kind}, and model.pretrained is of type {config.model_type}")
     _refuse_unknown(fields, config)
@@ -294,6 +297,8 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
         task_type=_PEFT_TASKS.get(task),
     )
+    # peft 0.21 reads an attribute that transformers 5.23 renamed: nothing that a user could change.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
     try:
         adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:

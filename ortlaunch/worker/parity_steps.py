@@ -168,9 +168,8 @@ class ParitySteps:
     def _automatic(self, record: Record) -> str:
         """One line for a comparison that nobody asked for."""
         return (
-            f"parity: step 1 was also run in plain PyTorch ({self.why}): loss within {record['loss_difference']:.2g}, "
-            f"gradients within {record['gradient_difference']:.2g}{_rounding(record)}; took "
-            f"{record['seconds']:.1f} s, once"
+            f"parity: step 1 in plain PyTorch: loss within {record['loss_difference']:.2g}, gradients within "
+            f"{record['gradient_difference']:.2g}; took {record['seconds']:.1f} s, once{_rounding(record)}"
         )
 
     def _verdict(self) -> str:
@@ -214,9 +213,8 @@ def table(record: Record, used: str) -> str:
 def _line(record: Record) -> str:
     name = record["worst"][0][0] if record["worst"] else "none"
     return (
-        f"parity, step {record['step']}: the loss differs from plain PyTorch's by {record['loss_difference']:.2g}, "
-        f"gradients by at most {record['gradient_difference']:.2g} ({name}); tolerance {record['tolerance']:g}"
-        f"{_rounding(record)}"
+        f"parity, step {record['step']}: loss within {record['loss_difference']:.2g}, gradients within "
+        f"{record['gradient_difference']:.2g} ({name}); tolerance {record['tolerance']:g}{_rounding(record)}"
     )
 
 
@@ -240,8 +238,8 @@ def _largest_of(found: Comparison, tolerance: float) -> list[Difference]:
 
 def _rounding(record: Record) -> str:
     names, draws = record.get("rounding"), record.get("draws")
-    judged = f"; float64 shows that the difference of {', '.join(names[:_SHOWN])} is rounding" if names else ""
-    return judged + ("; both were given the same random numbers, which training draws itself" if draws else "")
+    judged = f"\n  rounding, as float64 shows: {', '.join(names[:_SHOWN])}" if names else ""
+    return judged + ("\n  both were given the same random numbers, which training draws itself" if draws else "")
 
 
 def _not_judged(record: Record) -> str:

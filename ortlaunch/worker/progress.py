@@ -70,8 +70,9 @@ class Progress:
         if self.bar is not None:
             self.bar.update()
 
-    def watch(self, module: Any) -> None:
-        """Note where this module's forward passes begin and end."""
+    def watch(self, module: Any, timer: Any = None) -> None:
+        """Note where this module's forward passes begin and end; on a GPU, by a timer of its own."""
+        self.pulse.timer = timer
         module.register_forward_pre_hook(lambda *_: self.pulse.at(FORWARD))
         module.register_forward_hook(lambda *_: self.pulse.at(BACKWARD))
 

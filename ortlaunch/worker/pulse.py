@@ -53,6 +53,7 @@ class Pulse:
         self._numbers, self._seconds = view[:_PHASE].cast("q"), view[:_PHASE].cast("d")
         self._seconds[_SINCE], self._seconds[_LIMIT] = time.monotonic(), AUTO
         self._phase, self._stepped_at = "", 0.0
+        self.timer: Any = None  # of forward passes on a GPU (gpus.ForwardTimer)
 
     def doing(self, phase: str) -> None:
         """Another phase than before begins."""
@@ -78,8 +79,13 @@ class Pulse:
     def at(self, stage: int) -> None:
         """A part of a step begins."""
         now, before = time.monotonic(), self._numbers[_STAGE]
-        if before in (READING, FORWARD):
+        if before == READING or (before == FORWARD and self.timer is None):
             self._seconds[_OWN] += now - self._seconds[_SINCE]
+        if before == FORWARD and self.timer is not None:
+            self.timer.end()
+        if stage == FORWARD and self.timer is not None:
+            self._seconds[_OWN] += self.timer.read()
+            self.timer.begin()
         self._numbers[_STAGE] = stage
         self._seconds[_SINCE] = now
         self._numbers[_MOVES] += 1

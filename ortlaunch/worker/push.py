@@ -7,30 +7,23 @@ taken from HF_TOKEN or `hf auth login`, and printed nowhere.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import warnings
 from pathlib import Path
 
-from ortlaunch.errors import InputError, LaunchError, MissingDependency, OrtlaunchError
+from ortlaunch.errors import InputError, LaunchError, MissingDependency
 from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.child import die_with_parent
+from ortlaunch.worker.alone import run_alone
 
 
-def main() -> int:
-    """Do it, or say why not."""
-    die_with_parent(signal.SIGTERM, os.getppid())
+def _push() -> None:
+    """Check the repository, or push to it."""
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    try:
-        if len(sys.argv) == 2:
-            check(sys.argv[1])
-        else:
-            repo, run, step, folder = sys.argv[1:5]
-            print(f"pushed: {push(repo, RunDir(run), int(step), Path(folder))}")
-    except OrtlaunchError as error:
-        print(f"ortlaunch: {error}", file=sys.stderr)
-        return error.exit_status
-    return 0
+    if len(sys.argv) == 2:
+        check(sys.argv[1])
+    else:
+        repo, run, step, folder = sys.argv[1:5]
+        print(f"pushed: {push(repo, RunDir(run), int(step), Path(folder))}")
 
 
 def check(repo: str) -> None:
@@ -93,4 +86,4 @@ def _said(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(_push)

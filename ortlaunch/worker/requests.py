@@ -7,10 +7,8 @@ last it does not listen: then there is nothing to save, and the signal itself en
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
-import time
 from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
@@ -64,14 +62,12 @@ class Requests:
     guardian: int | None = None  # where this process's guardian reads whether it listens, if it has one
 
     def __init__(self) -> None:
-        self.asked, self.asked_at = Ask.NOTHING, math.inf
+        self.asked = Ask.NOTHING
         self._before: dict[int, Any] = {}
 
     def ask(self, what: Ask) -> None:
         """Ask for something; what is greater stays."""
         self.asked = max(self.asked, what)
-        if what.stops:
-            self.asked_at = min(self.asked_at, time.time())
 
     def listen(self) -> None:
         """From now on signals are requests; a second SIGINT ends this process, as it does without us."""

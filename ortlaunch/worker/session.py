@@ -18,7 +18,6 @@ from ortlaunch.worker.allocator import give_back_freed_memory
 from ortlaunch.worker.checkpoint import Found, choose, explain
 from ortlaunch.worker.data import Batches, Data, load_data, reader, stack_of
 from ortlaunch.worker.data.vocabulary import goes_on_with, keep
-from ortlaunch.worker.deepspeed.take_in import take_in
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import Engine, build_engine
 from ortlaunch.worker.gpus import exporting
@@ -82,9 +81,7 @@ def build_session(
     samples = data.evaluation if measures else data.train
     assert samples is not None, "the control side has looked for data.evaluation"
     trained_on = identity(None if measures else samples, model)
-    if found is None:
-        found = take_in(run, recipe, plan, model, len(samples), group)
-    else:
+    if found is not None:
         explain(run, recipe, found, trained_on, group)
     if group.rank == 0 and plan.task == "train":
         keep(run, recipe, data.tokenizer, data.class_names, data.classes)

@@ -1,6 +1,7 @@
 """Ranks that are alive but far slower than their peers over many steps; named once, and nothing is ended.
 
-What counts is a rank's own time: reading batches and forward passes, in which no rank waits for another.
+What counts is a rank's own time: reading batches and forward passes, in which no rank waits for another. On a GPU the
+passes are timed by CUDA events (gpus.ForwardTimer), for the host only launches them.
 """
 
 from __future__ import annotations

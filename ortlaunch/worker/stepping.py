@@ -174,6 +174,9 @@ class DeepSpeedStepper:
 
         _only_what_training_needs(deepspeed)
         self.model, self.group, self.numbers = model, group, Numbers()
+        if config["zero_optimization"]["stage"] == 3:  # one tensor after another, so that no device holds all of them
+            deepspeed.init_distributed(dist_init_required=False)
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
         with _no_step(optimizer):
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Iterator
 
 from ortlaunch.errors import CheckpointError, NotSaved
 from ortlaunch.run.folder import read_json, write_json
 from ortlaunch.run.records import Stopped, as_json
-from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.checkpoint import Saving
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.requests import Ask
@@ -34,19 +31,6 @@ def stop(session: Session, asked: Ask, step: int) -> Ask:
         print(f"stopped by {how.by} after step {step} of {steps}, saved: {folder}", flush=True)
     session.group.barrier()
     return asked
-
-
-def grace_is_over(session: Session, agreed: Agreement) -> bool:
-    """Whether a run that was asked to stop has to leave now, with some time to spare for the way out; for rank 0."""
-    run, began = session.run, [agreed.requests.asked_at]
-    if agreed.stopped.stops:
-        began.append(run.stopped.stat().st_mtime)  # asked through another rank
-    if math.isinf(min(began)):
-        return False
-    for path in run.errors.glob("asked_*"):  # by guardians, whose clock it is
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            began.append(float(path.read_text().split()[1]))
-    return time.time() > min(began) + 0.8 * session.plan.grace_seconds
 
 
 @contextlib.contextmanager

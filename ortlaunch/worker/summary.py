@@ -51,7 +51,7 @@ def plan_lines(report: EngineReport) -> list[str]:
         lines.append(f"optimizer: {optimizer.used} in place of {optimizer.asked}: {optimizer.why}")
     if fp16.applied:
         why = f" ({fp16.why})" if fp16.why else ""
-        lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow check and gradient norm in one pass{why}")
+        lines.append(f"FP16_Optimizer: {fp16.by}'s, overflow and norm at once{why}")
     elif report.sharding.startswith("DeepSpeed"):
         lines.append(f"FP16_Optimizer: not applied: {fp16.why}")
     return lines
@@ -150,5 +150,6 @@ def _graph(ort: OnnxRuntime) -> list[str]:
     nodes = graph.forward_nodes + (graph.backward_nodes or 0)
     calls = ((graph.aten, "torch operators (ATen)"), (graph.python, "Python functions (PythonOp)"))
     inside = [f"{sum(found.values())} {noun}" for found, noun in calls if found]
+    inside += [f"{n} nodes on {name}" for name, n in graph.nodes_by_provider.items() if name != graph.provider]
     amid = f", with {', '.join(inside)}" if inside else ""
     return [f"  {counted(ort.exports, 'export')}; the graph of a step has {nodes} nodes{amid}"]

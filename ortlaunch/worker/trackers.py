@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Callable, Protocol
 
 from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.place import leaves
 from ortlaunch.run.folder import RunDir, write_text
 
 _LEAVE_SECONDS = 60.0  # to hand over what is left, at the end
@@ -121,7 +122,7 @@ class Mlflow:
         self._run = _kept(run.trackers / "mlflow_id", lambda: self._begun(recipe, run))
         self._client.update_run(self._run, "RUNNING")
         if first_step == 0:
-            settings = {f"{name}": str(value)[:500] for name, value in _leaves(_settings(recipe))}
+            settings = {f"{name}": str(value)[:500] for name, value in leaves(_settings(recipe))}
             with contextlib.suppress(Exception):  # another start gave one of them another value
                 self._client.log_batch(self._run, params=[Param(*item) for item in settings.items()])
 
@@ -161,9 +162,3 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     whole = recipe.model_dump(mode="json")
     whole["launch"]["env"] = sorted(whole["launch"]["env"])
     return whole
-
-
-def _leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        return [(path, value)]
-    return [leaf for key, one in value.items() for leaf in _leaves(one, f"{path}.{key}" if path else key)]

@@ -201,6 +201,9 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == []
     measure._say_busy(said.append, (1000.0, 0.0, 0.0))
     assert said[0].startswith("WARNING: this machine is busy (load 1000.0 on ")
+    monkeypatch.setattr(machine, "others_at_work", lambda: ["python (12468): 32% of a core"] * 9)
+    measure._say_busy(said.append, (10.0, 0.0, 0.0))
+    assert max(map(len, said[1].splitlines())) <= 100
 
 
 def test_a_job_that_works_while_it_waits_is_told() -> None:

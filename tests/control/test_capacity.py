@@ -11,7 +11,11 @@ from ortlaunch.machine import MemoryLimit, tightest_limit
 from ortlaunch.plan import PROCESS
 from ortlaunch.planning import capacity
 from ortlaunch.planning.capacity import crowded
+from ortlaunch.planning.describe import describe
+from ortlaunch.planning.make_plan import make_plan
+from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
+from ortlaunch.units import human
 from tests.makers import bert, host, plan, recipe
 
 GiB = 1 << 30
@@ -71,6 +75,28 @@ def test_an_estimate_beyond_memory_is_a_note() -> None:
     """Activations are estimated, and what is estimated refuses nothing."""
     made = large(24).model_copy(update={"batch": large(24).batch.model_copy(update={"micro_size": 128})})
     assert notes(made, 1)[0].startswith("localhost: by the estimate its ranks take ")
+
+
+def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank builds the model in the host's memory, then keeps there what is offloaded and a save's copy."""
+    monkeypatch.setattr(capacity, "is_this_host", lambda name: True)
+    zero = {"stage": 2, "offload": {"optimizer": "cpu"}}
+    for made, cause in (
+        (large(40), "to build the model in float32"),
+        (
+            large(40).model_copy(update={"zero": bert(zero=zero).zero}),
+            "of what is offloaded and a save beside training",
+        ),
+    ):
+        planned = make_plan(
+            made, World((host("gpus", 8),), "torchrun", "cuda", None, (), None), modules="", worker=(), environ={}
+        )
+        assert planned.memory is not None
+        with pytest.raises(PlanError, match=rf"gpus: 8 ranks x \(200\.0 MiB a process \+ .* {cause}"):
+            list(crowded(planned, planned_only=False))
+        page = describe(planned, made)
+        assert f"{human(planned.memory.host.built)} to build the model" in page
+        assert max(map(len, page.splitlines())) <= 100
 
 
 def test_the_nearest_limit() -> None:

@@ -134,7 +134,7 @@ def test_a_bad_recipe(arguments: list[str], ortlaunch: Run) -> None:
         (["train", "good.yaml", "launch.forward=[NOT_SET]"], "ortlaunch: launch.forward: NOT_SET is not set"),
         (["train", "good.yaml", "--run-dir", "good.yaml"], "ortlaunch: --run-dir good.yaml: is a file"),
         (["train"], "Missing argument"),
-        (["status", "absent"], "ortlaunch: absent: is no folder; give the run folder that `ortlaunch train` printed"),
+        (["status", "absent"], "ortlaunch: absent: is neither a folder nor the name of a run; `ortlaunch list` prints"),
         (
             ["cancel", "."],
             "ortlaunch: .: holds no job.json: no run was started there, or by an ortlaunch that wrote none",
@@ -200,7 +200,7 @@ def test_a_big_recipe_on_a_login_node(name: str, ortlaunch: Run, monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["good.yaml"], "memory: not known here: your factory builds the model; train counts it"),
+        (["good.yaml"], "memory: not known here: your factory builds the model; train records it in memory.json"),
         (["llama2-7b/finetune", "launch.device=cuda"], "memory: not known here: the config of meta-llama/Llama-2-7b-hf "
          "is not on this host, and a plan does not ask the hub; give the folder of a copy, or fetch it once: hf"),
         (["bert.yaml", "model.config={model_type: gpt2}"], "memory: not known here: models of type gpt2 are not"),
@@ -331,7 +331,7 @@ def test_setup_builds_in_a_process_of_its_own(status: int, ortlaunch: Run, monke
 
     monkeypatch.setattr(subprocess, "run", run)
     assert ortlaunch("setup") == Ended(status, "", "")
-    assert sent == [(sys.executable, start.__file__, "ortlaunch.ortmodule.extensions")]
+    assert sent == [[sys.executable, start.__file__, "ortlaunch.ortmodule.extensions"]]
     assert doctor.set_up() == status
 
 

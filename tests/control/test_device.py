@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatc
     class Ended:
         returncode = 3
 
-    monkeypatch.setattr(device.subprocess, "run", lambda words, check: started.append(words) or Ended)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or Ended)
     mine = ("data.train.format=text", "data.train.path=[mine.txt]", "train.max_steps=7")
-    assert device.train(device.Asked("train", str(artifacts), to="after", steps=5), mine) == 3
+    assert device.start(device.Asked("train", str(artifacts), to="after", steps=5), mine) == 3
     given = json.loads(started[0][3])
     recipe = parse_resolved(given["recipe"])
     assert (recipe.data.tokenizer, recipe.train.max_steps) == (str(artifacts), 7)
@@ -80,10 +81,10 @@ def test_the_folder_of_a_result_is_made_before_any_step(
         there.append(Path(json.loads(words[3])["to"]).parent.is_dir())
         return Ended
 
-    monkeypatch.setattr(device.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     clients = (str(artifacts.checkpoint),) * 2
     earlier = tmp_path / "rounds/2/mean"
-    device.train(device.Asked("train", str(artifacts), to=str(tmp_path / "out/client")), ())
+    device.start(device.Asked("train", str(artifacts), to=str(tmp_path / "out/client")), ())
     device.average(device.Asked("average", str(artifacts), to=str(earlier), checkpoints=clients))
     earlier.write_bytes(b"\x14\0\0\0ODTC")
     device.average(device.Asked("average", str(artifacts), to=str(earlier), checkpoints=clients))
@@ -94,7 +95,7 @@ def test_no_artifacts_and_a_mistyped_key(artifacts: DeviceFolder) -> None:
     """A folder that lacks some files names them; a key that no recipe has is told as everywhere."""
     artifacts.eval.unlink()
     with pytest.raises(InputError, match=r"it lacks eval_model\.onnx; ortlaunch export RUN --format ondevice writes"):
-        device.train(device.Asked("train", str(artifacts)), ())
+        device.start(device.Asked("train", str(artifacts)), ())
     artifacts.eval.touch()
     with pytest.raises(RecipeError, match=r"did you mean data\.sequence_length"):
-        device.train(device.Asked("train", str(artifacts)), ("data.sequence_lenght=8",))
+        device.start(device.Asked("train", str(artifacts)), ("data.sequence_lenght=8",))

@@ -172,6 +172,16 @@ def test_train_says_the_verdict_before_its_last_line(tmp_path: Path) -> None:
     assert with_verdict(stopped, 143, "ortlaunch: stopped by SIGTERM") == "ortlaunch: stopped by SIGTERM"
 
 
+@pytest.mark.parametrize("kind", ["NonFiniteError", "LossSpikeError"])
+def test_a_message_is_printed_once(kind: str, tmp_path: Path) -> None:
+    """Of a non-finite loss and of a loss spike the command prints each sentence and each advice once."""
+    message = f"{NAN}\nThe run ends here."
+    lines = with_verdict(made(tmp_path, type=kind, message=message), 1, f"{message}\n\n{FIRST}").splitlines()
+    assert lines[0] == f"verdict: {NAN.splitlines()[0]}"
+    assert lines[1:3] == message.splitlines()[1:]
+    assert [line.partition(" ")[0] for line in lines[3:]] == ["try:", "try:", "try:", "ortlaunch:"]
+
+
 def test_numbers_beside_the_verdict(tmp_path: Path) -> None:
     """Last step, bad steps, failed saves, NCCL's recorder, and an fp16 loss scale that finds no place."""
     run = made(tmp_path, type="ValueError", message="x")

@@ -206,9 +206,6 @@ class SimulatedCall:
         """One of the group keeps who is in it."""
         self.groups.append([one.host for one in group]) if self is group[-1] else None
 
-    def hang_up(self) -> None:
-        """Nothing is there to end."""
-
     def close(self) -> None:
         """Free its place."""
         self.open_now.discard(self.host)

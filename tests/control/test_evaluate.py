@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def model(run: RunDir) -> Path:
 def test_a_model_is_measured_by_its_runs_recipe(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph before the weights, with the tokenizer beside it; adapters alone are told, and strangers."""
     started: list[Any] = []
-    monkeypatch.setattr(evaluate_model.subprocess, "run", lambda words, check: started.append(words) or Ended)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or Ended)
     asked = evaluate_model.Asked(model, None, ("data.evaluation=python-docs",), False)
     assert (evaluate_model.is_model(model), evaluate_model.is_model(model.parents[1])) == (True, False)
     assert evaluate_model.evaluate(asked) == 3
@@ -177,7 +178,7 @@ CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
 )
 def test_the_advice_can_be_typed(task: str, data: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held-out corpus as the message says it, of the training corpus's kind, is taken."""
-    monkeypatch.setattr(evaluate_model.subprocess, "run", lambda words, check: Ended)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: Ended)
     family = "llama" if task == "causal-lm" else "bert"
     made = makers.recipe(model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data})
     RunDir(model.parents[1]).recipe.write_text(to_yaml(made))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_what_is_started(step: int | None, taken: int, run: RunDir, monkeypatch:
     class Ended:
         returncode = 3
 
-    monkeypatch.setattr(exports.subprocess, "run", lambda words, check: started.append(words) or Ended)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or Ended)
     assert exports.export(run, step, None, "huggingface") == 3
     (words,) = started
     assert words[0] == sys.executable

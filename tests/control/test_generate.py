@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_which_model(
     class Ended:
         returncode = 3
 
-    monkeypatch.setattr(generation.subprocess, "run", lambda words, check: started.append(words) or Ended)
+    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or Ended)
     assert generation.generate(asked(run.path, step)) == 3
     given = json.loads(started[0][-1])
     assert (given["model"], given["step"]) == (str(tmp_path / taken[0]), taken[1])

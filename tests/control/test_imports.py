@@ -47,7 +47,8 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "user_modules": ({"errors", "recipe"}, set()),
     "plan": ({"errors", "rank"}, set()),
     "planning": ({"errors", "recipe", "plan", "rank", "machine", "planning", "units", "launchers"}, set()),
-    "planning.memory": ({"recipe", "plan", "planning.activations"}, set()),
+    "planning.memory": ({"recipe", "plan", "planning.activations", "planning.startup"}, set()),
+    "planning.startup": ({"recipe", "plan"}, set()),
     "planning.activations": ({"recipe"}, set()),
     "doctor": (
         {
@@ -98,7 +99,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "diagnose": ({"errors", "units", "plan", "recipe", "planning", "run", "diagnose"}, set()),
     "diagnose.words": (set(), set()),
     "other_tools": ({"errors", "recipe", "other_tools"}, set()),
-    "report": ({"__init__", "errors", "units", "recipe", "run", "report"}, {"yaml"}),
+    "report": ({"__init__", "errors", "units", "recipe", "run", "report"}, {"yaml", "jinja2", "markupsafe"}),
     "run.folder": ({"errors"}, set()),
     "run.lines": ({"run.folder"}, set()),
     "run.device_folder": (set(), set()),
@@ -125,7 +126,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     # What importing any part of the package runs, and the parts that the control side asks.
     "ortmodule.__init__": ({"ortmodule"}, set()),
     "ortmodule.settings": ({"errors"}, set()),
-    "ortmodule.extensions": ({"errors", "cache", "machine", "ortmodule.extension_sources"}, {"filelock"}),
+    "ortmodule.extensions": (
+        {"errors", "cache", "machine", "ortmodule.cuda_libraries", "ortmodule.extension_sources"},
+        {"filelock"},
+    ),
     "ortmodule.extension_sources": (set(), set()),
     "ortmodule.cuda_libraries": ({"start"}, {"numpy", "onnx", "onnxruntime"}),
     "worker": ({*SHARED, "worker", "ortmodule"}, ANY),

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -81,7 +83,7 @@ def test_a_notice_goes_to_the_ranks(tells: bool, tmp_path: Path, capfd: pytest.C
     words = (sys.executable, "-c", command, str(tmp_path), str(os.getpid()))
     assert processes.wait(processes.submit(Request(words, tells_ranks=tells))) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["launcher" if tells else "child"]
-    assert "ortlaunch: SIGUSR1 is passed on to the ranks" in capfd.readouterr().err
+    assert "ortlaunch: SIGUSR1 is forwarded to the ranks" in capfd.readouterr().err
 
 
 def test_a_launcher_ignores_notices_that_it_does_not_handle() -> None:
@@ -117,8 +119,22 @@ def test_the_grace_is_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     job = processes.submit(Request((sys.executable, "-c", code, str(os.getpid())), stop=stop))
     assert processes.wait(job) == 143
     assert (job.is_killed, time.monotonic() - begun < 8) == (True, True)
-    assert "SIGTERM: stops after this step, with a checkpoint, within 1 s" in capfd.readouterr().err
+    assert "SIGTERM: saves after this step, stops within 1 s" in capfd.readouterr().err
     assert json.loads((tmp_path / "stop.json").read_text())["by"] == "SIGTERM"
+
+
+def test_a_signals_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """It takes the live line's place, beside which the terminal has put ^C, and fits 100 columns."""
+    monkeypatch.setattr(processes.os, "isatty", lambda end: True)
+    monkeypatch.setattr(processes, "_wake", lambda job, number: None)
+    monkeypatch.setattr(processes, "_signal_group", lambda job, number: None)
+    monkeypatch.setattr(processes.signal, "setitimer", lambda *_: None)
+    stop: Any = SimpleNamespace(grace_seconds=120, ask=lambda name: None)
+    job: Any = SimpleNamespace()
+    processes._ask(job, stop, signal.SIGTERM)
+    erased, line = capfd.readouterr().err.split("\x1b[K")
+    assert (erased, line[:20]) == ("\r", "ortlaunch: SIGTERM: ")
+    assert len(line) < 100
 
 
 @pytest.mark.timeout(20)

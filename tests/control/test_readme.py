@@ -34,6 +34,13 @@ def _overrides(words: list[str]) -> list[str]:
     return [word for before, word in zip(words, words[1:]) if "=" in word and before != "--vary"]
 
 
+def test_readme_and_make_train_name_the_activation():
+    """After `make train` the command is found by one line, which README and the last line of `make train` have."""
+    rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ntrain: ")[2].partition("\n\n")[0]
+    assert rule.endswith(': . $(BIN)/activate"')
+    assert _blocks("sh")[0].splitlines()[-1].startswith(". .venv/bin/activate ")
+
+
 def test_the_commands_of_the_readme_work(tmp_path):
     """From copying a recipe to training one's own model, nothing in README is out of date."""
     (tmp_path / "my_model.py").write_text(_blocks("python")[0])

@@ -182,17 +182,6 @@ def test_a_field_that_came_later_has_not_changed() -> None:
     assert says()[1:] == ["  nothing has changed since"]
 
 
-@pytest.mark.parametrize("written", [{}, {"data": {"samples": 10**8, "fingerprint": None}}], ids=["none", "no order"])
-def test_a_checkpoint_of_before_the_order_had_a_name(written: dict[str, Any]) -> None:
-    """Its samples were shuffled whole: with as many as are not any more, going on needs a word."""
-    made = resume.today(resolved())
-    for order, expected in (("shuffle", []), ("feistel", [("data.order", "shuffle", "feistel")])):
-        now = {**made, "data": {"samples": 10**8, "fingerprint": None, "order": order}}
-        found = origin.differences({**made, **written}, now)
-        assert [(change.field, change.before, change.after) for change in found] == expected
-        assert all(change.is_refused(()) and not change.is_refused(("data",)) for change in found)
-
-
 def test_a_checkpoint_that_does_not_say_what_made_it() -> None:
     """One of an earlier version: this folder's recipe is compared, that of another folder is not known."""
     folder = save(RUN, 2)
@@ -298,54 +287,12 @@ def test_a_path_without_a_checkpoint(name: str, why: str) -> None:
     assert ("step_00000003.partial: incomplete" in str(caught.value)) is (name == "plain")
 
 
-def theirs(folder: Path, *names: str) -> Path:
-    """As DeepSpeed lays out a save."""
-    for name in names or ("mp_rank_00_model_states.pt",):
-        write_text(folder / "global_step3" / name, "")
-    write_text(folder / "latest", "global_step3")
-    return folder.absolute() / "global_step3"
-
-
-ADAM = {"optimizer": {"name": "adamw", "learning_rate": 0.1}}
-
-
-def test_deepspeeds_checkpoint_is_taken_in_once() -> None:
-    """By its folder or a tag's; a later start goes on with what it became, or tries once more where nothing did."""
-    tag = theirs(Path("theirs"))
-    assert resume.choose(RUN, ResumeOptions("deepspeed:theirs/global_step3")).deepspeed == tag
-    options = ResumeOptions("deepspeed:theirs")
-    begun = resume.beginning(RUN, resolved(**ADAM), None, options)
-    assert list(begun.lines) == [f"going on from DeepSpeed's {tag}, which is taken in once"]
-    resume.apply(RUN, begun, options)
-    assert resume.choose(RUN, ResumeOptions()) == resume.Chosen(None, deepspeed=tag)
-    own = save(RUN, 3, resolved(**ADAM))
-    again = resume.beginning(RUN, resolved(**ADAM), None, options)
-    assert again.chosen.folder == own
-    assert f"  not read: {tag.parent}: this run folder has checkpoints of its own already" in again.lines
-    assert resume.choose(RUN, ResumeOptions()).folder == own
-
-
-@pytest.mark.parametrize(
-    ("name", "files", "why"),
-    [
-        ("none", (), r"no such folder; give the one that engine.save_checkpoint wrote into"),
-        ("other", (), r"is no folder of DeepSpeed's: it has neither `latest` nor mp_rank_00_model_states.pt"),
-        ("theirs", ("zero_pp_rank_0_mp_rank_00_model_states.pt",), "is of ZeRO 3, whose pieces are not read here; its"),
-        ("theirs", ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"), "is of tensor or pipeline parallel; "),
-        ("theirs", ("zero_pp_rank_0_mp_rank_00_optim_states.pt",), "has no mp_rank_00_model_states.pt; copy all that"),
-        (
-            "theirs",
-            ("mp_rank_00_model_states.pt",),
-            "what is taken in are moments of Adam, and optimizer.name is sgd; ",
-        ),
-    ],
-)
-def test_what_is_no_checkpoint_of_deepspeeds_for_us(name: str, files: tuple[str, ...], why: str) -> None:
-    """Said before anything is started, by names alone."""
-    Path("other").mkdir()
-    theirs(Path("theirs"), *files)
-    with pytest.raises(InputError, match=rf"^--resume deepspeed:{name}: .*{why}"):
-        says(ResumeOptions(f"deepspeed:{name}"))
+def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
+    """`--resume last` is refused where the folder has checkpoints, too; a path that is gone by now is not."""
+    own = save(new := RunDir("new"), 5)
+    with pytest.raises(InputError, match=r"--resume .*last: absent; give auto, never, a step or such a folder"):
+        resume.choose(new, ResumeOptions("last"))
+    assert resume.choose(new, ResumeOptions("gone/by-now")).folder == own
 
 
 @pytest.mark.parametrize(

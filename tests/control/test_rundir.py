@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.run import folder
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.run.reference import markdown
 from tests.makers import engine_report
@@ -58,19 +59,29 @@ PATHS = {
     "checkpoints": "checkpoints",
     "resume": "resume.json",
     "saves": "saves.jsonl",
-    "on_complete": "logs/on_complete.log",
     "export": "export",
     "choice": "choice.json",
     "bench": "bench.json",
     "order": "order.json",
     "results": "results.jsonl",
+    "vocabulary": "vocabulary.json",
+    "tokenizer": "tokenizer",
+    "launcher_error": "launcher_error.json",
+    "lost": "errors/lost.json",
+    "accounts": "errors/accounts",
+    "fabric": "fabric.json",
+    "restart_request": "requests/restart.json",
+    "requeue_request": "requests/requeue",
+    "evaluation": "evaluation.json",
+    "trackers": "trackers",
+    "exports": "exports.jsonl",
 }
 
 
 def test_paths() -> None:
     """Every path of a run is where ARCHITECTURE.md says."""
     run = RunDir("runs/x")
-    found = {name: str(path) for name, path in vars(run).items() if name != "path"}
+    found = {name: str(getattr(run, name)) for name, file in vars(RunDir).items() if isinstance(file, folder._File)}
     assert found == {name: f"runs/x/{path}" for name, path in PATHS.items()}
     assert str(run) == "runs/x"
     assert str(run.log(3, "err")) == "runs/x/logs/rank_00003.err"

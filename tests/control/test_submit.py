@@ -191,6 +191,18 @@ def test_a_run_in_a_queue(queue: Queue, capsys: pytest.CaptureFixture[str]) -> N
     assert cancel(run).startswith("nothing to cancel")
 
 
+def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
+    """Its exit status is SIGTERM's, not 85, which requests another start; the step that it saved is reported."""
+    run = put(queue)
+    for path in (run.plan, run.request):
+        write_text(path, "")
+    write_json(run.stopped, {"step": 7, "steps": 9, "by": "SIGTERM", "exit_status": 85})
+    queue.cancel("12")
+    status = look(run)
+    assert (status.state, status.job.exit_status) == (JobState.CANCELLED, 143)
+    assert "saved after step 7 of 9" in str(status)
+
+
 @pytest.mark.parametrize(
     ("seen", "state", "verdict"),
     [
@@ -333,7 +345,7 @@ def test_a_controller_that_is_away(queue: Queue, monkeypatch: pytest.MonkeyPatch
     away, gone = "Unable to contact slurm controller (connect failure)", "Invalid job id specified"
     for words in (away, gone):
         failed = subprocess.CompletedProcess(["squeue"], 1, "", f"slurm_load_jobs error: {words}\n")
-        monkeypatch.setattr(slurm, "_run", lambda *argv, failed=failed: failed)
+        monkeypatch.setattr(slurm, "ask", lambda *argv, what, failed=failed: failed)
         monkeypatch.setattr(slurm, "_by_sacct", lambda job: None)
         if words is gone:
             assert slurm.state("12") is None

@@ -300,3 +300,11 @@ def test_gpus_are_planned_where_there_are_none() -> None:
 def test_threads_of_a_rank(launch: dict[str, Any], environ: dict[str, str], threads: int | None) -> None:
     """What recipe or shell asks for, else a share of this host's cores; torchrun's 1 is nobody's choice."""
     assert resolved(launch, **environ).threads == threads
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [("1", (0, 0, 0)), ("2", (0, 1, 0)), ("4", (0, 1, 2))])
+def test_ranks_share_gpus_where_a_test_allows_it(gpus: str, devices: tuple[int, ...]) -> None:
+    """ORTLAUNCH_SHARE_GPUS=1 puts more ranks on this host than it has GPUs, and prints so."""
+    world = resolved(None, LaunchOptions(processes_per_node=3), GPUS=gpus, ORTLAUNCH_SHARE_GPUS="1")
+    assert (world.device, world.hosts) == ("cuda", (Host("localhost", 3, devices),))
+    assert any("ORTLAUNCH_SHARE_GPUS=1: ranks share" in note for note in world.notes) == (devices != (0, 1, 2))

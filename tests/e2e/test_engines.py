@@ -28,6 +28,8 @@ def test_a_model_that_onnx_runtime_cannot_run(train: Train) -> None:
 
 
 @needs_ort
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_fallback_that_is_allowed_is_told(train: Train) -> None:
     """With allow_fallback it trains in eager PyTorch; the output and engine.json say so, with the reason."""
     engine = {"name": "ort", "allow_fallback": True, "torch_operators": "off"}
@@ -64,8 +66,10 @@ def precise_curve(train: Train, precision: str, zero: dict[str, int] | None) -> 
 
 @pytest.mark.parametrize(
     ("precision", "zero"),
-    [("fp16", None), pytest.param("bf16", {"stage": 2}, marks=[pytest.mark.slow, pytest.mark.ci])],
+    [("fp16", None), ("bf16", {"stage": 2})],
 )
+@pytest.mark.slow
+@pytest.mark.ci
 def test_lower_precision(train: Train, bf16: list[float], precision: str, zero: dict[str, int] | None) -> None:
     """bf16 with and without ZeRO 2, and fp16 by autocast, train on a CPU, nearly alike."""
     assert sum(bf16[7:10]) < 0.7 * sum(bf16[:3])
@@ -91,12 +95,10 @@ def test_fp16_skips_steps_that_overflow(train: Train) -> None:
     assert (resumed.losses(), resumed.values("skipped_steps")) == (losses, run.values("skipped_steps"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("clip", "others"),
-    [
-        (0.7, (None, {"stage": 0})),
-        pytest.param(None, ({"stage": 2},), marks=[pytest.mark.slow, pytest.mark.ci]),
-    ],
+    [pytest.param(0.7, (None, {"stage": 0}), marks=pytest.mark.ci), (None, ({"stage": 2},))],
 )
 def test_one_large_or_four_small_batches(clip: float | None, others: tuple[Any, ...], train: Train) -> None:
     """The same global batch at once or in four passes, with DeepSpeed or without: one curve and one norm."""

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.runs import COMMAND, environment
 from tests.ort import needs_ort
 
-pytestmark = [needs_ort, pytest.mark.slow, pytest.mark.ci]
+pytestmark = [needs_ort, pytest.mark.slow]
 COLUMNS = 100
 
 
@@ -19,9 +19,12 @@ COLUMNS = 100
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
-        ("bert-large/tiny", ["engine.name=ort"]),
+        pytest.param("bert-large/tiny", ["engine.name=ort"], marks=pytest.mark.ci),
         ("llama2-7b/tiny", ["engine.name=eager"]),
-        ("llama2-7b/tiny", ["engine.name=ort", "model.lora={r: 4, target_modules: all-linear}"]),
+        ("bert-large/tiny", ["engine.name=eager", "model.gradient_checkpointing=true", "zero.stage=1"]),
+        pytest.param(
+            "llama2-7b/tiny", ["engine.name=ort", "model.lora={r: 4, target_modules: all-linear}"], marks=pytest.mark.ci
+        ),
     ],
 )
 def test_a_shipped_recipe(recipe: str, more: list[str], home: Path, tmp_path: Path) -> None:
@@ -35,4 +38,4 @@ def test_a_shipped_recipe(recipe: str, more: list[str], home: Path, tmp_path: Pa
     assert [line for line in lines if len(line) > COLUMNS] == []
     assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == ["step 2/6", "step 4/6", "step 6/6"]
     memory = json.loads((tmp_path / "run/memory.json").read_text())
-    assert 0.7 <= memory["planned"]["peak"] / memory["measured"]["peak"] <= 1.35, memory
+    assert 0.75 <= memory["planned"]["peak"] / memory["measured"]["peak"] <= 1.25, memory

@@ -18,7 +18,7 @@ from tests.ort import needs_ort
 
 ZERO = {"zero": {"stage": 2}}
 WAYS = [
-    ("eager", {}),
+    pytest.param("eager", {}, marks=[pytest.mark.slow, pytest.mark.ci]),
     pytest.param("eager", ZERO, marks=pytest.mark.slow),
     pytest.param("ort", ZERO, marks=[pytest.mark.slow, needs_ort]),
     pytest.param("inductor", {}, marks=pytest.mark.slow),

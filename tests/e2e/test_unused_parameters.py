@@ -10,10 +10,13 @@ from tests.e2e.runs import TOY, TWO_RANKS, Run, Train, ended_well, merged
 from tests.ort import needs_ort
 
 SPARE = ["model.spare.weight", "model.spare.bias"]
-ENGINES = [
-    pytest.param("eager", marks=[pytest.mark.slow, pytest.mark.ci]),
-    pytest.param("inductor", marks=pytest.mark.slow),
-    pytest.param("ort", marks=needs_ort),
+CASES = [
+    ("eager", 4),
+    ("eager", 8),
+    ("inductor", 4),
+    ("inductor", 8),
+    pytest.param("ort", 4, marks=[pytest.mark.ci, needs_ort]),
+    pytest.param("ort", 8, marks=needs_ort),
 ]
 
 
@@ -31,8 +34,8 @@ def same(run: Run, expected: Run) -> None:
         assert [v for _, v in run.values(name)] == pytest.approx([v for _, v in expected.values(name)], rel=1e-4)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("micro", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "micro"), CASES)
 def test_parameters_that_no_loss_uses(train: Train, engine: str, micro: int) -> None:
     """Two ranks, with and without accumulation, and what is left out is printed once and recorded."""
     settings = recipe(engine, micro)
@@ -69,6 +72,8 @@ def test_averaging_by_hand_is_that_of_distributed_data_parallel(train: Train) ->
         assert by_hand.values(name) == by_torch.values(name)
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_parameter_that_is_used_no_more_ends_the_run(train: Train) -> None:
     """The run ends in that step, before its weights change, with the parameter and what to do."""
     ended = train("no-more", recipe(until=4), *TWO_RANKS)  # two passes a step

@@ -172,7 +172,8 @@ def test_no_process_is_left(measured: tuple[Path, str]) -> None:
     assert processes_of(measured[0]) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.ci), signal.SIGTERM])
 def test_a_stopped_bench_leaves_no_process(number: int, tmp_path: Path) -> None:
     """Ctrl-C between turns ends every job; the exit status is the signal's."""
     folder = folder_with(tmp_path)

@@ -16,7 +16,7 @@ from ortlaunch.launch import backend, mpi
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run.folder import RunDir
-from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, needs_mpi, write_recipe
+from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, TORCHRUN_FIRST, needs_mpi, write_recipe
 from tests.makers import host, plan, recipe
 
 MPICH = os.environ.get("ORTLAUNCH_TEST_MPICH") or shutil.which("mpiexec.hydra") or ""
@@ -39,7 +39,7 @@ SETS = {"torchrun": "torchrun", "mpi": "Open MPI", "mpich": "MPICH / Intel MPI /
 
 
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, pytest.param("mpich", marks=needs_mpich)])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_rank_is_the_planned_one(
     launcher: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,7 @@ def start(launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", TORCHRUN_FIRST)
 def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
     """Started by the user's own launcher, the command is its rank: one run folder, one training on two ranks."""
     write_recipe(tmp_path, train={"max_steps": 3}, launch={"env": {"NOTE": "two words"}})
@@ -141,8 +141,8 @@ def test_inside_a_launcher(launcher: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("launcher", "guardian_sleeps"),
     [
-        ("torchrun", 0),
-        pytest.param("mpi", 0, marks=[needs_mpi, pytest.mark.slow, pytest.mark.ci]),
+        pytest.param("torchrun", 0, marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param("mpi", 0, marks=[needs_mpi, pytest.mark.slow]),
         pytest.param("mpi", 2, marks=needs_mpi, id="mpi, where its peer would end first"),
     ],
 )

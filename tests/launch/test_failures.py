@@ -18,29 +18,20 @@ from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, needs_mpi, processes_of
 
 MODULE = """
-import os, time, torch
+import time, torch
 
 class Net(torch.nn.Module):
-    def __init__(self, how, step):
+    def __init__(self, how):
         super().__init__()
-        self.layer, self.how, self.step, self.passes = torch.nn.Linear(4, 1), how, step, 0
+        self.layer, self.how = torch.nn.Linear(4, 1), how
 
     def forward(self, x, y):
-        self.passes += 1
-        if os.environ["RANK"] == "1" and self.passes == self.step:
-            self.fail()
         if self.how == "slow":
             time.sleep(0.2)
         return ((self.layer(x) - y) ** 2).mean()
 
-    def fail(self):
-        if self.how == "raise":
-            raise ValueError("planted")
-        if self.how == "fill the disk":
-            open(os.path.join(os.path.dirname(__file__), "run", "fill"), "wb").write(b"0" * (1 << 24))
-
-def model(how, step=3):
-    return Net(how, step)
+def model(how):
+    return Net(how)
 
 def data():
     return [{"x": torch.ones(4) * i, "y": torch.ones(1)} for i in range(64)]
@@ -129,7 +120,7 @@ def wait_for_steps(folder: Path, count: int) -> None:
 def test_a_failing_rank_is_named_and_its_status_kept(start, tmp_path: Path, how: str, launcher: str):
     """The command's status is the first failing rank's, the cause is printed last, and nothing is left."""
     status, words = ENDS[how]
-    process = start(launcher, how, torch=how == "raise")
+    process = start(launcher, how, torch=False)
     _, errors = process.communicate(timeout=80)
     last = "\n".join(errors.splitlines()[-25:])
     assert process.returncode == status, errors
@@ -178,7 +169,7 @@ def test_ctrl_c_saves_and_ends_everything(start, tmp_path: Path, launcher: str):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_command_leaves_no_orphan(start, tmp_path: Path, launcher: str):
     """After `kill -9` of the command its launcher and ranks end by themselves."""
-    process = start(launcher, "slow")
+    process = start(launcher, "slow", torch=False)
     wait_for_steps(tmp_path, 2)
     process.kill()
     assert gone_within(tmp_path, 20), processes_of(tmp_path)
@@ -212,7 +203,9 @@ NAMES = {"torchrun": "torchrun", "mpi": "mpirun"}
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize(("how", "steps"), [("slow", 0), ("slow", 2), ("ignore SIGTERM", 2)])
+@pytest.mark.parametrize(
+    ("how", "steps"), [("slow", 0), pytest.param("slow", 2, marks=pytest.mark.slow), ("ignore SIGTERM", 2)]
+)
 def test_a_killed_launcher_leaves_no_orphan(start, tmp_path: Path, launcher: str, how: str, steps: int):
     """After `kill -9` of torchrun or mpirun, at any time, the command outlives all and says who was."""
     process = start(launcher, how, torch=False)
@@ -302,7 +295,7 @@ def small_disk(tmp_path: Path):
 @pytest.mark.timeout(90)
 def test_a_full_disk_is_told(small_disk: Path, start):
     """A rank that meets a full disk ends with its own status and that cause; its guardian and its peers do not."""
-    process = start("torchrun", "fill the disk")
+    process = start("torchrun", "fill the disk", torch=False)
     _, errors = process.communicate(timeout=80)
     last = errors.splitlines()[-1]
     assert process.returncode == 1, errors

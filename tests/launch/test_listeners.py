@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny import ORTLAUNCH, RECIPE, TORCHRUN_FIRST, write_recipe
+from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, write_recipe
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 # PRRTE's listener has no setting for its address (oob_tcp_listener.c says INADDR_ANY), which a note of the run tells.
@@ -83,7 +83,9 @@ def open_to_others(parent: int) -> set[tuple[str, str]]:
     return {(name, address) for name, address in listeners(parent) if address.partition(":")[0] not in LOOPBACK}
 
 
-@pytest.mark.parametrize("launcher", TORCHRUN_FIRST)
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_of_one_host_open_no_port(
     launcher: str, two_ranks: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:

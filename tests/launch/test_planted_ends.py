@@ -35,6 +35,7 @@ def test_a_crash_and_a_bad_sample() -> None:
 
 
 @pytest.mark.lab
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_real_out_of_memory_kill() -> None:
     """The kernel ends a rank in a control group with a limit, and that is what is said."""

@@ -27,7 +27,8 @@ from ortlaunch.planning.hosts import Host
 from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.status import look
 from ortlaunch.worker.surroundings import Surroundings
-from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, write_recipe
+from tests.launch import light
+from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe
 
 RUN = RunDir("runs/x")
@@ -397,11 +398,12 @@ def test_a_dry_run_prints_what_a_real_run_sends(launcher: str, tmp_path: Path) -
     """`--dry-run` writes nothing and prints the request.sh of the real run; secrets are in neither."""
     write_recipe(tmp_path, train={"max_steps": 1}, launch={"env": {"NOTE": "two words"}, "forward": ["API_KEY"]})
     command = ["train", RECIPE, "--launcher", launcher, "--run-dir", "run"]
-    dry = ortlaunch(tmp_path, *command, "--dry-run", API_KEY="s3cret")
+    program = (ORTLAUNCH,) if launcher == "local" else (sys.executable, light.__file__)  # one has torch
+    dry = ortlaunch(tmp_path, *command, "--dry-run", command=program, API_KEY="s3cret")
     noted = "launcher mpi: mpirun itself listens" if launcher == "mpi" else ""
     assert (dry.returncode, noted in dry.stderr, (tmp_path / "run").exists()) == (0, True, False)
     assert "made: 1 rank on 1 host" in dry.stderr
-    real = ortlaunch(tmp_path, *command, API_KEY="s3cret")
+    real = ortlaunch(tmp_path, *command, command=program, API_KEY="s3cret")
     assert real.returncode == 0, real.stderr
     assert (tmp_path / "run" / "request.sh").read_text() == dry.stdout
     status = look(RunDir(tmp_path / "run"))

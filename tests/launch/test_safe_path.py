@@ -6,14 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny import RECIPE, TORCHRUN_FIRST, ortlaunch, write_recipe
+from tests.launch.tiny import RECIPE, needs_mpi, ortlaunch, write_recipe
 
 # Imported on the way by Python, by the command, by torchrun or by a rank; the last two are optional packages.
 NAMES = ("runpy", "random", "typer", "yaml", "torch", "numpy", "sitecustomize", "apex", "flash_attn")
 PLANTED = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\nraise SystemExit(77)\n"
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("local", marks=pytest.mark.slow), *TORCHRUN_FIRST])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "local",
+        pytest.param("torchrun", marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param("mpi", marks=[needs_mpi, pytest.mark.slow]),
+    ],
+)
 def test_files_around_a_run_are_not_run(launcher: str, tmp_path: Path) -> None:
     """Files in the current folder and beside the recipe that bear the names of packages are not executed."""
     here, beside = tmp_path / "here", tmp_path / "beside"

@@ -16,7 +16,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.status import Status, look
 from tests.launch import light
-from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, processes_of, write_recipe
+from tests.launch.tiny import LAUNCHERS, RECIPE, ortlaunch, processes_of, write_recipe
 
 
 def until(run: RunDir, come: Callable[[Status], bool]) -> Status:
@@ -36,10 +36,8 @@ def test_status_and_cancel(launcher: str, tmp_path: Path) -> None:
     write_recipe(tmp_path, train={"max_steps": 1_000_000}, log={"every_steps": 1})
     run, ranks = RunDir(tmp_path / "run"), 1 if launcher == "local" else 2
     words = ["train", RECIPE, "--launcher", launcher, "--nproc-per-node", str(ranks), "--run-dir", str(run)]
-    command = [ORTLAUNCH] if launcher == "local" else [sys.executable, light.__file__]  # one has torch
-    train = subprocess.Popen(
-        [*command, *words], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, light.__file__, *words]
+    train = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         begun = until(run, lambda _: True)
         assert (begun.state in (JobState.PENDING, JobState.RUNNING), begun.step) == (True, None)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.tiny import ORTLAUNCH, TORCHRUN_FIRST, write_recipe
+from tests.launch.tiny import ORTLAUNCH, needs_mpi, write_recipe
 
 ERASE = "\r\x1b[K"
 
 
-def typed(folder: Path, *arguments: str, timeout: float = 60) -> str:
+def typed(folder: Path, *arguments: str, timeout: float = 60, status: int = 0) -> str:
     """Everything that a command wrote to its terminal, of 90 columns, until its end."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "90"}
@@ -34,18 +34,26 @@ def typed(folder: Path, *arguments: str, timeout: float = 60) -> str:
                 shown += os.read(ours, 1 << 16)
             except OSError:  # nobody writes any more
                 break
-        assert command.wait(timeout=10) == 0, shown.decode()
+        assert command.wait(timeout=10) == status, shown.decode()
     finally:
         command.kill()
         os.close(ours)
     return shown.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("launcher", TORCHRUN_FIRST)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "local",
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        pytest.param("mpi", marks=[needs_mpi, pytest.mark.slow]),
+    ],
+)
 def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
     """Each logged step stays, what is going on is drawn and erased, and the logs hold plain lines."""
     recipe = write_recipe(tmp_path, train={"max_steps": 6}, log={"every_steps": 2})
-    shown = typed(tmp_path, "train", str(recipe), "--run-dir=run", f"--launcher={launcher}", "--nproc-per-node=2")
+    words = (f"--launcher={launcher}", f"--nproc-per-node={1 if launcher == 'local' else 2}")
+    shown = typed(tmp_path, "train", str(recipe), "--run-dir=run", *words)
     drawn = [piece.split("\n")[0] for piece in shown.split(ERASE)[1:]]
     bars = [piece for piece in drawn if re.match(r"training +\d+%\|.*\| \d/6 \[", piece)]
     assert drawn[0] == "loading libraries ..."
@@ -56,3 +64,18 @@ def test_a_run_in_a_terminal(launcher: str, tmp_path: Path) -> None:
     assert stay[-3].startswith("done: run, in ")
     for log in (tmp_path / "run/logs").iterdir():
         assert re.findall(r"[\r\x1b]|training +\d|\.\.\.$", log.read_text(), re.MULTILINE) == []
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_the_live_line_of_a_killed_rank_is_erased(tmp_path: Path) -> None:
+    """The first line after it, which says how the run ended, has a line of its own."""
+    recipe = write_recipe(tmp_path, train={"max_steps": 400}, log={"every_steps": 2})
+    text, kill = (tmp_path / "mine.py").read_text(), "os.kill(os.getppid(), signal.SIGKILL), time.sleep(9)"
+    counted = f"        self.count = getattr(self, 'count', 0) + 1\n        self.count < 9 or ({kill})\n"
+    text = text.replace("    def forward(self, x, y):\n", f"    def forward(self, x, y):\n{counted}")
+    (tmp_path / "mine.py").write_text(f"import time\n{text}")
+    shown = typed(tmp_path, "train", str(recipe), "--run-dir=run", status=137)
+    assert f"{ERASE}training " in shown
+    assert [line for line in shown.split("\n") if line.rpartition(ERASE)[2].startswith("training ")] == []
+    assert "vanished without a word" in shown

@@ -70,10 +70,12 @@ def write_recipe(folder: Path, fails: bool = False, guardian_sleeps: float = 0, 
     return path
 
 
-def ortlaunch(folder: Path, *arguments: str, timeout: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
+def ortlaunch(
+    folder: Path, *arguments: str, timeout: float = 60, command: tuple[str, ...] = (ORTLAUNCH,), **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder, as a user does."""
     return subprocess.run(
-        [ORTLAUNCH, *arguments],
+        [*command, *arguments],
         cwd=folder,
         env={**os.environ, **environ},
         capture_output=True,

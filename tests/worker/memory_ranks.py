@@ -20,6 +20,7 @@ import torch
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.run.records import as_json
+from ortlaunch.worker.checkpoint.snapshot import BUFFER, take
 from ortlaunch.worker.data import Batches, make_samples  # noqa: F401  (imported before the fork)
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.engine import build_engine
@@ -63,10 +64,15 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
         engine.stepper.apply(1e-4)
         memory.look(engine.stepper)
     record = memory.record(settled, group)
+    assert settled.memory is not None
+    entries = take(engine.stepper.named_state(), {}, group).tensors
+    saved = sum(flat.nbytes for key, _, flat in entries if not key.startswith(BUFFER))
     store.add("done", 1)
     while store.add("done", 0) < RANKS:  # whoever leaves first would break the other's last message
         time.sleep(0.01)
-    (folder / f"{rank}.json").write_text(json.dumps(as_json(record)))
+    (folder / f"{rank}.json").write_text(
+        json.dumps({**as_json(record), "saved": saved, "share": settled.memory.checkpoint // RANKS})
+    )
     os._exit(0)  # freeing a DistributedDataParallel now can wait for ever: see worker/distributed.py
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -16,12 +17,15 @@ from torch import nn
 
 from ortlaunch.errors import LossSpikeError, NonFiniteError
 from ortlaunch.plan import BatchPlan
+from ortlaunch.rank import Rank
 from ortlaunch.recipe.models import Spike
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker.bad_steps import Spikes, recorded
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from ortlaunch.worker.data.left_out import LeftOut
+from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.finite import require_finite_loss
 from tests.training import Trained, records, train_here
 
 SHARDINGS = [None, *({"stage": stage} for stage in range(4))]
@@ -125,6 +129,17 @@ def test_a_rollback_takes_the_samples_that_follow(
     said = capsys.readouterr().out
     assert "train.on_nonfinite is rollback: back to the checkpoint after step 2" in said
     assert "a step now takes" not in said
+
+
+def test_later_losses_are_counted() -> None:
+    """Of losses that are not finite the first is named with its samples, the later ones with their count."""
+    losses, group = [torch.tensor(math.nan)] * 9, DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    with pytest.raises(NonFiniteError) as error:
+        require_finite_loss(math.nan, group, ORDER, 3, losses)
+    lines = str(error.value).splitlines()
+    assert len([line for line in lines if "samples" in line]) == 1
+    assert lines[0].startswith("step 4: the loss is nan on rank 0, samples ")
+    assert lines[1] == "so are 8 losses after it, up to step 12"
 
 
 def test_a_rollback_before_the_first_checkpoint(tmp_path: Path) -> None:

@@ -221,20 +221,6 @@ def test_one_that_a_command_reads_is_not_pruned(tmp_path: Path) -> None:
     assert [step for step, _ in run.complete_checkpoints()] == [4]
 
 
-def test_one_of_a_version_without_sums_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its manifest lists sizes, which are held; its mark is empty."""
-    run = RunDir(tmp_path)
-    folder = save(run, 10)
-    state = (folder / "state").stat().st_size
-    (folder / "manifest.json").write_text(json.dumps({"files": {"part/weights": 5, "state": state}}))
-    os.truncate(folder / "COMPLETE", 0)
-    checkpoint.set_aside_damaged(run, GROUP)
-    assert checkpoint.newest(run) == (10, folder)
-    os.truncate(folder / "state", 3)
-    with pytest.raises(CheckpointError, match=f"state has 3 bytes of {state}"):
-        checkpoint.set_aside_damaged(run, GROUP)
-
-
 def test_what_is_being_written_is_no_checkpoint(tmp_path: Path) -> None:
     """A failed save leaves the older ones as they were, and names the newest; its folder is not taken for one."""
     run = RunDir(tmp_path)

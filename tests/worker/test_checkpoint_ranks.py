@@ -12,7 +12,7 @@ from tests.torchrun import torchrun
 from tests.worker.checkpoint_ranks import ALONE, SAVED, WAYS
 
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.slow, pytest.mark.ci]
+pytestmark = pytest.mark.slow
 
 
 def ranks(count: int, folder: Path) -> Any:
@@ -32,6 +32,7 @@ def two(folder: Path) -> Any:
     return ranks(2, folder)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", [*WAYS, *ALONE, "async"])
 def test_the_same_world_goes_on_bit_for_bit(way: str, two: Any) -> None:
     """Losses, master weights and optimizer state of every rank are those of a training in one piece."""
@@ -39,7 +40,7 @@ def test_the_same_world_goes_on_bit_for_bit(way: str, two: Any) -> None:
         assert found[way]["resumed"] == found[way]["straight"]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.ci)])
 def test_another_world_goes_on(count: int, two: Any, folder: Path) -> None:
     """From two ranks to one and three, from every ZeRO stage and none to every other: the uninterrupted curve."""
     straight = two[0]["none"]["straight"][0][SAVED:]

@@ -159,7 +159,7 @@ def batch(task: str) -> dict[str, Tensor]:
 
 def chunk(module: LossModule, task: str, rows: Any = 8, **sections: Any) -> ChunkedLoss:
     made = bert(model={"task": task, "config": BERT}, engine={"name": "eager", "chunked_loss": rows}, **sections)
-    return chunk_head(made, module, batch(task))
+    return chunk_head(made, module, batch(task), "cpu")
 
 
 @pytest.mark.parametrize(

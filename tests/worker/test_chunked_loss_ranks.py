@@ -37,6 +37,8 @@ def hold(found: dict[str, Any]) -> None:
     assert {case: difference for case, difference in worst.items() if difference > 1e-6} == {}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(200)
 def test_two_ranks_on_two_engines(tmp_path: Path) -> None:
     """Tied weights under ZeRO 1 inside ORT's graph, and BERT's two losses under ZeRO 2 in eager."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import inspect
 import io
 import json
 import lzma
@@ -316,8 +317,6 @@ import sys, time
 from pathlib import Path
 from ortlaunch.recipe.data import Corpus
 from ortlaunch.worker.data import tokens
-sys.path.insert(0, sys.argv[2])
-from test_corpus import Letters
 original = tokens._write_tokens
 def slowly(*args):
     with open(sys.argv[1] + ".builds", "a") as file:
@@ -335,7 +334,8 @@ def test_two_ranks_at_once_tokenize_once(tmp_path: Path) -> None:
     """Of two processes that start together one tokenizes, the other waits for it, and both read the same."""
     path = write(tmp_path, "text", ["ab", "c"])
     environment = {**os.environ, "ORTLAUNCH_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", _BUILD, path, str(Path(__file__).parent)]
+    program = f"from __future__ import annotations\n{inspect.getsource(Letters)}{_BUILD}"
+    command = [sys.executable, "-c", program, path]
     ranks = [
         subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -133,6 +133,40 @@ def test_fewer_gpus_than_planned_are_an_error(monkeypatch: pytest.MonkeyPatch) -
         distributed._device(on_cuda(), Rank(3, 4, 1, 2))
 
 
+@pytest.mark.parametrize(
+    ("version", "world_size", "devices", "device", "expected"),
+    [
+        ("2.13.0+cu130", 2, (0, 1), "cuda:1", {"backend": "nccl", "device_id": torch.device("cuda:1")}),
+        ("2.6.0", 2, (0, 1), "cuda:1", {"backend": "nccl", "device_id": torch.device("cuda:1")}),
+        ("2.6.1", 2, (0, 1), "cuda:1", {"backend": "nccl"}),
+        ("2.7.0+cu126", 2, (0, 1), "cuda:1", {"backend": "nccl"}),
+        ("2.7.1", 2, (0, 1), "cuda:1", {"backend": "nccl", "device_id": torch.device("cuda:1")}),
+        ("2.13.0", 1, (0,), "cuda:0", {"backend": "nccl"}),
+        ("2.13.0", 2, (0, 0), "cuda:0", {"backend": "gloo"}),
+        ("2.13.0", 2, (0, 1), "cpu", {"backend": "gloo"}),
+    ],
+)
+def test_nccl_is_given_the_ranks_gpu(
+    version: str,
+    world_size: int,
+    devices: tuple[int, ...],
+    device: str,
+    expected: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """init_process_group gets the device but where torch hangs with it; ranks that share a GPU meet over gloo."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(distributed.dist, "init_process_group", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(os, "environ", {})
+    rank = Rank(world_size - 1, world_size, world_size - 1, world_size)
+    backend = distributed._backend(devices, rank, torch.device(device))
+    distributed._join(on_cuda(), rank, RunDir(tmp_path), backend)
+    assert {name: given[name] for name in ("backend", "device_id") if name in given} == expected
+    assert (given["rank"], given["world_size"]) == (rank.rank, world_size)
+
+
 def test_no_gpu_where_the_plan_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that sees no GPU is named with its version and host."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -179,7 +213,7 @@ def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         distributed.dist, "init_process_group", lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"])
     )
-    distributed._join(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), "gloo")
+    distributed._join(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), {"backend": "gloo"})
     assert told == ["lo"]
 
 

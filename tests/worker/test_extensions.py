@@ -174,8 +174,11 @@ def test_a_cuda_build_wants_the_cuda_extensions(monkeypatch: pytest.MonkeyPatch,
     installed(monkeypatch, torch="2.10.0", onnxruntime_training="1.19.2")
     monkeypatch.setattr(extensions, "_package", lambda name: tmp_path)
     assert extensions.wanted() == ["aten_op_executor", "torch_interop_utils", "torch_gpu_allocator", "fused_ops"]
+    monkeypatch.setattr(extensions.cuda_libraries, "headers", lambda cuda: ["/wheels/include"])
+    monkeypatch.setenv("CPATH", "/own")
     environment = extensions._build_environment()
     assert environment["ONNXRUNTIME_CUDA_VERSION"] == "12.2"
+    assert environment["CPATH"] == "/own:/wheels/include"
     assert environment["TORCH_CUDA_ARCH_LIST"] == "7.0;7.5;8.0;8.6;9.0+PTX"
     assert extensions.cache_dir().name.endswith("_7.0-7.5-8.0-8.6-9.0+PTX")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
@@ -223,6 +226,8 @@ def test_an_unwritable_cache_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @needs_ort
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_failed_compilation_shows_its_end_and_leaves_nothing(tmp_path: Path) -> None:
     """The compiler's last lines, a non-zero status, no temporary folder and no half extension."""
     compiler = tmp_path / "c++"

@@ -10,6 +10,7 @@ import torch
 from ortlaunch.errors import LaunchError
 from ortlaunch.rank import Rank
 from ortlaunch.worker import gpus
+from ortlaunch.worker.progress import Progress
 
 CASES = [
     # planned devices, local rank, CUDA_VISIBLE_DEVICES before, after, the rank's index
@@ -18,6 +19,8 @@ CASES = [
     ((2, 3), 0, "4,5,6,7", "6,7", 0),
     ((0, 1), 1, "GPU-8932f937,GPU-1122aabb", "GPU-8932f937,GPU-1122aabb", 1),
     ((0, 1), 1, "3", "3", 0),  # srun --gpus-per-task=1: each task sees a GPU of its own
+    ((0, 0), 1, None, "0", 0),  # ORTLAUNCH_SHARE_GPUS
+    ((0, 1, 0, 1), 3, "4,5", "4,5", 1),
     ((0, 1), 1, "MIG-1,MIG-2", "MIG-2", 0),  # CUDA shows one MIG instance to a process
 ]
 
@@ -85,3 +88,35 @@ def test_why_torch_sees_no_gpu(
         text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Thu Feb 22 01:44:30 UTC 2024\n"
         (tmp_path / "version").write_text(text)
     assert why in gpus.why_no_gpu()
+
+
+class FakeEvent:
+    """A CUDA event of a GPU that takes 3 s a recorded pass and is one pass behind its host."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.number = FakeEvent.recorded
+        FakeEvent.recorded += 1
+
+    def query(self) -> bool:
+        return self.number < FakeEvent.recorded - 2
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.query(), "it would wait"
+        return 3000.0 * (end.number - self.number)
+
+
+def test_a_forward_pass_takes_what_the_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds between CUDA events count, late and without waiting, and not the host's time to launch."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    progress = Progress(rank=0)
+    module = torch.nn.Linear(1, 1)
+    progress.watch(module, gpus.forward_timer(torch.device("cuda")))
+    for _ in range(4):
+        module(torch.ones(1))
+    assert progress.pulse.read().own_seconds == 2 * 3.0
+    assert gpus.forward_timer(torch.device("cpu")) is None

@@ -42,7 +42,7 @@ def equal(ours: nn.Module, eager: nn.Module) -> None:
 
 
 @needs_ort
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_onnx_runtime_recomputes(lora: bool, witness: Witness) -> None:
     """The layers' nodes are in the backward pass once more, with frozen embeddings, too."""
     plain, checkpointed, reference = models(lora)

@@ -254,7 +254,7 @@ def told(made: Any, used: str, optimizer: Any) -> tuple[dict[str, Any], list[str
     return asdict(fp16), plan_lines(report)[1:]
 
 
-FUSED = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"
+FUSED = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
 LEFT = "FP16_Optimizer: not applied"
 WITHOUT = "it modifies DeepSpeed's ZeRO optimizer, and this run is without DeepSpeed"
 EAGER, CPU_ORT = "engine eager runs without ONNX Runtime", "ONNX Runtime's is for CUDA"

@@ -12,6 +12,7 @@ from tests.torchrun import torchrun
 from tests.worker.zero_steps import BAD_STEP, CASES
 
 pytest.importorskip("deepspeed")
+pytestmark = [pytest.mark.slow, pytest.mark.ci]
 
 
 @pytest.fixture(scope="module")

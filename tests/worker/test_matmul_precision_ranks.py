@@ -17,7 +17,7 @@ from tests.torchrun import torchrun
 from tests.worker.precision_ranks import WORDS
 
 pytest.importorskip("deepspeed")
-pytestmark = [needs_ort, pytest.mark.usefixtures("built")]
+pytestmark = [pytest.mark.slow, needs_ort, pytest.mark.usefixtures("built")]
 MODULE = '''
 import torch
 
@@ -44,7 +44,7 @@ def data():
 
 @pytest.fixture(
     scope="module",
-    params=[("ort", "eager"), pytest.param(("inductor",), marks=[pytest.mark.slow, pytest.mark.ci])],  # it compiles
+    params=[pytest.param(("ort", "eager"), marks=pytest.mark.ci), ("inductor",)],
     ids=" and ".join,
 )
 def found(

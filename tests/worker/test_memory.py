@@ -226,13 +226,17 @@ def test_zero_3_keeps_small_tensors_whole() -> None:
     [("cpu", 2, (0, 1, 1, 1, 1)), ("cpu", 1, (0, 0, 1, 1, 1)), ("cuda", 2, (0, 1, 0, 0, 0))],
 )
 def test_buckets_of_gradients(device: str, ranks: int, expected: tuple[int, ...]) -> None:
-    """Where gradients are reduced: half a billion elements on CUDA (0 here), no more than there are on CPU (1)."""
+    """Where gradients are reduced: half a billion elements on CUDA (0 here), no more than there are on CPU (1).
+
+    ZeRO 3 on CUDA also gathers weights, here all of them.
+    """
     made = bert(precision="bf16")
     memory = estimate(made, 2, ranks, device)
     assert memory is not None
     found = [parts.buckets for _, parts in memory.by_stage]
     most = [0, 0 if ranks == 1 else 2 * memory.trainable, *[2 * 500_000_000] * 3]
-    assert found == [2 * memory.trainable if one else other for one, other in zip(expected, most)]
+    gathered = [0, 0, 0, 0, 2 * memory.parameters if device == "cuda" else 0]
+    assert found == [2 * memory.trainable * one + most[n] * (1 - one) + gathered[n] for n, one in enumerate(expected)]
     assert found[0] == 0
 
 
@@ -249,26 +253,26 @@ def test_chosen_stage(zero: dict[str, Any] | None, chosen: str) -> None:
     [
         ({}, 12),
         ({"precision": "bf16"}, 12),
-        ({"zero": {"stage": 1}}, 16),
-        ({"zero": {"stage": 2}, "precision": "bf16"}, 14),
+        ({"zero": {"stage": 1}}, 12),
+        ({"zero": {"stage": 2}, "precision": "bf16"}, 12),
     ],
     ids=str,
 )
 def test_bytes_of_a_checkpoint(sections: dict[str, Any], width: int) -> None:
-    """A checkpoint holds weights, master copies and optimizer state of all ranks together."""
+    """A checkpoint holds float32 weights and optimizer state of all ranks together; DeepSpeed's are its masters."""
     adam = {"name": "adamw", "learning_rate": 0.1}
     made = bert(optimizer=adam, **sections)
     assert known(made).checkpoint == known(made, ranks=7).checkpoint == width * known(made).parameters
 
 
 def test_a_checkpoint_of_adapters_is_small() -> None:
-    """Frozen weights are not saved, neither without DeepSpeed nor with it; DeepSpeed adds its float32 copy."""
+    """Frozen weights are not saved, neither without DeepSpeed nor with it."""
     model = {"task": "causal-lm", "config": LLAMA, "lora": {"r": 4}}
     adam = {"name": "adamw", "learning_rate": 0.1}
     memory = known(bert(model=model, optimizer=adam))
     assert memory.checkpoint == 12 * memory.trainable
     sharded = known(bert(model=model, optimizer=adam, zero={"stage": 1}))
-    assert sharded.checkpoint == (4 + 12) * memory.trainable
+    assert sharded.checkpoint == 12 * memory.trainable
 
 
 def activations(**sections: Any) -> int:
@@ -321,3 +325,28 @@ def test_plan_of_llama_for_eight_gpus() -> None:
     found = [sum(parts[:3]) for _, parts in memory.by_stage]
     norms = 65 * 4096  # small enough for ZeRO 3 to keep whole, in 2 bytes
     assert found == [16 * n, 16 * n, 4 * n + 12 * n // 8, 2 * n + 14 * n // 8, 2 * n + 2 * norms]
+
+
+@pytest.mark.parametrize(
+    ("sections", "gradients", "start", "host"),
+    [
+        ({"zero": {"stage": 2}}, 2 / 8, 4, (4, 0, 12 / 8, 0)),
+        ({"zero": {"stage": 2}, "engine": {"name": "ort"}}, 2 + 2 / 8, 4, (4, 0, 12 / 8, 0)),
+        ({"zero": {"stage": 2, "offload": {"optimizer": "cpu"}}}, 0, 4, (4, (16 + 2) / 8, 12 / 8, 0)),
+        ({"zero": None, "checkpoint": {"async": False}}, 4, 4, (4, 0, 0, 0)),
+        (
+            {"zero": {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "nvme_path": "/x"}}},
+            0, 2 / 8 + 2 * 32000 * 4096 / 6_738_415_616, (4, 2 / 8, 12 / 8, (16 + 2) / 8),
+        ),
+    ],
+)  # fmt: skip
+def test_start_and_host_of_llama(sections: dict[str, Any], gradients: float, start: float, host: Any) -> None:
+    """Bytes a parameter of Llama-2-7b on 8 GPUs: ORTModule's whole gradients, the start, the host's memory, files."""
+    adam = {"name": "fused_adam", "learning_rate": 1e-4}
+    model = {"task": "causal-lm", "config": LLAMA_7B}
+    memory = estimate(bert(model=model, optimizer=adam, precision="fp16", **sections), 1, 8, "cuda")
+    assert memory is not None
+    n = 6_738_415_616
+    assert dict(memory.by_stage)[memory.chosen].gradients == pytest.approx(n * gradients)
+    assert memory.start == pytest.approx(n * start)
+    assert memory.host == pytest.approx([n * each for each in host])

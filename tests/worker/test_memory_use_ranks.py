@@ -62,6 +62,7 @@ def hold(found: dict[str, Any]) -> None:
         passing = max(planned["gradients"], planned["buckets"])
         assert counted["other"] <= 1.1 * passing + 0.1 * planned["model"], name
         assert counted["peak"] > 0.9 * planned["model"], name
+        assert record["saved"] == pytest.approx(record["share"], rel=0.1), name  # this rank's share of a checkpoint
 
 
 @pytest.mark.slow

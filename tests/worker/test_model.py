@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
     assert (inner.config.vocab_size, getattr(inner.config, "use_cache", False)) == (400, False)
     assert inner.config.pad_token_id == data.tokenizer.pad_token_id
     assert model.training
+
+
+def test_transformers_prints_nothing_of_a_loss_type(caplog: pytest.LogCaptureFixture) -> None:
+    """GPT2LMHeadModel's name holds no loss type, of which transformers warned at the first step."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        assert built("causal-lm", GPT2).loss_function.__name__ == "ForCausalLMLoss"
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [record for record in caplog.records if "loss_type" in record.getMessage()] == []
 
 
 @pytest.mark.parametrize("config", [BERT, GPT2], ids=["bert", "gpt2"])
@@ -171,10 +183,14 @@ def test_attention_of_the_model(engine: str, config: dict[str, Any], expected: s
 # ------------------------------------------------------------------------------------------------------------ LoRA
 
 
-def test_lora_trains_adapters_only() -> None:
-    """Only the adapters of the named layers are trained; the base is frozen, and the loss is the base's at first."""
+def test_lora_trains_adapters_only(recwarn: pytest.WarningsRecorder) -> None:
+    """Only the adapters of the named layers are trained; the base is frozen, and the loss is the base's at first.
+
+    peft's use of names that transformers deprecates is not reported to the user.
+    """
     base = built("causal-lm", LLAMA)
     adapted = built("causal-lm", LLAMA, lora={"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]})
+    assert [warning for warning in recwarn if warning.category is FutureWarning] == []
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
     assert sorted(name.split("self_attn.")[1] for name in trained) == [
         f"{layer}.lora_{side}.default.weight" for layer in ("q_proj", "v_proj") for side in ("A", "B")

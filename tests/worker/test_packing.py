@@ -87,7 +87,7 @@ def test_losses_are_those_of_documents_alone(family: str, attention: str) -> Non
 
 
 @needs_ort
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", [pytest.param("eager", marks=pytest.mark.slow), "sdpa"])
 def test_onnx_runtime_has_them_too(witness: Any, attention: str) -> None:
     """Loss and gradients of ORT's own graph, which makes the mask; it has run, and another batch is another mask."""
     from ortlaunch.ortmodule import ORTModule

@@ -37,7 +37,13 @@ def words() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "dropout", "lora"),
-    [("bert", 0.0, False), ("bert", 0.1, False), ("llama", 0.0, False), ("llama", 0.1, False), ("llama", 0.1, True)],
+    [
+        pytest.param("bert", 0.0, False, marks=pytest.mark.slow),
+        ("bert", 0.1, False),
+        pytest.param("llama", 0.0, False, marks=pytest.mark.slow),
+        pytest.param("llama", 0.1, False, marks=pytest.mark.slow),
+        ("llama", 0.1, True),
+    ],
 )
 def test_language_models_pass(family: str, dropout: float, lora: bool) -> None:
     """Loss and every gradient within 1e-4, on a second ORTModule over the same weights where there is dropout."""

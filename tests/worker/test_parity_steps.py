@@ -79,6 +79,7 @@ def test_only_the_first_steps_are_compared(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(run.engine.read_text())["parity"]["steps"] == [1, 2]
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == ["parity, step 1", "parity, step 2", "parity"]
+    assert max(map(len, said[:2])) <= 100
     alone = steps(run, with_table=True)
     for step in range(2):
         alone.check(step)

@@ -183,7 +183,7 @@ def test_a_head_of_another_number_of_labels_is_new(saved: tuple[str, Any], tmp_p
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
-        ({"pretrained": "/nowhere/at/all"}, {}, "model.pretrained: "),
+        ({"pretrained": "/nowhere/at/all"}, {}, "model.pretrained: got /nowhere/at/all: "),
         (
             {"config": {"hiden_dropout_prob": 0}},
             {},

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import signal
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +16,6 @@ from ortlaunch.rank import Rank
 from ortlaunch.run.folder import RunDir
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import saving as savings
-from ortlaunch.worker.checkpoint.on_complete import environment
 from ortlaunch.worker.checkpoint.saves import records
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.requests import Ask
@@ -190,120 +185,17 @@ def test_a_save_that_fails(policy: str, tmp_path: Path, capsys: pytest.CaptureFi
         writer.fails = True
         with pytest.raises(LastSaveError, match="No space left"):
             save_all(saver, range(100, 101))
-        assert checkpoint.failures(run) == (3, 0)
+        assert checkpoint.failures(run) == 3
     assert not list(run.checkpoints.glob("*.partial"))
 
 
-def test_a_command_after_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once each, in order, with the checkpoint in its environment; training does not wait, the end does."""
-    run = RunDir(tmp_path)
-    command = "sleep 0.2; test -e $ORTLAUNCH_CHECKPOINT/COMPLETE && echo $ORTLAUNCH_STEP >> $ORTLAUNCH_RUN/done"
-    saver, began = saving(run, every_steps=20, keep=1, on_complete=command), time.perf_counter()
-    save_all(saver, range(1, 81))
-    assert time.perf_counter() - began < 0.5
-    assert kept(run) == [20, 40, 60, 80]  # at work on
-    saver.finish()
-    assert (tmp_path / "done").read_text().split() == ["20", "40", "60", "80"]
-    assert kept(run) == [80]
-    assert capsys.readouterr().out == "waiting for checkpoint.on_complete of step 80\n"
-    ended = [line for line in records(run) if "status" in line]
-    assert [(line["step"], line["status"]) for line in ended] == [(20, 0), (40, 0), (60, 0), (80, 0)]
-    again = saving(run, every_steps=20, keep=1, on_complete=command)
-    again.finish()
-    assert len((tmp_path / "done").read_text().split()) == 4
-
-
-def test_the_wait_for_a_command_is_no_standstill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes: all ranks show that they live, and no collective lasts as long as the command."""
-    monkeypatch.setattr(savings, "_TURN_SECONDS", 0.05)
-    saver, ticks = saving(RunDir(tmp_path), every_steps=50, on_complete="sleep 0.5"), []
-    save_all(saver, range(1, 51))
-    saver.finish(lambda: ticks.append(1))
-    assert len(ticks) >= 3
-    assert records(RunDir(tmp_path))[-1]["status"] == 0
-
-
-def test_a_stop_does_not_wait_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """When its grace is over the command is left to the next start, and its checkpoint stays until then."""
-    run, policy = RunDir(tmp_path), {"every_steps": 25, "keep": 1}
-    saver = saving(run, on_complete="sleep 3", **policy)
-    save_all(saver, range(1, 51))
-    saver.finish(over=lambda: True)
-    assert kept(run) == [25, 50]
-    assert "not through with step 25, 50: the next start runs it again" in capsys.readouterr().out
-    again = saving(run, on_complete="echo $ORTLAUNCH_STEP", **policy)
-    again.finish()
-    assert run.on_complete.read_text().split()[-2:] == ["50", "50"]
-    assert kept(run) == [50]
-
-
-@pytest.mark.parametrize(("command", "how"), [
-    ("echo some words; exit 3", "exit status 3"), ("kill -9 $$", "exit status 137"),
-    ("sleep 60 & echo $! >> $ORTLAUNCH_RUN/pids; wait", "ended after 0.02 minutes"),
-])  # fmt: skip
-def test_a_command_that_fails(command: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is told and counted; what it started ends with it; an unfinished one is run again at the next start."""
-    run = RunDir(tmp_path)
-    saver = saving(run, every_steps=50, on_complete=command, on_complete_minutes=0.02)
-    save_all(saver, range(1, 51))
-    saver.finish()
-    said = capsys.readouterr().out
-    assert f"checkpoint.on_complete failed for step 50: {how}" in said
-    assert checkpoint.failures(run) == (0, 1)
-    assert run.on_complete.read_text().startswith("step 50\n")
-    for pid in (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else ():
-        assert ended(int(pid))
-    lines = [line for line in run.saves.read_text().splitlines() if "status" not in json.loads(line)]
-    run.saves.write_text("".join(f"{line}\n" for line in lines))  # as if the run had been killed before
-    saving(run, on_complete="echo again", on_complete_minutes=0.5).finish()
-    assert run.on_complete.read_text().endswith("step 50\nagain\n")
-
-
-def ended(pid: int) -> bool:
-    """Within 20 seconds."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def test_a_save_that_nobody_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint that was whole when its rank died: the next start tells it, and its command is run, once."""
+    """A checkpoint that was whole when its rank died: the next start tells it, once."""
     run = RunDir(tmp_path)
     save_all(saving(run, every_steps=50), range(1, 51))
     run.saves.unlink()
     checkpoint.save(run, {}, GROUP, Writer(), 100, {"step": 100, "samples": 800})  # type: ignore[arg-type]
     for _ in range(2):
-        saving(run, on_complete="echo $ORTLAUNCH_STEP").finish()
-    assert run.on_complete.read_text() == "step 50\n50\nstep 100\n100\n"
-    told = [line["step"] for line in records(run) if "status" not in line]
+        saving(run).finish()
+    told = [line["step"] for line in records(run)]
     assert (told, capsys.readouterr().out.count("an earlier start could not say so")) == ([50, 100], 2)
-
-
-def test_a_command_ends_with_its_rank(tmp_path: Path) -> None:
-    """Also where the rank is killed and can do nothing about it."""
-    run, mark = RunDir(tmp_path), tmp_path / "pid"
-    if (pid := os.fork()) == 0:
-        saver = saving(run, every_steps=50, on_complete=f"echo $$ > {mark}; sleep 60; :")
-        save_all(saver, range(1, 51))
-        time.sleep(60)
-        os._exit(0)
-    deadline = time.monotonic() + 20
-    while not (mark.exists() and mark.read_text().strip()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    command = int(mark.read_text())
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert ended(command)
-
-
-def test_a_command_is_no_rank(tmp_path: Path) -> None:
-    """What tells a rank its place is not handed on: an ortlaunch that evaluates would take itself for one."""
-    found = environment({"RANK": "0", "WORLD_SIZE": "2", "HOME": "/h"}, RunDir("r"), Path("r/c"), 7)
-    assert found == {"HOME": "/h", "ORTLAUNCH_RUN": f"{Path.cwd()}/r", "ORTLAUNCH_CHECKPOINT": f"{Path.cwd()}/r/c",
-                     "ORTLAUNCH_STEP": "7"}  # fmt: skip

@@ -13,9 +13,9 @@ from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.worker.binding import Bound
 from ortlaunch.worker.finish import summarize
 from ortlaunch.worker.summary import late_notes, outcome_lines, plan_lines
-from tests.makers import engine_report, onnxruntime, plan, recipe
+from tests.makers import engine_report, onnxruntime
 
-FP16 = "FP16_Optimizer: ortlaunch's, overflow check and gradient norm in one pass"
+FP16 = "FP16_Optimizer: ortlaunch's, overflow and norm at once"
 
 
 def report(**ort: Any) -> EngineReport:
@@ -38,9 +38,19 @@ def test_a_summary_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
     run = RunDir(tmp_path)
     write_json(run.checkpoint(3) / "manifest.json", {"step": 3, "samples": 24, "files": {}})
     write_text(run.checkpoint(3) / "COMPLETE", "")
-    found = summarize(run, plan(recipe()), 10, {"training": 2.0})
+    found = summarize(run, 10, {"training": 2.0})
     assert (found.steps, found.samples, found.loss, found.training_seconds) == (3, 24, None, 2.0)
     assert "metrics.jsonl was removed while it trained: summary.json has no loss" in capsys.readouterr().out
+
+
+def test_nodes_on_another_provider_are_printed() -> None:
+    """On CUDA, the nodes of the graph that ONNX Runtime leaves to the CPU."""
+    graph = {"provider": "CUDAExecutionProvider", "nodes_by_provider": {"CUDAExecutionProvider": 220, "CPU": 7}}
+    found = report()
+    assert found.onnxruntime is not None
+    assert found.onnxruntime.training_graph is not None
+    placed = replace(found.onnxruntime, training_graph=replace(found.onnxruntime.training_graph, **graph))
+    assert "2 Python functions (PythonOp), 7 nodes on CPU" in "".join(outcome_lines(replace(found, onnxruntime=placed)))
 
 
 def test_a_run_without_a_graph_counts_no_nodes() -> None:
@@ -51,6 +61,7 @@ def test_a_run_without_a_graph_counts_no_nodes() -> None:
 def test_defaults_are_not_told() -> None:
     """A line of the engine, and one of whose FP16_Optimizer runs."""
     assert plan_lines(report())[1:] == [FP16]
+    assert len(f"{FP16} (ONNX Runtime's is for CUDA)") <= 100
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.errors import InputError
+from ortlaunch.errors import DamagedFile, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import TokenizerTraining
 from ortlaunch.run.folder import RunDir, write_json
@@ -128,3 +128,15 @@ def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
     found = goes_on_with(run, chosen)
     assert found is not None
     assert dict(found.labels) == NEWS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [('"labels"', '"lacels"', "unexpected keyword"), ("}", "", "no JSON"), ('"labels"', '"classes"', "missing|labels")],
+)
+def test_a_damaged_vocabulary_names_its_remedy(tmp_path: Path, old: str, new: str, why: str) -> None:
+    """A flipped bit in a name or in the form of the file: an error of input that names the file and the way on."""
+    run = RunDir(tmp_path)
+    run.vocabulary.write_text('{"trained_tokenizer": null, "labels": ["cat", "dog"], "classes": 2}'.replace(old, new))
+    with pytest.raises(DamagedFile, match=rf"vocabulary\.json: is damaged: .*({why}).*Copy it from another run"):
+        of_run(run)

@@ -60,7 +60,10 @@ def llama_and_rows() -> tuple[Any, list[dict[str, torch.Tensor]]]:
     return model, [{"input_ids": one, "labels": other} for one, other in zip(ids, labels)]
 
 
-@pytest.mark.parametrize(("engine", "chunks"), [("eager", "off"), ("eager", 2), ("ort", 2), ("inductor", "off")])
+@pytest.mark.parametrize(
+    ("engine", "chunks"),
+    [("eager", "off"), ("eager", 2), ("ort", 2), pytest.param("inductor", "off", marks=pytest.mark.slow)],
+)
 def test_the_next_word_on_any_engine_and_ranks(engine: str, chunks: str | int) -> None:
     """Predictions and losses stand where the label is, as a plain pass has them, on 1, 2 and 4 ranks."""
     model, rows = llama_and_rows()

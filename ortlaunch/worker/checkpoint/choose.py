@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.plan import BatchPlan, Plan
+from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run import origin
 from ortlaunch.run.folder import RunDir, read_json
@@ -26,9 +26,10 @@ class Found(NamedTuple):
     step: int
     folder: Path
 
-    def samples(self, batch: BatchPlan) -> int:
+    @property
+    def samples(self) -> int:
         """How many samples its steps took, in whatever batches."""
-        return samples_seen(self.folder, self.step, batch)
+        return samples_seen(self.folder)
 
 
 def choose(run: RunDir, group: DistributedContext) -> Found | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.run.folder import RunDir, read_json
-from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, size_of, sum_of, sum_up
+from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, sum_of, sum_up
 from ortlaunch.worker.distributed import DistributedContext
 
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors of reading say nothing of a file
@@ -98,24 +98,19 @@ def _damage_of_files(folder: Path, rank: int, ranks: int) -> list[str]:
 
 def _damage_of_manifest(folder: Path) -> str:
     try:
-        mark = (folder / COMPLETE).read_text(encoding="utf-8").strip()
-        whole = mark == str(sum_of(folder / MANIFEST)) or (not mark and _lists_sizes_alone(folder))
+        whole = (folder / COMPLETE).read_text(encoding="utf-8").strip() == str(sum_of(folder / MANIFEST))
     except (*_ABSENT, ValueError) as error:
         return f"{MANIFEST} or {COMPLETE} cannot be read: {error}"
     return "" if whole else f"{MANIFEST} is not as it was written"
 
 
-def _difference(path: Path, file: File | int) -> str:
+def _difference(path: Path, file: File) -> str:
     try:
         with open(path, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            if size != size_of(file):
-                return f"{path.name} has {size:,} bytes of {size_of(file):,}"
-            return (
-                ""
-                if isinstance(file, int) or sum_up(opened) == file["crc32"]
-                else f"{path.name} is not as it was written"
-            )
+            if size != file["bytes"]:
+                return f"{path.name} has {size:,} bytes of {file['bytes']:,}"
+            return "" if sum_up(opened) == file["crc32"] else f"{path.name} is not as it was written"
     except _ABSENT as error:
         return f"{path.name}: {error.strerror}"
 
@@ -123,8 +118,3 @@ def _difference(path: Path, file: File | int) -> str:
 def _free_name(folder: Path) -> Path:
     names = (folder.with_name(f"{folder.name}.broken{number or ''}") for number in itertools.count())
     return next(name for name in names if not name.exists())
-
-
-def _lists_sizes_alone(folder: Path) -> bool:
-    """Whether a version wrote it that had no sums."""
-    return all(isinstance(file, int) for file in read_json(folder / MANIFEST)["files"].values())

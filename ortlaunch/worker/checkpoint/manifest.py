@@ -9,7 +9,6 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from ortlaunch.plan import BatchPlan
 from ortlaunch.run.folder import RunDir, read_json
 
 COMPLETE, MANIFEST = "COMPLETE", "manifest.json"
@@ -21,10 +20,6 @@ def newest(run: RunDir) -> tuple[int, Path] | None:
     """(step, folder) of the newest checkpoint that was written to its end."""
     found = run.complete_checkpoints()
     return found[-1] if found else None
-
-
-def size_of(file: File | int) -> int:
-    return file if isinstance(file, int) else file["bytes"]
 
 
 def sum_up(file: IO[bytes]) -> int:
@@ -39,7 +34,7 @@ def sum_of(path: Path) -> int:
         return sum_up(file)
 
 
-def samples_seen(folder: Path, step: int, batch: BatchPlan) -> int:
-    """How many samples the steps up to this checkpoint took, in whatever batches; old ones tell only their steps."""
-    seen: int = read_json(folder / MANIFEST).get("samples", step * batch.global_samples)
+def samples_seen(folder: Path) -> int:
+    """How many samples the steps up to this checkpoint took, in whatever batches."""
+    seen: int = read_json(folder / MANIFEST)["samples"]
     return seen

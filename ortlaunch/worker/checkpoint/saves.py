@@ -1,4 +1,4 @@
-"""saves.jsonl: every save of a run and what its command came to, over all starts. Rank 0 writes it."""
+"""saves.jsonl: every save of a run, over all starts. Rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from ortlaunch.run.folder import RunDir
 from ortlaunch.run.lines import append_line, json_lines
-from ortlaunch.run.records import CommandLine, SaveLine, as_json
+from ortlaunch.run.records import SaveLine, as_json
 
 
-def record(run: RunDir, line: SaveLine | CommandLine) -> None:
+def record(run: RunDir, line: SaveLine) -> None:
     """Add a line; on a full disk it is left out, for the log has it, too."""
     with contextlib.suppress(OSError):
         append_line(run.saves, as_json(line))
@@ -27,7 +27,6 @@ def untold(run: RunDir) -> list[int]:
     return [step for step, _ in run.complete_checkpoints() if step not in told]
 
 
-def failures(run: RunDir) -> tuple[int, int]:
-    """(saves, commands) that failed, over all starts."""
-    found = records(run)
-    return sum("error" in line for line in found), sum(bool(line.get("status")) for line in found)
+def failures(run: RunDir) -> int:
+    """Saves that failed, over all starts."""
+    return sum("error" in line for line in records(run))

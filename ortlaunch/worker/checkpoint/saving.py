@@ -1,4 +1,4 @@
-"""When a checkpoint is written, what becomes of a save that fails, which ones stay, and what is run after each.
+"""When a checkpoint is written, what becomes of a save that fails, and which ones stay.
 
 The loop asks whether one is due and has it saved; all ranks do the same. Writing itself is transaction's.
 """
@@ -22,7 +22,6 @@ from ortlaunch.worker.agreement import Agreement
 from ortlaunch.worker.checkpoint import saves
 from ortlaunch.worker.checkpoint.background import Background
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
-from ortlaunch.worker.checkpoint.on_complete import Commands
 from ortlaunch.worker.checkpoint.transaction import save, snapshot, write
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.requests import Ask
@@ -33,7 +32,6 @@ _NO_EXPORT = (
     "checkpoint.on_failure=continue writes the export whatever becomes of the last save"
 )
 KEEP = "checkpoint.keep_best"  # in the memory of the best evaluations (worker/best.py)
-_TURN_SECONDS = 1.0  # other ranks wait in a collective, which has its limit
 
 
 class Saving:
@@ -62,10 +60,9 @@ class Saving:
         self.by_clock = False
         if group.rank == 0:
             self._tell_untold()
-        self.commands = Commands(self.policy, run) if group.rank == 0 and self.policy.on_complete else None
 
     def _tell_untold(self) -> None:
-        """An earlier start died between a checkpoint's last byte and its line; the command after it is not lost."""
+        """An earlier start died between a checkpoint's last byte and its line."""
         for step in saves.untold(self.run):
             saves.record(self.run, SaveLine(step, None))
             print(f"the checkpoint of step {step} is whole, and an earlier start could not say so any more", flush=True)
@@ -152,25 +149,10 @@ class Saving:
         """Whether the save that was just made is the one that a person waits for: whole, or asked for by the clock."""
         return bool(asked) or self.background is None
 
-    def finish(self, tick: Callable[[], object] = lambda: None, over: Callable[[], bool] = lambda: False) -> None:
-        """Wait for what is written and for what runs after it; then checkpoints that stayed for that go, too.
-
-        Args:
-            tick: called now and then, for no rank may seem to stand still, however long a command takes.
-            over: whether rank 0 waits for commands no longer; the next start runs them again.
-        """
+    def finish(self) -> None:
+        """Wait for what is written, and take away what need not stay."""
         self.wait()
-        while self.group.sum(
-            float(self.commands is not None and not over() and not self.commands.finish(_TURN_SECONDS))
-        ):
-            tick()
-        if self.group.rank == 0:
-            busy = self._prune()
-            if busy:
-                steps = ", ".join(map(str, busy))
-                print(
-                    f"checkpoint.on_complete is not through with step {steps}: the next start runs it again", flush=True
-                )
+        self._prune()
         self.group.barrier()
 
     def _record(self, step: int, waited: float, error: str | None) -> None:
@@ -178,20 +160,15 @@ class Saving:
             saves.record(self.run, SaveLine(step, round(waited, 3), error))
 
     def _completed(self, step: int) -> None:
-        if self.commands is not None:
-            self.commands.begin(step)
         self.completed(step)
         if step == self.next_best:  # the one before it goes now, not while this one was being written
             self.best = step
         self._prune()
 
-    def _prune(self) -> tuple[int, ...]:
-        """Take away what need not stay; the steps that a command is at work on."""
-        busy = self.commands.busy() if self.commands else ()
+    def _prune(self) -> None:
+        """Take away what need not stay."""
         if self.group.rank == 0:
-            best = () if self.best is None else (self.best,)
-            prune(self.run, self.policy.keep, self.policy.keep_every, (*busy, *best))
-        return busy
+            prune(self.run, self.policy.keep, self.policy.keep_every, () if self.best is None else (self.best,))
 
 
 def prune(run: RunDir, keep: int | None, keep_every: int | None, needed: tuple[int, ...] = ()) -> None:

@@ -18,7 +18,7 @@ from ortlaunch.errors import CheckpointError
 from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.run.origin import ORIGIN
 from ortlaunch.units import human
-from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, size_of, sum_of, sum_up
+from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, sum_of, sum_up
 from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.stepping import Stepper
@@ -117,7 +117,7 @@ def _require_room(run: RunDir) -> None:
     there = newest(run)
     if there is None:
         return
-    needed = sum(size_of(file) for file in read_json(there[1] / MANIFEST)["files"].values())
+    needed = sum(file["bytes"] for file in read_json(there[1] / MANIFEST)["files"].values())
     free = shutil.disk_usage(run.checkpoints).free
     if free < needed:
         raise CheckpointError(

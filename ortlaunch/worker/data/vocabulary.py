@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.data import Data as Fields
 from ortlaunch.recipe.data import TokenizerTraining
@@ -35,8 +36,15 @@ def of_run(run: RunDir) -> Vocabulary | None:
     """What a run keeps; None: nothing, as one of an earlier version or one that has not begun."""
     if not run.vocabulary.exists():
         return None
-    found = Record(**read_json(run.vocabulary))
-    labels = {word: number for number, word in enumerate(found.labels)}
+    try:
+        found = Record(**read_json(run.vocabulary))
+        labels = {str(word): number for number, word in enumerate(found.labels)}
+    except (DamagedFile, TypeError) as error:
+        raise DamagedFile(
+            f"{error if isinstance(error, DamagedFile) else f'{run.vocabulary}: is damaged: {error}'}. Copy it from "
+            "another run of this recipe and data, or delete it: it is then made from the data again, which have to be "
+            "those that the run began with"
+        ) from error
     return Vocabulary(run.tokenizer if run.tokenizer.exists() else None, labels, found.classes)
 
 

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from ortlaunch.cache import take_notes
-from ortlaunch.errors import OrtlaunchError
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.run.device_folder import DeviceFolder
 from ortlaunch.user_modules import make_importable
-from ortlaunch.worker.child import die_with_parent
+from ortlaunch.worker.alone import run_alone
 
 
-def main() -> int:
-    """Do it, or say why not."""
-    die_with_parent(signal.SIGTERM, os.getppid())
-    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
-    try:
-        run(json.loads(sys.argv[1]))
-    except OrtlaunchError as error:
-        print(f"ortlaunch: {error}", file=sys.stderr)
-        return error.exit_status
-    return 0
-
-
-def run(asked: dict[str, Any]) -> None:
+def _run() -> None:
     """The verb that was asked for."""
+    asked = json.loads(sys.argv[1])
     place, checkpoint, to = DeviceFolder(asked["artifacts"]), Path(asked["checkpoint"] or ""), Path(asked["to"] or "")
     if asked["verb"] == "average":
         from ortlaunch.worker.device.average import average
@@ -68,4 +53,4 @@ def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_alone(_run)

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from ortlaunch.worker.comparison import compare_with_draws
 from ortlaunch.worker.differences import LEAST_LOSS, LIMITS, Comparison
 from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.matmul_precision import matmul_precision
+from ortlaunch.worker.memory_limits import status
 from ortlaunch.worker.metrics import measured_peak_flops, wait_for
 from ortlaunch.worker.own_numbers import loss_in
 from ortlaunch.worker.parity_steps import is_plain
@@ -138,11 +136,7 @@ def peak_memory(device: torch.device) -> int:
     """Most bytes that this rank has held: of the GPU by torch's allocator, else resident of the whole process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return status("VmHWM")
 
 
 def parity(session: Session) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ortlaunch.worker.bad_steps import BadSteps, RollBack
 from ortlaunch.worker.evaluation import evaluate, named
 from ortlaunch.worker.finish import export_unsaved, finish
 from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
+from ortlaunch.worker.gpus import forward_timer
 from ortlaunch.worker.hooks import Hook
 from ortlaunch.worker.meter import Meter, sum_of
 from ortlaunch.worker.metrics import Metrics, records
@@ -31,7 +32,7 @@ from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.schedule import factor
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.stepping import Stepped
-from ortlaunch.worker.stopping import grace_is_over, saved_for, stop
+from ortlaunch.worker.stopping import saved_for, stop
 from ortlaunch.worker.summary import announce
 
 
@@ -42,7 +43,7 @@ class TrainState:
     step: int = 0
     samples: int = 0  # that these steps took, in whatever batches
     skipped: int = 0
-    learning_rate: float | None = None  # the last step's; checkpoints of earlier versions lack it
+    learning_rate: float | None = None  # the last step's
     left_out: int = 0  # bad steps whose update was skipped
     best: best.Memory = field(default_factory=dict)  # evaluations, for checkpoint.keep_best and train.stop_after
 
@@ -85,14 +86,14 @@ def _train(
     if state.step >= saving.last_step:
         nothing_to_train(session, state)
         saving.best = best.kept_step(state.best)
-        saving.finish(session.progress.pulse.tick)  # what an earlier start left unfinished
+        saving.finish()
         return state
     metrics = _open(session, state.step, ending)
     meter = Meter(session)
     parity = parity_steps(session, state.step)
     bad_steps.begin(saving, state)
     progress = session.progress
-    progress.watch(engine.stepper.module) if group.size > 1 else None
+    progress.watch(engine.stepper.module, forward_timer(group.device)) if group.size > 1 else None
     tell_rebuilding(engine.record.engine.used, progress.pulse)
     progress.begin(state.step, recipe.train.steps)
     if recipe.engine.name == "inductor":
@@ -177,9 +178,9 @@ def _save(session: Session, state: TrainState, saving: checkpoint.Saving, agreed
 
 
 def _saves_through(session: Session, saving: checkpoint.Saving, agreed: Agreement, step: int) -> Ask:
-    """Wait for what follows on the last checkpoint; the stop that all ranks know of, also one that came meanwhile."""
+    """Wait until the last checkpoint is written; the stop that all ranks know of, also one that came meanwhile."""
     with session.progress.during("saving a checkpoint"):
-        saving.finish(session.progress.pulse.tick, lambda: grace_is_over(session, agreed))
+        saving.finish()
     return agreed.stopped if agreed.stopped.stops else stop(session, agreed.now(), step)
 
 
@@ -304,7 +305,7 @@ def _resume(session: Session) -> TrainState:
         )
     batches.go_on(0, 0)
     usual = batches.seen(step)
-    seen = found.samples(batches.batch)
+    seen = found.samples
     loaded = checkpoint.load(folder, session.engine.stepper.named_state(), session.group)
     state = TrainState(**{"samples": seen, **loaded})
     state.best = best.remembered(session, state.best)
