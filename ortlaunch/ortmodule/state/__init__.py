@@ -1,0 +1,1 @@
+"""State that a graph does not hold: buffers, attributes, Python values, autograd."""

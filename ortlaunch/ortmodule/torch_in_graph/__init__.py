@@ -1,0 +1,1 @@
+"""Operators and layers that PyTorch computes inside ONNX Runtime's graph."""

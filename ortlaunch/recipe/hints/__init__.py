@@ -1,0 +1,1 @@
+"""Hints for misspelt keys and for keys of other tools."""

@@ -1,0 +1,1 @@
+"""The manual and the JSON schema, generated from the fields."""

@@ -1,0 +1,1 @@
+"""YAML text with the location of each value."""

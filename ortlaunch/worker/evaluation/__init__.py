@@ -1,0 +1,1 @@
+"""Evaluation: loss and metrics on held-out data."""

@@ -1,0 +1,1 @@
+"""The exported model: its folder, card and upload; text generated with it."""

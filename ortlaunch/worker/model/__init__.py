@@ -1,0 +1,1 @@
+"""The model: built from its config or loaded, its loss, its parameters by name."""

@@ -1,0 +1,1 @@
+"""Parts of the training loop: metrics, hooks, bad steps, stops, the summary."""
