@@ -36,8 +36,8 @@ def alone(steps: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.agreement import agreement
-    from ortlaunch.worker.distributed import DistributedContext
+    from ortlaunch.worker.process_group.agreement import agreement
+    from ortlaunch.worker.process_group.distributed import DistributedContext
 
     rank = int(os.environ["RANK"])
     context = DistributedContext(Rank(rank, 2, rank, 2), torch.device("cpu"))
@@ -63,11 +63,11 @@ def beside(folder: Path, turns: int, steps: int) -> dict[str, list[float]]:
     from ortlaunch.plan import Plan
     from ortlaunch.rank import Rank
     from ortlaunch.recipe import parse_resolved
-    from ortlaunch.run.folder import RunDir
-    from ortlaunch.worker.agreement import agreement
-    from ortlaunch.worker.distributed import DistributedContext
-    from ortlaunch.worker.progress import Progress
+    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.worker.process_group.agreement import agreement
+    from ortlaunch.worker.process_group.distributed import DistributedContext
     from ortlaunch.worker.session import build_session
+    from ortlaunch.worker.supervision.progress import Progress
     from ortlaunch.worker.tasks.train import TrainState, train_step
 
     rank, run = int(os.environ["RANK"]), RunDir(folder)
@@ -132,7 +132,7 @@ def prepare(folder: Path) -> None:
     from ortlaunch.planning.make_plan import make_plan
     from ortlaunch.planning.world import World
     from ortlaunch.recipe import load, to_yaml
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run_folder.folder import RunDir
 
     recipe = load(ROOT / "recipes/bert-large/tiny.yaml", ["engine.name=eager"]).recipe
     world = World((Host("localhost", 2, (0, 1)),), "torchrun", "cpu", None, (), threads=1)

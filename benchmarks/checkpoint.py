@@ -48,7 +48,7 @@ def build(parameters: int, group: Any) -> Any:
     import torch
     from torch import nn
 
-    from ortlaunch.worker.stepping import DeepSpeedStepper
+    from ortlaunch.worker.engine.stepping import DeepSpeedStepper
 
     torch.manual_seed(0)
     width = min(WIDTH, max(8, int((parameters / 4) ** 0.5)))
@@ -89,7 +89,7 @@ def size_of(folder: Path) -> int:
 
 def ours(turn: Turn, stepper: Any, folder: Path) -> int:
     """Save, check against the manifest, load."""
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
     from ortlaunch.worker.checkpoint.damage import damage
 
@@ -131,7 +131,7 @@ def torchs(turn: Turn, stepper: Any, folder: Path) -> int:
 
 def trained(turn: Turn, stepper: Any, width: int, steps: int, way: str, folder: Path, apart: Any) -> None:
     """Steps with a save after the first that training waits for (sync), that it does not (async), or none."""
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker import checkpoint
     from ortlaunch.worker.checkpoint.background import Background
     from ortlaunch.worker.checkpoint.transaction import snapshot, write
@@ -189,7 +189,7 @@ def rank(arguments: argparse.Namespace) -> None:
     import torch
 
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.distributed import DistributedContext
+    from ortlaunch.worker.process_group.distributed import DistributedContext
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))

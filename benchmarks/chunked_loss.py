@@ -30,7 +30,7 @@ def ways(rows: int) -> dict[str, Callable[[], Any]]:
     import torch
     from torch.nn import functional
 
-    from ortlaunch.worker.chunked_loss import chunked_loss
+    from ortlaunch.worker.model.chunked_loss import chunked_loss
 
     torch.manual_seed(0)
     hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -59,8 +59,8 @@ def minilm(rows: int) -> dict[str, Callable[[], Any]]:
     import transformers
 
     from ortlaunch.ortmodule import ORTModule, Settings
-    from ortlaunch.worker.chunked_head import ChunkedHead
-    from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.model.chunked_head import ChunkedHead
+    from ortlaunch.worker.model.model import LossModule
 
     class Head(torch.nn.Module):
         """What BertForMaskedLM does with its last hidden states."""

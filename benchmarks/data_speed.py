@@ -23,11 +23,11 @@ import torch
 
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.resolve import resolve
+from ortlaunch.resolve.resolve import resolve
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import Batches
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.progress import Progress
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.progress import Progress
 
 Took = list[tuple[float, float]]
 PAIRS = 150  # after three that are not counted
@@ -49,7 +49,7 @@ def session_of(recipe: str, overrides: tuple[str, ...], folder: Path) -> Any:
     resolved = resolve(Path(recipe), overrides, LaunchOptions(), os.environ)
     made, plan = resolved.file.recipe, resolved.plan
     if made.engine.name == "ort":
-        from ortlaunch.worker.ort_settings import prepare
+        from ortlaunch.worker.engine.ort_settings import prepare
 
         prepare(made.engine)
     from ortlaunch.worker.session import build_session

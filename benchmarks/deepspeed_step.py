@@ -129,7 +129,7 @@ def measure(size: str, stage: int, precision: str, rounds: int) -> dict[str, Any
 
 def rank(arguments: argparse.Namespace) -> None:
     """One of the two processes, with memory as in a run (allocator.py)."""
-    from ortlaunch.worker.allocator import keep_freed_memory
+    from ortlaunch.worker.engine.allocator import keep_freed_memory
 
     keep_freed_memory(os.environ)
     import deepspeed

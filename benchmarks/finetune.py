@@ -140,7 +140,7 @@ def _timed(command: list[str], log: Path) -> float:
 
 def train_with_trainer(folder: Path, steps: int) -> None:
     """Trainer as its users write it: padded once, then trained, evaluated, saved."""
-    from ortlaunch.worker.progress import Progress
+    from ortlaunch.worker.supervision.progress import Progress
 
     clock = Progress(rank=1)  # shows nothing
     clock.doing("loading libraries")

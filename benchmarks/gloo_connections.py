@@ -3,8 +3,8 @@
     python benchmarks/gloo_connections.py [--ranks 32 128 256]
 
 Each rank is a fork of one process that has imported torch; they join as a run on CPUs does and make one side group
-(worker/distributed.py), then all-reduce on both, gather texts and wait for each other. Counted are the descriptors that
-this added, on the rank with the most and on the median rank, and the processor time of all ranks.
+(worker/process_group/distributed.py), then all-reduce on both, gather texts and wait for each other. Counted are the
+descriptors that this added, on the rank with the most and on the median rank, and the processor time of all ranks.
 """
 
 from __future__ import annotations

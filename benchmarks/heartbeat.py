@@ -23,12 +23,12 @@ from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.world import World
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir, write_text
-from ortlaunch.worker.child import Child
-from ortlaunch.worker.exchange import Exchange, beat_seconds
-from ortlaunch.worker.pulse import BACKWARD, FORWARD, READING, STEPPING, Pulse
-from ortlaunch.worker.stall import Beat, behind
-from ortlaunch.worker.watchdog import Watchdog
+from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.worker.supervision.child import Child
+from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
+from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, READING, STEPPING, Pulse
+from ortlaunch.worker.supervision.stall import Beat, behind
+from ortlaunch.worker.supervision.watchdog import Watchdog
 
 RECIPE = {
     "name": "beats",

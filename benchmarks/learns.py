@@ -94,7 +94,7 @@ def bigram(tokens: np.ndarray[Any, Any], asked: Pairs, words: int) -> float:
 def baselines(recipe: str, settings: list[str]) -> dict[str, float]:
     """Of the recipe's own tokens and held-out samples."""
     from ortlaunch.recipe import load
-    from ortlaunch.run.shipped import locate
+    from ortlaunch.resolve.shipped import locate
     from ortlaunch.worker.data import Data
 
     made = load(locate(Path(recipe)), settings).recipe

@@ -79,17 +79,17 @@ def bare(module: Any, gate: Gate, options: dict[str, Any]) -> None:
 
 def bare_eager(gate: Gate, options: dict[str, Any]) -> None:
     """PyTorch as anyone writes it."""
-    from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.model.model import LossModule
 
     bare(LossModule(model(options)), gate, options)
 
 
 def bare_ort(gate: Gate, options: dict[str, Any]) -> None:
     """ORTModule as Microsoft ships it, but for what importing it and exporting on today's torch take (compat.py)."""
-    from ortlaunch.ortmodule.compat import import_ortmodule
+    from ortlaunch.ortmodule.repaired import import_ortmodule
 
     ortmodule = import_ortmodule()
-    from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.model.model import LossModule
 
     bare(ortmodule.ORTModule(LossModule(model(options))), gate, options)
 
@@ -104,11 +104,11 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     import ortlaunch.worker.tasks.train as loop
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.rank import Rank
+    from ortlaunch.resolve.resolve import resolve
     from ortlaunch.run import control
-    from ortlaunch.run.folder import RunDir
-    from ortlaunch.run.resolve import resolve
+    from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.__main__ import live
-    from ortlaunch.worker.watchdog import Watchdog
+    from ortlaunch.worker.supervision.watchdog import Watchdog
 
     folder = Path(tempfile.mkdtemp(dir=os.environ["CONTEST_FOLDER"]))
     shape, vocabulary = options["shape"], options["vocabulary"]
@@ -174,7 +174,7 @@ def accelerate(gate: Gate, options: dict[str, Any]) -> None:
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin
 
-    from ortlaunch.worker.stepping import _only_what_training_needs
+    from ortlaunch.worker.engine.stepping import _only_what_training_needs
 
     _only_what_training_needs(deepspeed)  # no half minute of compiling: not what is measured
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -39,11 +39,11 @@ def train_here(shape: str, how: str, steps: int, folder: Path) -> None:
 
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.rank import Rank
+    from ortlaunch.resolve.resolve import resolve
     from ortlaunch.run import control
-    from ortlaunch.run.folder import RunDir
-    from ortlaunch.run.resolve import resolve
+    from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.__main__ import live
-    from ortlaunch.worker.watchdog import Watchdog
+    from ortlaunch.worker.supervision.watchdog import Watchdog
 
     aten = torch.ops.aten
     products = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}

@@ -42,7 +42,7 @@ def turn(way: str, path: str, tokenizer: str) -> None:
     import datasets
     from transformers import AutoTokenizer
 
-    from ortlaunch.recipe.data import Corpus
+    from ortlaunch.recipe.fields.data import Corpus
     from ortlaunch.worker.data.tokens import tokenized
 
     words = AutoTokenizer.from_pretrained(tokenizer)
@@ -72,7 +72,7 @@ def cpu_seconds() -> float:
 
 def main(megabytes: int, turns: int) -> None:
     """A B A B ..., and medians."""
-    from ortlaunch.recipe.data import Data
+    from ortlaunch.recipe.fields.data import Data
     from ortlaunch.worker.data.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -69,8 +69,10 @@ def transformer(family: str) -> nn.Module:
 
 def main() -> int:
     """Print a line for each model and way to run it."""
-    from ortlaunch.ortmodule import ORTModule, Settings, torch_calls
-    from ortlaunch.ortmodule.counters import Witness, tally
+    from ortlaunch.ortmodule import ORTModule, Settings
+    from ortlaunch.ortmodule.base import torch_calls
+    from ortlaunch.ortmodule.base.counters import tally
+    from ortlaunch.ortmodule.witness import Witness
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)

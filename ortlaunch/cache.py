@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import FileError
-from ortlaunch.run.folder import read_json, write_json
+from ortlaunch.run_folder.folder import read_json, write_json
 
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NOTES: list[str] = []

@@ -11,7 +11,7 @@ from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.engine_report import (
+from ortlaunch.run_folder.engine_report import (
     ChunkedLoss,
     EngineChoice,
     EngineReport,

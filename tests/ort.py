@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule.build import extensions
 
 INSTALLED = bool(extensions.versions(extensions.EXTRA_OF))
 needs_ort = pytest.mark.skipif(not INSTALLED, reason='needs onnxruntime-training: pip install "ortlaunch[ort-cpu]"')

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.agreement import agreement
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import choose
 from ortlaunch.worker.data import Batches, OwnSamples
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import build_engine
-from ortlaunch.worker.identity import identity
-from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.engine.engine import build_engine
+from ortlaunch.worker.model.identity import identity
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.process_group.agreement import agreement
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train
 from tests.makers import plan, recipe

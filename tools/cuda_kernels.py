@@ -1,6 +1,6 @@
 """The kernels of ONNX Runtime's CUDA provider, read on a machine without a GPU, and where ORT places a graph's nodes.
 
-    tools/cuda_kernels.py WHEEL                            writes ortlaunch/ortmodule/cuda_kernels.txt
+    tools/cuda_kernels.py WHEEL                            writes ortlaunch/ortmodule/build/cuda_kernels.txt
     tools/cuda_kernels.py WHEEL --place GRAPH.onnx ...     nodes on the CPU and copies, by ORT's own decision
 
 WHEEL: a file of `pip download onnxruntime-training==1.19.2 --no-deps`, for this Python. The provider is started on
@@ -28,10 +28,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule.build import extensions
 
 PROVIDER = "CUDAExecutionProvider"
-_TABLE = Path(__file__).parents[1] / "ortlaunch/ortmodule/cuda_kernels.txt"
+_TABLE = Path(__file__).parents[1] / "ortlaunch/ortmodule/build/cuda_kernels.txt"
 _LAST = 2**31 - 1
 _OLDEST = 14  # engine.opset begins here
 _FOLDER, _EXECUTOR = "CUDA_KERNELS_FOLDER", "CUDA_KERNELS_EXECUTOR"
@@ -108,7 +108,7 @@ def _build_libraries(provider: Path, folder: Path) -> None:
 
 
 def _write_table(wheel: Path) -> int:
-    from ortlaunch.ortmodule.cuda_libraries import _relu
+    from ortlaunch.ortmodule.build.cuda_libraries import _relu
 
     session = _session(_relu())  # registers the kernels
     assert session.get_providers()[0] == PROVIDER, session.get_providers()

@@ -3,9 +3,10 @@
     tools/cuda_zoo.py [TASK:FAMILY ...] [--save FOLDER] [--precisions ...]
 
 Models are the zoo's toys (zoo_transformers.py), with all weights in the precision, as under ZeRO. A graph is built as
-for a GPU and stopped before its session; in bf16 it is completed as there (ortlaunch/ortmodule/bfloat16.py). Prints,
-for each family, what bf16 takes from torch or computes in float32, and in each precision the nodes that have no CUDA
-kernel by the table. `--save` keeps the graphs for `tools/cuda_kernels.py --place`.
+for a GPU and stopped before its session; in bf16 it is completed as there
+(ortlaunch/ortmodule/graph_repairs/bfloat16.py). Prints, for each family, what bf16 takes from torch or computes in
+float32, and in each precision the nodes that have no CUDA kernel by the table. `--save` keeps the graphs for
+`tools/cuda_kernels.py --place`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ import onnx
 import torch
 import zoo_transformers
 
-from ortlaunch.ortmodule import ORTModule, bfloat16, cuda_kernels, torch_kernels
+from ortlaunch.ortmodule import ORTModule
+from ortlaunch.ortmodule.base.settings import Settings
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.build import cuda_kernels
+from ortlaunch.ortmodule.graph_repairs import bfloat16
 from ortlaunch.ortmodule.module import import_repaired
-from ortlaunch.ortmodule.settings import Settings
-from ortlaunch.ortmodule.source_guard import TRAINING, owner
-from ortlaunch.worker.engine import cast_parameters
+from ortlaunch.ortmodule.torch_in_graph import torch_kernels
+from ortlaunch.worker.engine.engine import cast_parameters
 
 FAMILIES = """
 masked-lm:bert masked-lm:roberta masked-lm:distilbert masked-lm:albert masked-lm:electra masked-lm:deberta-v2

@@ -277,9 +277,9 @@ def _lines(store: Path) -> list[str]:
 def _prepare() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    from ortlaunch.ortmodule import compat
+    from ortlaunch.ortmodule import repaired
 
-    compat.import_ortmodule()  # once for all children
+    repaired.import_ortmodule()  # once for all children
 
 
 def _child(seed: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from gpu_cases import FOLDER, PARTS, Case, Form, cases, form, plan_command, plan
 from gpu_page import page
 from gpu_verdicts import FAILED, PASSED, SKIPPED, Ended, Verdict
 
-from ortlaunch.run import provenance
+from ortlaunch.resolve import provenance
 from ortlaunch.units import human
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,7 +26,7 @@ import warm
 import yaml
 
 from ortlaunch.launch.orphans import descendants_of
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 MODULE = '''
 import time

@@ -102,7 +102,7 @@ def _install_torch(environment: Path, torch: str, row: dict[str, Any]) -> str:
 def _set_up(environment: Path, row: dict[str, Any]) -> str:
     """Build ORT's torch extensions; why that failed, or an empty text."""
     start = time.monotonic()
-    module = "ortlaunch.ortmodule.extensions"
+    module = "ortlaunch.ortmodule.build.extensions"
     code = f"import {module} as e; s = e.main(); print(e.interop_refusal()[-300:]); raise SystemExit(s)"
     done = _run(environment, "-c", code, timeout=900)
     row["setup_seconds"] = max(round(time.monotonic() - start), row.get("setup_seconds", 0))  # none where it is built

@@ -21,7 +21,7 @@ SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "intermedi
 
 def main(check: str) -> int:
     """Print, as JSON, the largest differences of losses and gradients, or why ORT refused the model."""
-    from ortlaunch.ortmodule.compat import import_ortmodule
+    from ortlaunch.ortmodule.repaired import import_ortmodule
 
     import_ortmodule()  # before transformers, as the worker does
     model, batch = CHECKS[check]()
@@ -155,7 +155,7 @@ def tokens() -> Batch:
 
 
 def _loss_module(kind: Any, config: Any, attention: str) -> nn.Module:
-    from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.model.model import LossModule
 
     torch.manual_seed(0)
     return LossModule(kind.from_config(config, attn_implementation=attention))

@@ -16,9 +16,9 @@ import torch
 import transformers
 
 from ortlaunch.ortmodule import Settings, module, options
-from ortlaunch.ortmodule.buffers import kept_modes
+from ortlaunch.ortmodule.base.patching import environment
 from ortlaunch.ortmodule.module import settle
-from ortlaunch.ortmodule.patching import environment
+from ortlaunch.ortmodule.state.buffers import kept_modes
 
 _SETTINGS = Settings(threads=2, allow_fallback=True, allow_traced_values="ORT_SUITE_TRACED_VALUES" in os.environ)
 _TESTS_OWN = ("ORTMODULE_LOG_LEVEL", "ORTMODULE_SAVE_ONNX_PATH")

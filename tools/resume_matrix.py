@@ -25,7 +25,7 @@ import warm
 import yaml
 from kill_resume import Life, differences, losses
 
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 MODULE = '''
 import os

@@ -102,7 +102,7 @@ def _net(make: Callable[[], Any]) -> tuple[nn.Module, list[Any]]:
 
 def tried(make: Callable[[], Any]) -> dict[str, Any]:
     """What became of one case: trains, differs, refused, or is no case at all (eager does not run it)."""
-    from ortlaunch.ortmodule import torch_calls
+    from ortlaunch.ortmodule.base import torch_calls
 
     torch.manual_seed(0)
     began = time.perf_counter()

@@ -21,13 +21,13 @@ from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, tabl
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import EngineError, PlanError
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule.build import extensions
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run.engine_report import Choice, MeasuredEngine
-from ortlaunch.run.folder import RunDir, read_json, write_json
-from ortlaunch.run.prepare import differences
-from ortlaunch.run.records import as_json
-from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.resolve.prepare import differences
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run_folder.engine_report import Choice, MeasuredEngine
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.records import as_json
 
 SHORT = Length(rounds=3, steps=3)
 _SHAPES = ("sequence_length", "bucket_lengths", "padding", "attend_across_documents", "tokenizer")

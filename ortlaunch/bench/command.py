@@ -11,8 +11,8 @@ from ortlaunch.bench.measure import Length, measure, new_folder, prepared
 from ortlaunch.bench.picture import draw, require_matplotlib
 from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, table, times
 from ortlaunch.bench.variants import ENGINES
-from ortlaunch.run.folder import write_json
-from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run_folder.folder import write_json
 
 
 def bench(

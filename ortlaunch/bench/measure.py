@@ -23,9 +23,9 @@ from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
 from ortlaunch.plan import PROCESS
 from ortlaunch.process import heeded
-from ortlaunch.run import provenance
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.resolve import provenance
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import human
 
 _LEAST_BUSY_LOAD = 0.5  # runnable processes a core, beside this one

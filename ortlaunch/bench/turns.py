@@ -13,8 +13,8 @@ from typing import Any
 from ortlaunch.bench.variants import Variant
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import explain_end
-from ortlaunch.run.folder import RunDir, write_json
-from ortlaunch.run.prepare import write_run
+from ortlaunch.resolve.prepare import write_run
+from ortlaunch.run_folder.folder import RunDir, write_json
 
 WARM_UP_STEPS = 3
 _POLL_SECONDS = 0.02

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from ortlaunch import doctor
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.prepare import request_of
-from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.resolve.prepare import request_of
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run_folder.folder import RunDir
 
 ENGINES = ("ort", "inductor", "eager")
 _OF_INDUCTOR = ("parity_steps", "parity_tolerance")

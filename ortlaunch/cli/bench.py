@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -15,10 +15,10 @@ def bench(
     recipe: RecipePath,
     overrides: Overrides = None,
     engines: Annotated[
-        Optional[str], typer.Option("--engines", help="Engines to compare, as ort,eager; all three by default.")
+        str | None, typer.Option("--engines", help="Engines to compare, as ort,eager; all three by default.")
     ] = None,
     vary: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option("--vary", help="A key and its values, as engine.memory_optimization=0,1; again for another key."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of each variant.")] = 5,
@@ -29,14 +29,14 @@ def bench(
             "--one-at-a-time", help="Start each variant again for every turn, where memory does not hold all of them."
         ),
     ] = False,
-    out: Annotated[Optional[Path], typer.Option("--out", help="Folder to write; bench/NAME-TIME by default.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to write; bench/NAME-TIME by default.")] = None,
     picture: Annotated[bool, typer.Option("--picture/--no-picture", help="bench.png (needs matplotlib).")] = True,
     options: Any = None,
 ) -> None:
     """Measure engines and options side by side: speed, memory, time to first step, equality with plain PyTorch."""
     from ortlaunch.bench import command
     from ortlaunch.bench.measure import Length
-    from ortlaunch.run.resolve import resolve
+    from ortlaunch.resolve.resolve import resolve
 
     resolved = resolve(recipe, overrides or (), options, os.environ)
     chosen = tuple(name.strip() for name in engines.split(",")) if engines is not None else ()

@@ -11,8 +11,8 @@ app = typer.Typer(cls=Verbs, help="What a training reads.", no_args_is_help=True
 @app.command(cls=Verb)
 def prepare(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Read and tokenize a recipe's data into the cache, as `train` does."""
+    from ortlaunch.commands.prepare_data import prepare as run
     from ortlaunch.recipe import load
-    from ortlaunch.run.prepare_data import prepare as run
-    from ortlaunch.run.shipped import locate
+    from ortlaunch.resolve.shipped import locate
 
     raise typer.Exit(run(load(locate(recipe), overrides or ()).recipe))

@@ -1,7 +1,7 @@
 """`ortlaunch device`: training with what `ortlaunch export --format ondevice` wrote, without PyTorch's engines."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -18,11 +18,11 @@ Artifacts = Annotated[
     ),
 ]
 Checkpoint = Annotated[
-    Optional[Path],
+    Path | None,
     typer.Option("--checkpoint", help="Weights to begin with; the artifacts' own checkpoint if not."),
 ]
 To = Annotated[
-    Optional[Path],
+    Path | None,
     typer.Option("--to", help="File of the result, new or a checkpoint; the artifacts' own, in place, if not."),
 ]
 
@@ -34,11 +34,11 @@ def train(
     checkpoint: Checkpoint = None,
     to: To = None,
     steps: Annotated[
-        Optional[int], typer.Option("--steps", min=1, help="Of this training; all up to train.max_steps if not.")
+        int | None, typer.Option("--steps", min=1, help="Of this training; all up to train.max_steps if not.")
     ] = None,
 ) -> None:
     """Train a checkpoint on data.train, by ONNX Runtime alone; it goes on where its steps ended."""
-    from ortlaunch.run import device
+    from ortlaunch.commands import device
 
     asked = device.Asked("train", str(artifacts), _text(checkpoint), _text(to), steps)
     raise typer.Exit(device.start(asked, tuple(overrides or ())))
@@ -47,7 +47,7 @@ def train(
 @app.command(cls=Verb)
 def evaluate(artifacts: Artifacts, overrides: Overrides = None, checkpoint: Checkpoint = None) -> None:
     """Measure a checkpoint on data.evaluation, as `ortlaunch evaluate` does; into ARTIFACTS/evaluation.json."""
-    from ortlaunch.run import device
+    from ortlaunch.commands import device
 
     asked = device.Asked("evaluate", str(artifacts), _text(checkpoint))
     raise typer.Exit(device.start(asked, tuple(overrides or ())))
@@ -60,7 +60,7 @@ def export(
     checkpoint: Checkpoint = None,
 ) -> None:
     """Write a checkpoint as model.onnx for onnxruntime alone, held against the evaluation graph."""
-    from ortlaunch.run import device
+    from ortlaunch.commands import device
 
     raise typer.Exit(device.export(device.Asked("export", str(artifacts), _text(checkpoint), str(to))))
 
@@ -73,22 +73,22 @@ def average(
     ],
     to: To = None,
     weights: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--weights", metavar="W,W,...", help="Of each client; the samples that it trained on if not."),
     ] = None,
 ) -> None:
     """Average the weights of clients' checkpoints, each by its samples: federated averaging."""
-    from ortlaunch.run import device
+    from ortlaunch.commands import device
 
     asked = device.Asked("average", str(artifacts), to=_text(to), checkpoints=tuple(map(str, checkpoints)))
     raise typer.Exit(device.average(asked._replace(weights=_numbers(weights))))
 
 
-def _text(path: Optional[Path]) -> Optional[str]:
+def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-def _numbers(text: Optional[str]) -> Optional[tuple[float, ...]]:
+def _numbers(text: str | None) -> tuple[float, ...] | None:
     try:
         return None if text is None else tuple(map(float, text.split(",")))
     except ValueError:

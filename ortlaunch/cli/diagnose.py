@@ -16,7 +16,7 @@ def diagnose(
     It reads the run folder alone. Exit status 0 whatever the verdict, 2 where there is no run.
     """
     from ortlaunch.diagnose.report import diagnose as diagnosis_of
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run_folder.folder import RunDir
 
     found = diagnosis_of(RunDir(run))
     typer.echo(found.to_json() if json else str(found))

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from ortlaunch.cli.options import Overrides, shipped_recipes, with_launch_option
 @with_launch_options
 def doctor(
     recipe: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Argument(
             help="A recipe: what it needs is looked at, too, and room for its checkpoints.",
             show_default=False,
@@ -22,20 +22,20 @@ def doctor(
     overrides: Overrides = None,
     options: Any = None,
     run_dir: Annotated[
-        Optional[Path], typer.Option("--run-dir", help="A folder that must be shared; the current one by default.")
+        Path | None, typer.Option("--run-dir", help="A folder that must be shared; the current one by default.")
     ] = None,
     device: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--device", help="cuda: GPUs are counted beside the slots. The recipe's by default."),
     ] = None,
     interface: Annotated[
-        Optional[str], typer.Option("--interface", help="A network interface that every host must have.")
+        str | None, typer.Option("--interface", help="A network interface that every host must have.")
     ] = None,
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Of the first host, that ranks are to meet at; 0: any.")
     ] = 0,
     ports: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--ports", metavar="LOW-HIGH", help="Ports that all hosts are to reach of each other; any else."),
     ] = None,
     fabric: Annotated[

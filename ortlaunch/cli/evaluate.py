@@ -1,7 +1,7 @@
 """`ortlaunch evaluate`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -23,9 +23,9 @@ def evaluate(
         ),
     ],
     overrides: Overrides = None,
-    step: Annotated[Optional[int], typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
     recipe: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option("--recipe", help="For a MODEL in no run folder: whose task and data.evaluation are taken."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For a MODEL: print its numbers as JSON.")] = False,
@@ -33,9 +33,9 @@ def evaluate(
     dry_run: DryRun = False,
 ) -> None:
     """Measure a checkpoint on data.evaluation: loss, perplexity, accuracy; into RUN/evaluations/step_N. Or a model."""
-    from ortlaunch.run import evaluate as evaluations
-    from ortlaunch.run import evaluate_model
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.commands import evaluate as evaluations
+    from ortlaunch.commands import evaluate_model
+    from ortlaunch.run_folder.folder import RunDir
 
     if evaluate_model.is_model(run):
         _of_a_model("--step" if step else "--dry-run" if dry_run else None, run, "is a model, and has no checkpoints")
@@ -50,6 +50,6 @@ def evaluate(
     raise typer.Exit(evaluations.evaluate(asked, options))
 
 
-def _of_a_model(option: Optional[str], path: Path, why: str) -> None:
+def _of_a_model(option: str | None, path: Path, why: str) -> None:
     if option:
         raise InputError(f"{option}: {path} {why}")

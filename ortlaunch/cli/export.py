@@ -1,7 +1,7 @@
 """`ortlaunch export`: a checkpoint as a model that others read."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -10,18 +10,18 @@ from ortlaunch.cli.status import RunFolder
 
 def export(
     run: RunFolder,
-    step: Annotated[Optional[int], typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
-    to: Annotated[Optional[Path], typer.Option("--to", help="A new folder; RUN/exports/step_N if not.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=1, help="Which checkpoint; the newest if not.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="A new folder; RUN/exports/step_N if not.")] = None,
     form: Annotated[
         str,
         typer.Option("--format", help="huggingface; onnx or ondevice (to train on), both held against PyTorch."),
     ] = "huggingface",
     push: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--push", metavar="OWNER/NAME", help="Upload it to this model repository, with a model card."),
     ] = None,
     lora: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--lora", metavar="merged|alone", help="Adapters; as the recipe's model.lora.merge says if not."),
     ] = None,
 ) -> None:
@@ -30,7 +30,7 @@ def export(
     With --push: to the Hugging Face hub (HF_ENDPOINT) with the token of HF_TOKEN or `hf auth login`; a new repository
     is private. An export of that step that is there already is uploaded as it is.
     """
-    from ortlaunch.run.export import export as write
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.commands.export import export as write
+    from ortlaunch.run_folder.folder import RunDir
 
     raise typer.Exit(write(RunDir(run), step, to, form, push, lora))

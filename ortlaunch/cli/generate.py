@@ -1,7 +1,7 @@
 """`ortlaunch generate`: what a causal model has learned, looked at."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -20,7 +20,7 @@ def generate(
     ],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to go on with.", show_default=False)],
     step: Annotated[
-        Optional[int],
+        int | None,
         typer.Option("--step", min=1, help="Which checkpoint; the newest, or its export, if not."),
     ] = None,
     tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="At most so many tokens more.")] = 50,
@@ -36,7 +36,7 @@ def generate(
     Where the run was trained on chats, or of no run a model's tokenizer has a chat template, that writes the prompt as
     a user's message, and what follows is the answer, on lines of its own.
     """
-    from ortlaunch.run.generate import Asked
-    from ortlaunch.run.generate import generate as write
+    from ortlaunch.commands.generate import Asked
+    from ortlaunch.commands.generate import generate as write
 
     raise typer.Exit(write(Asked(model, prompt, step, tokens, temperature, seed, raw)))

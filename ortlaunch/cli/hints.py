@@ -94,7 +94,7 @@ class Verbs(TyperGroup):
 
 def _not_a_verb(args: Sequence[str], ours: Sequence[str], above: str) -> str:
     """What may have been meant by the first word; `above` is the command that has the verbs `ours`."""
-    from ortlaunch.recipe.words import likeness
+    from ortlaunch.recipe.text.words import likeness
 
     name = args[0]
     whose = f" of {above}"
@@ -121,11 +121,11 @@ def _unknown(args: Sequence[str], ours: set[str]) -> Iterator[tuple[int, str]]:
 
 def _hint(word: str, after: Sequence[str], ours: set[str]) -> str | None:
     """What to write in place of an option; None where its name alone is wrong and Typer knows a near one."""
-    from ortlaunch.recipe.advice import advise
-    from ortlaunch.recipe.dialects import FOREIGN
-    from ortlaunch.recipe.fields import names_in, section_at
-    from ortlaunch.recipe.place import dotted, keys
-    from ortlaunch.recipe.words import likeness, normal
+    from ortlaunch.recipe.fields.fields import names_in, section_at
+    from ortlaunch.recipe.hints.advice import advise
+    from ortlaunch.recipe.hints.dialects import FOREIGN
+    from ortlaunch.recipe.text.place import dotted, keys
+    from ortlaunch.recipe.text.words import likeness, normal
 
     name, equals, value = word.lstrip("-").partition("=")
     name = normal(name)

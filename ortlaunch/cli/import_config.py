@@ -1,7 +1,7 @@
 """`ortlaunch import`: another tool's config as a recipe."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -14,14 +14,14 @@ def import_config(
     ],
     overrides: Overrides = None,
     tool: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--from", help="hf-trainer, axolotl, llama-factory or deepspeed; guessed where that is clear."),
     ] = None,
     base: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option("--base", help="A recipe that has what the config does not say.", autocompletion=shipped_recipes),
     ] = None,
-    to: Annotated[Optional[Path], typer.Option("--to", help="The new recipe; CONFIG-recipe.yaml here if not.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="The new recipe; CONFIG-recipe.yaml here if not.")] = None,
 ) -> None:
     """Turn another tool's config into a recipe, and say what became of each of its keys.
 
@@ -29,8 +29,8 @@ def import_config(
     """
     from ortlaunch.errors import InputError
     from ortlaunch.other_tools import import_config as turned
-    from ortlaunch.run.folder import write_text
-    from ortlaunch.run.shipped import locate
+    from ortlaunch.resolve.shipped import locate
+    from ortlaunch.run_folder.folder import write_text
 
     target = to or Path(f"{config.stem}-recipe.yaml")
     if target.exists():

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from ortlaunch.launchers import LAUNCHERS
 
 def shipped_recipes(incomplete: str) -> list[str]:
     """For the shell's completion, which goes on with files."""
-    from ortlaunch.run.shipped import names
+    from ortlaunch.resolve.shipped import names
 
     return [name for name in names() if name.startswith(incomplete)]
 
@@ -28,7 +28,7 @@ RecipePath = Annotated[
     ),
 ]
 Overrides = Annotated[
-    Optional[list[str]],
+    list[str] | None,
     typer.Argument(
         metavar="KEY.PATH=VALUE",
         help="Set keys of the recipe, as train.max_steps=100; `ortlaunch schema` lists them.",
@@ -36,7 +36,7 @@ Overrides = Annotated[
     ),
 ]
 RunDirOption = Annotated[
-    Optional[Path],
+    Path | None,
     typer.Option(
         "--run-dir",
         help="Run folder; runs/NAME-TIME by default. An existing one is continued from its newest checkpoint.",
@@ -52,7 +52,7 @@ ResumeOption = Annotated[
     ),
 ]
 AllowOption = Annotated[
-    Optional[list[str]],
+    list[str] | None,
     typer.Option("--allow", metavar="NAME", help="Let a change take effect that would be refused, as data or model."),
 ]
 DryRun = Annotated[
@@ -67,20 +67,20 @@ DryRun = Annotated[
 
 def _launch_options(
     launcher: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--launcher", help="auto, local, torchrun or mpi; the recipe's launch.launcher by default."),
     ] = None,
     nproc_per_node: Annotated[
-        Optional[int],
+        int | None,
         typer.Option("--nproc-per-node", min=1, max=9999, help="Ranks on each host; one per GPU, or one, by default."),
     ] = None,
     hostfile: Annotated[
-        Optional[str], typer.Option("--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style.")
+        str | None, typer.Option("--hostfile", "-H", help="Hosts and slots; DeepSpeed, Open MPI or MPICH style.")
     ] = None,
     include: Annotated[
-        Optional[str], typer.Option("--include", "-i", help="Hosts and slots to use: host1:0,1@host2.")
+        str | None, typer.Option("--include", "-i", help="Hosts and slots to use: host1:0,1@host2.")
     ] = None,
-    exclude: Annotated[Optional[str], typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")] = None,
+    exclude: Annotated[str | None, typer.Option("--exclude", "-e", help="Hosts and slots to leave out.")] = None,
 ) -> Any:
     from ortlaunch.planning.world import LaunchOptions
 

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ def plan(
     options: Any = None,
     json: Annotated[bool, typer.Option("--json", help="The whole plan as JSON, stable for diffs.")] = False,
     diff: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             "--diff",
             metavar="OTHER",
@@ -27,13 +27,13 @@ def plan(
 ) -> None:
     """Show ranks, batch, memory by ZeRO stage and the command, without running anything."""
     from ortlaunch.planning.describe import describe
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.resolve.resolve import resolve
     from ortlaunch.run.preview import dry_run, preview, size_notes
-    from ortlaunch.run.resolve import resolve
+    from ortlaunch.run_folder.folder import RunDir
 
     resolved = preview(resolve(recipe, overrides or (), options._replace(planned_only=True), os.environ))
     if diff is not None:
-        from ortlaunch.run.plan_diff import Here, differences, other_plan
+        from ortlaunch.commands.plan_diff import Here, differences, other_plan
 
         here = Here(options._replace(planned_only=True), os.environ, resolved.plan.device)
         found = differences(other_plan(diff, here), resolved.plan)

@@ -15,7 +15,7 @@ Name = Annotated[str, typer.Argument(help="As `ortlaunch recipes list` names it.
 @app.command("list", cls=Verb)
 def list_recipes() -> None:
     """Name the shipped recipes."""
-    from ortlaunch.run.shipped import names
+    from ortlaunch.resolve.shipped import names
 
     typer.echo("\n".join(names()))
 
@@ -23,7 +23,7 @@ def list_recipes() -> None:
 @app.command("show", cls=Verb)
 def show_recipe(name: Name) -> None:
     """Print a shipped recipe."""
-    from ortlaunch.run.shipped import find
+    from ortlaunch.resolve.shipped import find
 
     typer.echo(find(name).read_text(encoding="utf-8"), nl=False)
 
@@ -34,6 +34,6 @@ def copy_recipe(
     target: Annotated[Path, typer.Argument(help="File or folder to copy it to.")] = Path(),
 ) -> None:
     """Copy a shipped recipe, with what it extends and its modules; never over a file of yours."""
-    from ortlaunch.run.shipped import copy
+    from ortlaunch.resolve.shipped import copy
 
     typer.echo("\n".join(str(path) for path in copy(name, target)))

@@ -1,7 +1,7 @@
 """`ortlaunch report`: runs as one HTML page."""
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -14,7 +14,7 @@ def report(
         typer.Argument(metavar="RUN", help="Run folders, or names of runs; several are compared.", show_default=False),
     ],
     to: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option("--to", help="The page; report.html in the run's folder if not, of several runs in this one."),
     ] = None,
 ) -> None:

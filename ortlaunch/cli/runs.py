@@ -17,8 +17,8 @@ def logs(
 
     With --follow the exit status is the run's own, else 0; 2 where there is no run.
     """
-    from ortlaunch.run.folder import RunDir
-    from ortlaunch.run.logs import show
+    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.runs.logs import show
 
     raise typer.Exit(show(RunDir(run), rank, follow))
 
@@ -28,7 +28,7 @@ def list_runs(
     every: Annotated[bool, typer.Option("--all", help="All of them, not the newest 20.")] = False,
 ) -> None:
     """List the runs that this user has started or queued, the newest first: state, step, job, folder."""
-    from ortlaunch.run.listing import HEAD, line, looks
+    from ortlaunch.runs.listing import HEAD, line, looks
 
     found = looks(None if every else 20)
     if json:

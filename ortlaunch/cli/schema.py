@@ -16,9 +16,9 @@ def schema(
     if doctor:
         from ortlaunch.doctor.schema import json_schema as text
     elif run_folder:
-        from ortlaunch.run.reference import markdown as text
+        from ortlaunch.run_folder.reference import markdown as text
     elif markdown:
-        from ortlaunch.recipe.reference import markdown as text
+        from ortlaunch.recipe.manual.reference import markdown as text
     else:
-        from ortlaunch.recipe.schema import json_schema as text
+        from ortlaunch.recipe.manual.schema import json_schema as text
     typer.echo(text(), nl=False)

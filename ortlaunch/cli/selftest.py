@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -13,10 +13,10 @@ from ortlaunch.cli.options import Overrides
 
 def selftest(
     overrides: Overrides = None,
-    hostfile: Annotated[Optional[str], typer.Option("--hostfile", "-H", help="Hosts to start ranks on, too.")] = None,
+    hostfile: Annotated[str | None, typer.Option("--hostfile", "-H", help="Hosts to start ranks on, too.")] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Queue a job of one or two nodes, too.")] = False,
     folder: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option("--dir", help="A new folder for the runs, which all hosts share; selftest-TIME by default."),
     ] = None,
 ) -> None:
@@ -25,8 +25,8 @@ def selftest(
     Ranks must be where the plan has them, and losses equal; exit status 1 where one is not. Engine eager on the CPU;
     override it as in engine.name=ort.
     """
+    from ortlaunch.commands.selftest import selftest as run
     from ortlaunch.process import heeded
-    from ortlaunch.run.selftest import selftest as run
 
     for number in heeded((signal.SIGTERM, signal.SIGHUP)):  # as Ctrl-C: what was started ends, a job is cancelled
         signal.signal(number, lambda given, _: sys.exit(128 + given))

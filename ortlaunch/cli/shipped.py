@@ -11,7 +11,7 @@ def constraints(
     ] = "torch-2.13",
 ) -> None:
     """Print a tested set of versions, for `pip install -c FILE`."""
-    from ortlaunch.run.shipped import text
+    from ortlaunch.resolve.shipped import text
 
     typer.echo(text("constraints", name), nl=False)
 
@@ -20,6 +20,6 @@ def hostfile(
     name: Annotated[str, typer.Argument(help="deepspeed, mpich or openmpi.")] = "openmpi",
 ) -> None:
     """Print an example of a host file, in the style of a launcher."""
-    from ortlaunch.run.shipped import text
+    from ortlaunch.resolve.shipped import text
 
     typer.echo(text("hostfiles", name), nl=False)

@@ -8,7 +8,7 @@ import typer
 
 def by_name(given: Path) -> Path:
     """The folder of a run that is given by its name; what is a path stays."""
-    from ortlaunch.run.registry import named
+    from ortlaunch.runs.registry import named
 
     return named(given)
 
@@ -33,8 +33,8 @@ def status(
 
     Exit status 0 in every state, 2 where there is no run; with --wait the run's own.
     """
-    from ortlaunch.run import status as statuses
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.runs import status as statuses
 
     found = (statuses.wait if wait else statuses.look)(RunDir(run))
     typer.echo(found.to_json() if json else str(found))
@@ -51,8 +51,8 @@ def stop(
     Exit status 0 once it has (with --no-wait once it is asked), also where it had ended before; 1 where it ended
     otherwise; 2 where there is no run, or none that can save.
     """
-    from ortlaunch.run.folder import RunDir
-    from ortlaunch.run.requests import stop as ask
+    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.runs.requests import stop as ask
 
     said, exit_status = ask(RunDir(run), wait)
     typer.echo(said)
@@ -64,8 +64,8 @@ def checkpoint(run: RunFolder) -> None:
 
     Exit status 0 once it is complete; 1 where the run ended or could not save; 2 where there is no run that trains.
     """
-    from ortlaunch.run.folder import RunDir
-    from ortlaunch.run.requests import checkpoint as ask
+    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.runs.requests import checkpoint as ask
 
     typer.echo(ask(RunDir(run)))
 
@@ -75,8 +75,8 @@ def restart(run: RunFolder) -> None:
 
     Exit status 0 once it has; 1 where it ended; 2 where there is no run that trains, or one of fixed hosts.
     """
-    from ortlaunch.run.folder import RunDir
-    from ortlaunch.run.requests import restart as ask
+    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.runs.requests import restart as ask
 
     typer.echo(ask(RunDir(run)))
 
@@ -87,7 +87,7 @@ def cancel(run: RunFolder) -> None:
     Exit status 0 once it has ended, also where it had before; 1 where it does not; 2 where there is no run, or not one
     that this user can end from this host.
     """
-    from ortlaunch.run.cancel import cancel as end
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run_folder.folder import RunDir
+    from ortlaunch.runs.cancel import cancel as end
 
     typer.echo(end(RunDir(run)))

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ def submit(
     recipe: RecipePath,
     overrides: Overrides = None,
     scheduler: Annotated[
-        Optional[str],
+        str | None,
         typer.Option("--scheduler", help="slurm, kubernetes or azureml; the recipe's submit.scheduler by default."),
     ] = None,
     run_dir: RunDirOption = None,
@@ -23,11 +23,11 @@ def submit(
 
     Prints the job's id alone on standard output. `ortlaunch status`, `logs` and `cancel` take the run folder.
     """
+    from ortlaunch.commands.submit import request_of, submit, without_effect
     from ortlaunch.planning.world import LaunchOptions
-    from ortlaunch.run.prepare import run_folder
+    from ortlaunch.resolve.prepare import run_folder
+    from ortlaunch.resolve.resolve import resolve
     from ortlaunch.run.preview import preview
-    from ortlaunch.run.resolve import resolve
-    from ortlaunch.run.submit import request_of, submit, without_effect
     from ortlaunch.schedulers import SCHEDULERS
 
     if scheduler is not None and scheduler not in SCHEDULERS:

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import typer
 
@@ -38,15 +38,15 @@ def start(
     recipe: Path,
     overrides: Sequence[str],
     options: Any,
-    run_dir: Optional[Path],
+    run_dir: Path | None,
     dry_run: bool,
     resume: tuple[str, tuple[str, ...]] = ("auto", ()),
 ) -> None:
     """Run the ranks, or show what would be run; leaves with the run's exit status."""
+    from ortlaunch.resolve.prepare import run_folder
+    from ortlaunch.resolve.resolve import resolve
+    from ortlaunch.resolve.resume import ResumeOptions
     from ortlaunch.run import preview
-    from ortlaunch.run.prepare import run_folder
-    from ortlaunch.run.resolve import resolve
-    from ortlaunch.run.resume import ResumeOptions
 
     resolved = resolve(recipe, overrides, options._replace(planned_only=dry_run), os.environ)
     if dry_run:

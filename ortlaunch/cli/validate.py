@@ -20,8 +20,8 @@ def validate(
     Data files, local models and your own functions must exist here, but for launch.nodes above 1 or --elsewhere.
     """
     from ortlaunch.recipe import load
-    from ortlaunch.run import inputs
-    from ortlaunch.run.shipped import locate
+    from ortlaunch.resolve import inputs
+    from ortlaunch.resolve.shipped import locate
 
     recipe = locate(recipe)
     loaded = load(recipe, overrides or ())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ortlaunch import start as process
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import load, to_yaml
-from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run_folder.device_folder import DeviceFolder
 
 # What a device can change of the recipe; the rest is in the graphs.
 _OPEN = ("data", "batch.micro_size", "train.max_steps", "train.epochs", "optimizer.learning_rate", "schedule", "seed",

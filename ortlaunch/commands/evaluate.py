@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from ortlaunch.commands.export import chosen_step
 from ortlaunch.errors import InputError
 from ortlaunch.plan import Plan
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe.held_out import no_evaluation
+from ortlaunch.recipe.fields.held_out import no_evaluation
+from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun, resolve
+from ortlaunch.resolve.resume import ResumeOptions
 from ortlaunch.run import control, preview
-from ortlaunch.run.export import chosen_step
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.held import held
-from ortlaunch.run.resolve import MODULES_VARIABLE, ResolvedRun, resolve
-from ortlaunch.run.resume import ResumeOptions
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.held import held
 
 
 class Asked(NamedTuple):

@@ -10,9 +10,9 @@ from ortlaunch import start
 from ortlaunch.errors import InputError
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe, load, to_yaml
-from ortlaunch.recipe.held_out import no_evaluation
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.shipped import locate
+from ortlaunch.recipe.fields.held_out import no_evaluation
+from ortlaunch.resolve.shipped import locate
+from ortlaunch.run_folder.folder import RunDir
 
 _ABOVE = 3  # folders from RUN/exports/step_N_onnx/model.onnx up to RUN
 # What trains, shards and casts is of no effect here.
@@ -50,7 +50,7 @@ def evaluate(asked: Asked) -> int:
     modules = Plan.read(run.plan).modules if run else str(source.parent.absolute())
     recipe = to_yaml(_recipe(source, model, asked.overrides))
     given = {"model": str(model), "recipe": recipe, "modules": modules, "json": asked.json}
-    return start.run("ortlaunch.worker.evaluate_model", json.dumps(given))
+    return start.run("ortlaunch.worker.evaluation.evaluate_model", json.dumps(given))
 
 
 def _file(model: Path) -> Path:

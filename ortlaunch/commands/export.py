@@ -6,13 +6,13 @@ from pathlib import Path
 
 from ortlaunch import start
 from ortlaunch.errors import InputError
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.held import held
-from ortlaunch.run.lines import json_lines
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.held import held
+from ortlaunch.run_folder.lines import json_lines
 
 FORMATS = ("huggingface", "onnx", "ondevice")
 LORA = ("merged", "alone")
-_PUSH = "ortlaunch.worker.push"
+_PUSH = "ortlaunch.worker.export.push"
 
 
 def export(
@@ -41,7 +41,9 @@ def _export(run: RunDir, chosen: int, to: Path | None, form: str, push: str | No
         return start.run(_PUSH, push, str(run), str(chosen), str(folder))
     if folder.exists():
         raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
-    failed = start.run("ortlaunch.worker.export_checkpoint", str(run), str(chosen), str(folder), form, lora or "")
+    failed = start.run(
+        "ortlaunch.worker.export.export_checkpoint", str(run), str(chosen), str(folder), form, lora or ""
+    )
     return failed if failed or not push else start.run(_PUSH, push, str(run), str(chosen), str(folder))
 
 

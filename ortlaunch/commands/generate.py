@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch import start
+from ortlaunch.commands.export import chosen_step
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved
-from ortlaunch.recipe.data import is_chat
-from ortlaunch.run.export import chosen_step
-from ortlaunch.run.folder import RunDir, read_json
-from ortlaunch.run.held import held
+from ortlaunch.recipe.fields.data import is_chat
+from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.held import held
 
 _ABOVE = 2  # folders from RUN/exports/step_N up to RUN
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of such models end
@@ -52,7 +52,7 @@ def generate(asked: Asked) -> int:
 def _generate(asked: Asked, model: Path, step: int | None, chats: bool | None) -> int:
     print(f"model: {model if step is None else RunDir(model).checkpoint(step)}", file=sys.stderr, flush=True)
     given = {**asked._asdict(), "model": str(model), "step": step, "chats": False if asked.raw else chats}
-    return start.run("ortlaunch.worker.generate", json.dumps(given))
+    return start.run("ortlaunch.worker.export.generate", json.dumps(given))
 
 
 def _source(asked: Asked) -> tuple[Path, int | None, bool | None]:

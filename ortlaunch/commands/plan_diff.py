@@ -11,10 +11,10 @@ from ortlaunch import recipe
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.plan import Plan
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run import shipped
-from ortlaunch.run.folder import RunDir
+from ortlaunch.resolve import shipped
+from ortlaunch.resolve.resolve import resolve
 from ortlaunch.run.preview import preview
-from ortlaunch.run.resolve import resolve
+from ortlaunch.run_folder.folder import RunDir
 
 
 class Here(NamedTuple):

@@ -19,8 +19,8 @@ from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.launch.mpi import find_mpirun
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host, read_hostfile
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.lines import json_lines
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lines import json_lines
 
 _TOLERANCE = 1e-5
 _MODULE = '''\

@@ -11,11 +11,13 @@ from ortlaunch import recipe, start
 from ortlaunch.errors import PlanError, RecipeError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord, now
-from ortlaunch.run import inputs, micro_size, registry
-from ortlaunch.run.folder import RunDir, write_text
-from ortlaunch.run.prepare import check_folder, claimed, earlier
-from ortlaunch.run.resolve import MODULES_VARIABLE, ResolvedRun
-from ortlaunch.run.status import look
+from ortlaunch.resolve import inputs
+from ortlaunch.resolve.prepare import check_folder, claimed, earlier
+from ortlaunch.resolve.resolve import MODULES_VARIABLE, ResolvedRun
+from ortlaunch.run import micro_size
+from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.runs import registry
+from ortlaunch.runs.status import look
 from ortlaunch.schedulers import SCHEDULERS, QueuedRun, scheduler
 
 
@@ -25,7 +27,7 @@ def request_of(resolved: ResolvedRun, run: RunDir, name: str) -> Request:
     _check_restarts(chosen)
     container = chosen.submit.container is not None
     command = ("ortlaunch",) if container else start.command("ortlaunch.cli")
-    concluding = ("python3", "-m", "ortlaunch.run.ended") if container else start.command("ortlaunch.run.ended")
+    concluding = ("python3", "-m", "ortlaunch.runs.ended") if container else start.command("ortlaunch.runs.ended")
     job = QueuedRun(
         plan=resolved.plan,
         run=RunDir(os.path.abspath(run.path)),

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.plan import Plan
-from ortlaunch.run.folder import RunDir, account
-from ortlaunch.run.lines import Lines, take_line
+from ortlaunch.run_folder.folder import RunDir, account
+from ortlaunch.run_folder.lines import Lines, take_line
 
 _LAST_LINES = 12
 _TAIL_BYTES = 1 << 14

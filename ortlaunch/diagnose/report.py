@@ -11,9 +11,9 @@ from ortlaunch.diagnose import evidence
 from ortlaunch.diagnose.causes import Cause, cause_of
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import what_would_fit
-from ortlaunch.run import status
-from ortlaunch.run.finished import CONTINUE
-from ortlaunch.run.folder import RunDir, json_text
+from ortlaunch.run_folder.folder import RunDir, json_text
+from ortlaunch.runs import status
+from ortlaunch.runs.finished import CONTINUE
 from ortlaunch.units import human, number
 
 _FEW_BYTES = 1 << 30

@@ -41,7 +41,7 @@ def lacking(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
 
 def lacking_for_ort(on_gpu: bool) -> Iterator[tuple[str, str]]:
     """What engine ort needs and is not here, each with what mends it where that is not said already."""
-    from ortlaunch.ortmodule import cuda_libraries, extensions
+    from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
     try:
         extensions.ort_package()
@@ -66,4 +66,4 @@ def _installed(package: str) -> bool:
 
 def set_up() -> int:
     """Build what engine ort needs and is absent, in a process of its own that may import torch."""
-    return start.run("ortlaunch.ortmodule.extensions")
+    return start.run("ortlaunch.ortmodule.build.extensions")

@@ -32,7 +32,7 @@ def look(asked: hosts.Asked, recipe: Recipe | None = None, plan: Plan | None = N
 
 
 def _python() -> Finding:
-    from ortlaunch.ortmodule.extensions import NEWEST_PYTHON
+    from ortlaunch.ortmodule.build.extensions import NEWEST_PYTHON
 
     newest = ".".join(map(str, NEWEST_PYTHON))
     good = sys.version_info[:2] <= NEWEST_PYTHON
@@ -51,7 +51,7 @@ def _torch(versions: dict[str, str]) -> Finding:
 
 
 def _ort() -> Iterator[Finding]:
-    from ortlaunch.ortmodule import cuda_libraries, extensions
+    from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
     gpus = bool(probe.gpus())
     wrong = list(doctor.lacking_for_ort(gpus))

@@ -16,7 +16,7 @@ from ortlaunch.launch.stop import Stop
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 _LOST_SECONDS, _STALL_SECONDS = 2.0, 15.0
 

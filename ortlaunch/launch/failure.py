@@ -11,7 +11,7 @@ from ortlaunch.errors import DamagedFile
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import LOCAL_NAMES, Plan
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run.folder import RunDir, account, is_full, read_json
+from ortlaunch.run_folder.folder import RunDir, account, is_full, read_json
 
 _OURS = re.compile(
     r"^(?=ortlaunch: |verdict: |try: )", re.MULTILINE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ortlaunch.launch import Request, stop_of
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Plan
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 __all__ = ["cancel", "request", "state", "submit", "wait"]
 

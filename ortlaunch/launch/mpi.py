@@ -19,7 +19,7 @@ from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import LOCAL_NAMES, Node, Plan
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 __all__ = ["argv_mpich", "argv_open_mpi", "cancel", "family", "request", "state", "submit", "wait"]
 

@@ -23,8 +23,8 @@ from ortlaunch.launch.orphans import send
 from ortlaunch.plan import Plan, is_this_host
 from ortlaunch.process import heeded
 from ortlaunch.rank import GRACE_SECONDS
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.lost import Lost
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lost import Lost
 
 SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=4",

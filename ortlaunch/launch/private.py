@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 
 def private_folder(run_dir: RunDir) -> Path:

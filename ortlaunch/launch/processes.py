@@ -1,7 +1,7 @@
 """Start a command in its own process group, wait for it and for all that it started here, and leave nothing behind.
 
-The command dies with this process, and every rank with its parent (see worker/rank_supervisor.py), so ending either
-ends the run, on this host and, through the launcher's own daemons, on the others.
+The command dies with this process, and every rank with its parent (see worker/supervision/rank_supervisor.py), so
+ending either ends the run, on this host and, through the launcher's own daemons, on the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import Stop
 from ortlaunch.process import Process, heeded
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
-from ortlaunch.run.folder import write_text
+from ortlaunch.run_folder.folder import write_text
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over

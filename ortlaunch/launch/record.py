@@ -15,7 +15,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.process import Process
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 
 _T = TypeVar("_T")
 _NONE = type(None)

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from ortlaunch.run.folder import write_json
+from ortlaunch.run_folder.folder import write_json
 
 
 class Stop(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ortlaunch.ortmodule.settings import SettingError, Settings
+from ortlaunch.ortmodule.base.settings import SettingError, Settings
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.module import ORTModule

@@ -19,15 +19,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ortlaunch.ortmodule import broadcasts, escapes, grad_mode
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.export import seen_of
-from ortlaunch.ortmodule.grad_mode import tensors
-from ortlaunch.ortmodule.model_state import Seen
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.python_values import fixed_buffers, fixed_sizes, tell_again
-from ortlaunch.ortmodule.settings import settings_of
-from ortlaunch.ortmodule.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.export import seen_of
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.settings import settings_of
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.graph_repairs import broadcasts
+from ortlaunch.ortmodule.state.model_state import Seen
+from ortlaunch.ortmodule.state.python_values import fixed_buffers, fixed_sizes, tell_again
+from ortlaunch.ortmodule.tracing import escapes, grad_mode
+from ortlaunch.ortmodule.tracing.grad_mode import tensors
 
 KEPT = 4
 """Graphs of one ORTModule; one more, and the least recently used is freed."""

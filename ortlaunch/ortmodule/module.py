@@ -14,14 +14,16 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import cuda_libraries, options, registry
-from ortlaunch.ortmodule.buffers import kept_modes
-from ortlaunch.ortmodule.compat import import_ortmodule
-from ortlaunch.ortmodule.patching import environment, wrap_method
-from ortlaunch.ortmodule.registry import Repair
+from ortlaunch.ortmodule import options
+from ortlaunch.ortmodule.base import registry
+from ortlaunch.ortmodule.base.patching import environment, wrap_method
+from ortlaunch.ortmodule.base.registry import Repair
+from ortlaunch.ortmodule.base.settings import Settings, settings_of
+from ortlaunch.ortmodule.build import cuda_libraries
+from ortlaunch.ortmodule.repaired import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
-from ortlaunch.ortmodule.settings import Settings, settings_of
-from ortlaunch.ortmodule.unsupported import without_compile
+from ortlaunch.ortmodule.state.buffers import kept_modes
+from ortlaunch.ortmodule.state.unsupported import without_compile
 from ortlaunch.ortmodule.wrapper import wrapper_class
 
 

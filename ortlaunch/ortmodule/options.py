@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch import machine
-from ortlaunch.ortmodule import extensions
-from ortlaunch.ortmodule.compat import import_ortmodule
-from ortlaunch.ortmodule.custom_functions import inlining
-from ortlaunch.ortmodule.graph import Graph
-from ortlaunch.ortmodule.patching import environment
-from ortlaunch.ortmodule.settings import SettingError, Settings
+from ortlaunch.ortmodule.base.custom_functions import inlining
+from ortlaunch.ortmodule.base.graph import Graph
+from ortlaunch.ortmodule.base.patching import environment
+from ortlaunch.ortmodule.base.settings import SettingError, Settings
+from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.repaired import import_ortmodule
 
 if TYPE_CHECKING:
     from torch import nn

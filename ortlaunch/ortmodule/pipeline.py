@@ -16,37 +16,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from ortlaunch.ortmodule import (
+from ortlaunch.ortmodule.base import counters, custom_functions, gradients, patching
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.export import Export, export_of
+from ortlaunch.ortmodule.base.registry import applied, not_applied
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.graph_repairs import bfloat16, broadcasts, concatenations, convolutions
+from ortlaunch.ortmodule.state import buffers, model_state, unsupported, weight_changes
+from ortlaunch.ortmodule.state import python_values as values
+from ortlaunch.ortmodule.torch_in_graph import head_loss, torch_modules, torch_operators
+from ortlaunch.ortmodule.tracing import (
     aliases,
-    bfloat16,
-    broadcasts,
-    buffers,
     checkpointing,
-    concatenations,
-    convolutions,
-    counters,
     cross_entropy,
-    custom_functions,
     escapes,
     exact_forms,
     grad_mode,
-    gradients,
-    head_loss,
-    model_state,
-    patching,
     recurrent,
     symbolics,
-    torch_modules,
-    torch_operators,
     tracing,
-    unsupported,
-    weight_changes,
 )
-from ortlaunch.ortmodule import python_values as values
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.export import Export, export_of
-from ortlaunch.ortmodule.registry import applied, not_applied
-from ortlaunch.ortmodule.source_guard import TRANSITION, owner
 
 Step = TypeVar("Step")
 Trace = Callable[..., Any]

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ortlaunch.ortmodule import patching
-from ortlaunch.ortmodule.backward import follow_autograd
-from ortlaunch.ortmodule.broadcasts import keep_broadcast_sizes
-from ortlaunch.ortmodule.buffers import keep_buffers_exact
-from ortlaunch.ortmodule.checkpointing import see_ort_checkpoints
-from ortlaunch.ortmodule.copies import fix_deepcopy_and_pickle
-from ortlaunch.ortmodule.cross_entropy import skip_ignored_labels
+from ortlaunch.ortmodule.base import patching
+from ortlaunch.ortmodule.base.copies import fix_deepcopy_and_pickle
+from ortlaunch.ortmodule.base.registry import Repair, apply
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, MANAGER, PROCESSED, SHAPES, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.graph_repairs.broadcasts import keep_broadcast_sizes
+from ortlaunch.ortmodule.graph_repairs.splits import cut_unequal_parts
+from ortlaunch.ortmodule.graph_repairs.symbolic_sizes import infer_symbolic_sizes
+from ortlaunch.ortmodule.graph_repairs.vectors import keep_vanishing_sizes
 from ortlaunch.ortmodule.graphs import choose_graphs
-from ortlaunch.ortmodule.outputs import restore_output_dtypes
-from ortlaunch.ortmodule.registry import Repair, apply
-from ortlaunch.ortmodule.source_guard import EVALUATION, MANAGER, PROCESSED, SHAPES, TRAINING, TRANSITION, owner
-from ortlaunch.ortmodule.splits import cut_unequal_parts
-from ortlaunch.ortmodule.symbolic_sizes import infer_symbolic_sizes
-from ortlaunch.ortmodule.torch_kernels import call_torch_kernels
-from ortlaunch.ortmodule.vectors import keep_vanishing_sizes
+from ortlaunch.ortmodule.state.backward import follow_autograd
+from ortlaunch.ortmodule.state.buffers import keep_buffers_exact
+from ortlaunch.ortmodule.state.outputs import restore_output_dtypes
+from ortlaunch.ortmodule.torch_in_graph.torch_kernels import call_torch_kernels
+from ortlaunch.ortmodule.tracing.checkpointing import see_ort_checkpoints
+from ortlaunch.ortmodule.tracing.cross_entropy import skip_ignored_labels
 
 
 def apply_repairs(*left_out: str) -> None:

@@ -11,7 +11,7 @@ import inspect
 import types
 from typing import Any
 
-from ortlaunch.ortmodule.source_guard import PACKAGE
+from ortlaunch.ortmodule.base.source_guard import PACKAGE
 
 _SAVING = ("save_pretrained", "push_to_hub")  # which write the names of classes into config.json
 _COMPLETE = "_ortlaunch_complete"

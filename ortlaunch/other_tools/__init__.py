@@ -12,11 +12,11 @@ from ortlaunch.other_tools import axolotl, deepspeed, llama_factory, trainer
 from ortlaunch.other_tools.draft import Account, Draft, Remark
 from ortlaunch.other_tools.reading import config
 from ortlaunch.recipe.check import check
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.place import Line, Place, SourceError, in_reading_order
-from ortlaunch.recipe.source import override, read
-from ortlaunch.recipe.tree import Tree, merge
-from ortlaunch.recipe.yaml_text import dump
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.text.place import Line, Place, SourceError, in_reading_order
+from ortlaunch.recipe.text.source import override, read
+from ortlaunch.recipe.text.tree import Tree, merge
+from ortlaunch.recipe.text.yaml_text import dump
 
 # Who converts, and whose words of dialects.py hold, the tool's own first.
 _TOOLS = {

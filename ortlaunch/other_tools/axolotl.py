@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ortlaunch.other_tools import trainer
 from ortlaunch.other_tools.draft import Draft, number, word
-from ortlaunch.recipe.tree import Tree
+from ortlaunch.recipe.text.tree import Tree
 
 _PREFERENCES = "there is no preference training here"
 _SUFFIXES = {"json": "jsonl", "jsonl": "jsonl", "text": "text", "txt": "text", "parquet": "parquet"}

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from ortlaunch.other_tools.draft import Draft, is_empty, number, word
-from ortlaunch.recipe.deepspeed_keys import DEEPSPEED_OWNED, NESTED, TOP
-from ortlaunch.recipe.tree import Tree
+from ortlaunch.recipe.fields.deepspeed_keys import DEEPSPEED_OWNED, NESTED, TOP
+from ortlaunch.recipe.text.tree import Tree
 
 _OPTIMIZERS = {
     "adam": "adamw",

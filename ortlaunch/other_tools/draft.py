@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ortlaunch.recipe.dialects import DIALECTS
-from ortlaunch.recipe.fields import choices, everywhere, names_in, section_at
-from ortlaunch.recipe.place import HIDDEN, SECRET, Place, keys, without_secrets
-from ortlaunch.recipe.tree import Tree
-from ortlaunch.recipe.words import closest, normal
+from ortlaunch.recipe.fields.fields import choices, everywhere, names_in, section_at
+from ortlaunch.recipe.hints.dialects import DIALECTS
+from ortlaunch.recipe.text.place import HIDDEN, SECRET, Place, keys, without_secrets
+from ortlaunch.recipe.text.tree import Tree
+from ortlaunch.recipe.text.words import closest, normal
 
 NONE = "none: "
 _NO_BF16 = ("engine.name", "eager", "ONNX Runtime has bf16 on CUDA only; precision=fp32 engine.name=ort runs on it")

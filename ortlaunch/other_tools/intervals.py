@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ortlaunch.other_tools.draft import Draft, number, word
-from ortlaunch.recipe.best import METRICS, metrics_of
-from ortlaunch.recipe.tree import Tree
+from ortlaunch.recipe.fields.best import METRICS, metrics_of
+from ortlaunch.recipe.text.tree import Tree
 
 _EVERY = "train.evaluate_every_steps"
 _USUAL = 500  # steps, where Trainer is told none

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.recipe.place import Line, SourceError
-from ortlaunch.recipe.source import text_of
-from ortlaunch.recipe.tree import Tree
-from ortlaunch.recipe.yaml_text import parse
+from ortlaunch.recipe.text.place import Line, SourceError
+from ortlaunch.recipe.text.source import text_of
+from ortlaunch.recipe.text.tree import Tree
+from ortlaunch.recipe.text.yaml_text import parse
 
 
 def config(path: Path) -> Tree:

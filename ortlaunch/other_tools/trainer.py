@@ -9,8 +9,8 @@ from pathlib import Path
 from ortlaunch.errors import InputError
 from ortlaunch.other_tools import deepspeed, intervals, trl
 from ortlaunch.other_tools.draft import Draft, null, number, word
-from ortlaunch.recipe.families import LABELLED_TASKS
-from ortlaunch.recipe.tree import Tree
+from ortlaunch.recipe.fields.families import LABELLED_TASKS
+from ortlaunch.recipe.text.tree import Tree
 
 SCHEDULES = {
     "linear": ("linear", ""),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.models import Offload
+from ortlaunch.recipe.fields.models import Offload
 
 NEVER = 10**9
 

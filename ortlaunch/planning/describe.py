@@ -8,7 +8,7 @@ from ortlaunch.launchers import INSIDE
 from ortlaunch.plan import LOCAL_NAMES, PROCESS, Memory, Plan
 from ortlaunch.planning.memory import why_unknown
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.parity import compared_steps
+from ortlaunch.recipe.rules.parity import compared_steps
 from ortlaunch.units import counted, human
 
 

@@ -14,11 +14,11 @@ from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.activations import layer_bytes
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.data import TokenizerTraining
-from ortlaunch.recipe.families import FAMILIES, LABELLED_TASKS, LANGUAGE_TASKS, complete
-from ortlaunch.recipe.models import Lora
-from ortlaunch.recipe.parity import compared_steps
-from ortlaunch.recipe.pretrained import config_of
+from ortlaunch.recipe.fields.data import TokenizerTraining
+from ortlaunch.recipe.fields.families import FAMILIES, LABELLED_TASKS, LANGUAGE_TASKS, complete
+from ortlaunch.recipe.fields.models import Lora
+from ortlaunch.recipe.fields.pretrained import config_of
+from ortlaunch.recipe.rules.parity import compared_steps
 
 # Logits of a chunk, and the least rows of one: with each the head's gradient is read and written. Measured on a CPU.
 _CHUNKS = {"cpu": (5 * 2**20, 128), "cuda": (2**25, 1024)}

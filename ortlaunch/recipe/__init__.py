@@ -13,11 +13,11 @@ from pydantic import ValidationError
 
 from ortlaunch.errors import DamagedFile, RecipeError
 from ortlaunch.recipe.check import check
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.place import Line, Problem, SourceError, in_reading_order, keys
-from ortlaunch.recipe.source import override, read
-from ortlaunch.recipe.tree import Tree
-from ortlaunch.recipe.yaml_text import dump
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.text.place import Line, Problem, SourceError, in_reading_order, keys
+from ortlaunch.recipe.text.source import override, read
+from ortlaunch.recipe.text.tree import Tree
+from ortlaunch.recipe.text.yaml_text import dump
 
 __all__ = ["Recipe", "RecipeFile", "load", "parse_resolved", "read_resolved", "to_yaml"]
 

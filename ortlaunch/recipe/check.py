@@ -9,14 +9,14 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from ortlaunch.recipe.messages import missing, wrong
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.names import settle
-from ortlaunch.recipe.place import KeyPath, Line, dotted, keys
-from ortlaunch.recipe.rules import broken
-from ortlaunch.recipe.section import LIST, MAPPING, NUMBER, WORD
-from ortlaunch.recipe.tree import Tree
-from ortlaunch.recipe.yaml_text import parse
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.section import LIST, MAPPING, NUMBER, WORD
+from ortlaunch.recipe.hints.messages import missing, wrong
+from ortlaunch.recipe.hints.names import settle
+from ortlaunch.recipe.rules.rules import broken
+from ortlaunch.recipe.text.place import KeyPath, Line, dotted, keys
+from ortlaunch.recipe.text.tree import Tree
+from ortlaunch.recipe.text.yaml_text import parse
 
 # Stand in for what is missing, so that the rules can still look at the rest.
 _PLACEHOLDERS: dict[KeyPath, str] = {

@@ -14,7 +14,7 @@ from ortlaunch.report.curves import AREA
 from ortlaunch.report.records import Record, read
 from ortlaunch.report.sections import content
 from ortlaunch.report.tables import cell
-from ortlaunch.run.folder import write_text
+from ortlaunch.run_folder.folder import write_text
 from ortlaunch.units import human
 
 _FIRST = "<!DOCTYPE html><!-- ortlaunch report -->\n"

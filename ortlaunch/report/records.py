@@ -10,11 +10,11 @@ from typing import Any
 import yaml
 
 from ortlaunch.errors import DamagedFile, InputError, OrtlaunchError
-from ortlaunch.recipe.place import HIDDEN, SECRET, without_secrets
-from ortlaunch.run import status
-from ortlaunch.run.folder import RunDir, read_json
-from ortlaunch.run.lines import json_lines
-from ortlaunch.run.status import Status
+from ortlaunch.recipe.text.place import HIDDEN, SECRET, without_secrets
+from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.runs import status
+from ortlaunch.runs.status import Status
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from ortlaunch.recipe.place import leaves
+from ortlaunch.recipe.text.place import leaves
 from ortlaunch.report.curves import Curve, chart
 from ortlaunch.report.records import Record, command, number
 from ortlaunch.report.tables import Fact, cards, facts, warning

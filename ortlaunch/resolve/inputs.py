@@ -17,10 +17,10 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.data import Corpus
-from ortlaunch.recipe.families import FAMILIES
-from ortlaunch.recipe.place import Problem
-from ortlaunch.recipe.words import closest
+from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.fields.families import FAMILIES
+from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.words import closest
 from ortlaunch.user_modules import factories, folders
 
 # With one of these a module may have names that its source does not show.

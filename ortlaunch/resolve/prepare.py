@@ -13,15 +13,16 @@ from typing import Any
 from ortlaunch import recipe
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
+from ortlaunch.launch.attempts import set_aside
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.ort_variables import seen
-from ortlaunch.recipe.resume_rules import leaves
-from ortlaunch.run import lock, origin, provenance
-from ortlaunch.run.folder import RunDir, is_temporary, write_json, write_text
-from ortlaunch.run.resolve import ResolvedRun
-from ortlaunch.run.restarts import set_aside
+from ortlaunch.recipe.fields.ort_variables import seen
+from ortlaunch.recipe.rules.resume_rules import leaves
+from ortlaunch.resolve import provenance
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run_folder import lock, origin
+from ortlaunch.run_folder.folder import RunDir, is_temporary, write_json, write_text
 
 
 def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch import __version__, machine
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.lines import append_line
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lines import append_line
 
 _GIT_SECONDS = 5  # the state of a very large repository on a slow disk may take longer: then it is not known
 

@@ -18,9 +18,9 @@ from ortlaunch.planning.hosts import hostfile_text
 from ortlaunch.planning.make_plan import make_plan
 from ortlaunch.planning.world import LaunchOptions, World, is_this_host, resolve_world
 from ortlaunch.recipe import Recipe, RecipeFile
-from ortlaunch.recipe.ort_variables import contradictions, seen
-from ortlaunch.recipe.rules import device_rules, task_rules
-from ortlaunch.run import inputs, shipped
+from ortlaunch.recipe.fields.ort_variables import contradictions, seen
+from ortlaunch.recipe.rules.rules import device_rules, task_rules
+from ortlaunch.resolve import inputs, shipped
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
 MODULES_VARIABLE = "ORTLAUNCH_MODULES"

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from ortlaunch.errors import DamagedFile, InputError, PlanError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.resume_rules import NAMES, Change, leaves
-from ortlaunch.run import origin, provenance
-from ortlaunch.run.folder import RunDir, read_json, write_json
-from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.recipe.rules.resume_rules import NAMES, Change, leaves
+from ortlaunch.resolve import provenance
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run_folder import origin
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 
 AUTO, NEVER = "auto", "never"
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.run.folder import write_text
+from ortlaunch.run_folder.folder import write_text
 
 _MODULE = re.compile(r"(\w+)(?:\.py\b|:\w)")
 
@@ -81,7 +81,7 @@ def locate(given: Path) -> Path:
     known = names()
     if bare in known:
         return find(bare)
-    from ortlaunch.recipe.words import closest, likeness
+    from ortlaunch.recipe.text.words import closest, likeness
 
     guess = closest(bare, known) if given.parent.name else None
     if guess:

@@ -16,7 +16,7 @@ from ortlaunch.plan import Node
 from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_job
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resolve import ResolvedRun, resolve
 
 
 class Place(NamedTuple):

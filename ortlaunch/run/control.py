@@ -24,15 +24,17 @@ from ortlaunch.output import ERASE, terminal_width
 from ortlaunch.planning.describe import describe
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.recipe import Recipe
-from ortlaunch.run import checkup, elastic, micro_size, provenance, registry, resume
-from ortlaunch.run.finished import nothing_left, with_next
-from ortlaunch.run.folder import PROGRESS_VARIABLE, RunDir, write_text
+from ortlaunch.resolve import provenance, resume
+from ortlaunch.resolve.prepare import check_folder, claimed, earlier, launch_id, request_of, run_folder, write_run
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
+from ortlaunch.run import checkup, elastic, micro_size
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.lock import RunLock
-from ortlaunch.run.prepare import check_folder, claimed, earlier, launch_id, request_of, run_folder, write_run
-from ortlaunch.run.resolve import ResolvedRun
 from ortlaunch.run.restarts import Ended, supervise
-from ortlaunch.run.resume import AUTOMATIC, ResumeOptions
+from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir, write_text
+from ortlaunch.run_folder.lock import RunLock
+from ortlaunch.runs import registry
+from ortlaunch.runs.finished import nothing_left, with_next
 from ortlaunch.units import duration
 
 _JOIN_SECONDS, _POD_SECONDS = 120, 1800  # a pod's image may have to be pulled

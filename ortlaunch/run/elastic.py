@@ -9,7 +9,7 @@ from __future__ import annotations
 from ortlaunch.doctor.finding import FAILED, Finding, refused
 from ortlaunch.doctor.hosts import Asked, look
 from ortlaunch.errors import LaunchError
-from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.units import counted
 
 

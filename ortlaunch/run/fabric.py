@@ -17,9 +17,9 @@ from ortlaunch.launch import backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir, read_json
-from ortlaunch.run.prepare import write_run
-from ortlaunch.run.resolve import resolve
+from ortlaunch.resolve.prepare import write_run
+from ortlaunch.resolve.resolve import resolve
+from ortlaunch.run_folder.folder import RunDir, read_json
 
 _MODULE = '''\
 """A model that nobody trains: ranks of `ortlaunch doctor --fabric` only measure."""

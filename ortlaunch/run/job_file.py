@@ -14,8 +14,8 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.process import heeded
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run import registry
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.runs import registry
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STOPPED = tuple(128 + number for number in (*_ENDING, signal.SIGINT))

@@ -19,8 +19,8 @@ from ortlaunch.plan import Plan
 from ortlaunch.planning.make_plan import replan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir, read_json, write_json
-from ortlaunch.run.prepare import write_run
+from ortlaunch.resolve.prepare import write_run
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.units import human
 
 MARGIN = 0.9  # of the room; the rest is for what two steps do not show

@@ -10,12 +10,12 @@ import os
 from ortlaunch import doctor
 from ortlaunch.errors import PlanError
 from ortlaunch.planning.describe import describe
-from ortlaunch.run import resume
-from ortlaunch.run.finished import nothing_left
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.prepare import check_folder, earlier, request_of
-from ortlaunch.run.resolve import ResolvedRun
-from ortlaunch.run.resume import ResumeOptions
+from ortlaunch.resolve import resume
+from ortlaunch.resolve.prepare import check_folder, earlier, request_of
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.resolve.resume import ResumeOptions
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.runs.finished import nothing_left
 
 
 def dry_run(resolved: ResolvedRun, run: RunDir) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ortlaunch.run.records import as_json
+from ortlaunch.run_folder.records import as_json
 
 EMPTY = ("onnxruntime",)  # what is written as {} where there is none, so that a reader can ask it for names
 

@@ -11,7 +11,7 @@ import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 _MARK = "COMPLETE"
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.run.folder import json_text
+from ortlaunch.run_folder.folder import json_text
 
 
 class Lines(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 from ortlaunch.errors import PlanError
 from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 _MORE_SECONDS = 5.0  # than ranks have to end
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)

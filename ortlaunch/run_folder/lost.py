@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import NamedTuple
 
-from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir, write_json
 
 LOST = "LostHost"
 """The record's type."""

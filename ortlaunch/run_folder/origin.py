@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.plan import Plan
-from ortlaunch.recipe import Recipe, resume_rules
-from ortlaunch.recipe.resume_rules import OTHER_RULES, RULES, Change, changes
-from ortlaunch.run.folder import RunDir, read_json
-from ortlaunch.run.lines import json_lines
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.rules import resume_rules
+from ortlaunch.recipe.rules.resume_rules import OTHER_RULES, RULES, Change, changes
+from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.lines import json_lines
 
 ORIGIN = "training.json"
 # Whose versions decide numbers; of the others it is said how many changed.

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 
 from ortlaunch import plan
-from ortlaunch.run import engine_report, export_records, folder, records
+from ortlaunch.run_folder import engine_report, export_records, folder, records
 
 _HEAD = """\
 # The run folder, field by field

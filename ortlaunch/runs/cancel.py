@@ -12,11 +12,11 @@ from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.process import Process
 from ortlaunch.rank import GRACE_SECONDS
-from ortlaunch.run import lock
-from ortlaunch.run.folder import RunDir, write_text
-from ortlaunch.run.queued import cancel as cancel_queued
-from ortlaunch.run.queued import is_queued
-from ortlaunch.run.status import Status, elsewhere, look
+from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.runs.queued import cancel as cancel_queued
+from ortlaunch.runs.queued import is_queued
+from ortlaunch.runs.status import Status, elsewhere, look
 
 _MORE_SECONDS = 4.0  # than ranks have once their command was killed
 

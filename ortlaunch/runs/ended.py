@@ -1,4 +1,4 @@
-"""`python ortlaunch/start.py ortlaunch.run.ended RUN RESTARTS STATUS`: a queued run's verdict, for its script.
+"""`python ortlaunch/start.py ortlaunch.runs.ended RUN RESTARTS STATUS`: a queued run's verdict, for its script.
 
 srun's status may be that of a rank that was ended because another failed. This one's is the first failing rank's, and
 it writes the verdict into job.json, as `ortlaunch train` does for the ranks that it starts itself. Where the run
@@ -15,12 +15,12 @@ from dataclasses import replace
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.launch import JobState
+from ortlaunch.launch.attempts import failed_turn, in_vain, restarts_without_progress
 from ortlaunch.launch.failure import End, explain_end, first_failure
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run.folder import RunDir, read_json, write_text
-from ortlaunch.run.queued import is_prepared
-from ortlaunch.run.restarts import failed_turn, in_vain, restarts_without_progress
+from ortlaunch.run_folder.folder import RunDir, read_json, write_text
+from ortlaunch.runs.queued import is_prepared
 
 
 def main() -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.best import direction
-from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.recipe.fields.best import direction
+from ortlaunch.run_folder.folder import RunDir, read_json
 
 CONTINUE = "to continue: "
 _PLACES = ("--run-dir", "--resume")

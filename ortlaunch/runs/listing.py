@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ortlaunch.errors import OrtlaunchError
-from ortlaunch.run import registry
-from ortlaunch.run.status import Status, look
+from ortlaunch.runs import registry
+from ortlaunch.runs.status import Status, look
 
 
 def looks(newest: int | None) -> list[Status]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.queued import is_queued
-from ortlaunch.run.status import look
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.runs.queued import is_queued
+from ortlaunch.runs.status import look
 from ortlaunch.schedulers import SCHEDULERS, scheduler
 
 _POLL_SECONDS = 0.5

@@ -12,7 +12,7 @@ from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.schedulers import SCHEDULERS, Seen, scheduler
 
 _LAST = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)  # a job that was preempted may be queued again

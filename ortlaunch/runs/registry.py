@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ortlaunch.cache import cache_folder
 from ortlaunch.errors import FileError
-from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text
 
 
 def add(run: RunDir) -> None:

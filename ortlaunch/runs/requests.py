@@ -16,9 +16,9 @@ from ortlaunch.launch.failure import End, first_failure
 from ortlaunch.launch.stop import write_request
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.queued import is_queued
-from ortlaunch.run.status import Status, look
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.runs.queued import is_queued
+from ortlaunch.runs.status import Status, look
 from ortlaunch.units import counted
 
 _POLL_SECONDS = 0.2

@@ -16,10 +16,11 @@ from ortlaunch.launch.record import JobRecord, now
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import read_resolved
-from ortlaunch.run import lock, queued
-from ortlaunch.run.finished import CONTINUE
-from ortlaunch.run.folder import RunDir, json_text, read_json
-from ortlaunch.run.lines import json_tail
+from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.folder import RunDir, json_text, read_json
+from ortlaunch.run_folder.lines import json_tail
+from ortlaunch.runs import queued
+from ortlaunch.runs.finished import CONTINUE
 from ortlaunch.units import counted, duration, number
 
 _T = TypeVar("_T")

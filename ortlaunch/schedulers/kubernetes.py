@@ -13,7 +13,7 @@ from typing import Any
 
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
-from ortlaunch.run.folder import write_text
+from ortlaunch.run_folder.folder import write_text
 from ortlaunch.schedulers import QueuedRun, Seen, wanted, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]

@@ -13,7 +13,7 @@ from typing import Any
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.run.folder import write_text
+from ortlaunch.run_folder.folder import write_text
 from ortlaunch.schedulers import QueuedRun, Seen, ask
 
 __all__ = ["cancel", "request", "state", "submit"]

@@ -12,16 +12,16 @@ from ortlaunch.errors import InputError, LaunchError, printable
 from ortlaunch.file_errors import of_ours
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.allocator import keep_freed_memory
-from ortlaunch.worker.binding import bind, shown
-from ortlaunch.worker.child import be_ended_first
-from ortlaunch.worker.garbage import look_as_usual, look_rarely
-from ortlaunch.worker.meeting_port import require_free
-from ortlaunch.worker.progress import Progress
-from ortlaunch.worker.rank_supervisor import watch
-from ortlaunch.worker.stall import MEETING
-from ortlaunch.worker.watchdog import Watchdog
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.engine.allocator import keep_freed_memory
+from ortlaunch.worker.engine.binding import bind, shown
+from ortlaunch.worker.engine.garbage import look_as_usual, look_rarely
+from ortlaunch.worker.process_group.meeting_port import require_free
+from ortlaunch.worker.supervision.child import be_ended_first
+from ortlaunch.worker.supervision.progress import Progress
+from ortlaunch.worker.supervision.rank_supervisor import watch
+from ortlaunch.worker.supervision.stall import MEETING
+from ortlaunch.worker.supervision.watchdog import Watchdog
 
 
 def main() -> int:
@@ -67,23 +67,23 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     if plan.task == "try":
         be_ended_first()
     if recipe.engine.name == "ort":
-        from ortlaunch.worker.ort_settings import prepare
+        from ortlaunch.worker.engine.ort_settings import prepare
 
         prepare(recipe.engine)  # imports ORTModule: before transformers, which keeps the functions that it replaces
 
-    from ortlaunch.worker import distributed, tasks
+    from ortlaunch.worker import tasks
     from ortlaunch.worker.data import Data
     from ortlaunch.worker.data.own import find
     from ortlaunch.worker.data.vocabulary import goes_on_with
-    from ortlaunch.worker.matmul_precision import matmul_precision
-    from ortlaunch.worker.meeting import beating
-    from ortlaunch.worker.model import config_of
+    from ortlaunch.worker.model.matmul_precision import matmul_precision
+    from ortlaunch.worker.model.model import config_of
+    from ortlaunch.worker.process_group import distributed
+    from ortlaunch.worker.process_group.meeting import beating
     from ortlaunch.worker.session import build_session
 
-    if recipe.train.metric:
-        find("train.metric", recipe.train.metric)  # that it is there, before anything is trained
-    if recipe.data.collate:
-        find("data.collate", recipe.data.collate)
+    for field, name in (("train.metric", recipe.train.metric), ("data.collate", recipe.data.collate)):
+        if name:
+            find(field, name)  # that it is there, before anything is trained
     data = None
     if not recipe.data.is_custom:  # whose function may want the group
         progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it

@@ -8,10 +8,10 @@ from typing import Any
 from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.worker.checkpoint import Found
 from ortlaunch.worker.data.left_out import taken
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 def with_steps(

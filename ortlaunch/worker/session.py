@@ -13,19 +13,19 @@ from typing import Any
 
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir, read_json
-from ortlaunch.worker.allocator import give_back_freed_memory
+from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.worker.checkpoint import Found, choose, explain
 from ortlaunch.worker.data import Batches, Data, load_data, reader, stack_of
 from ortlaunch.worker.data.vocabulary import goes_on_with, keep
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import Engine, build_engine
-from ortlaunch.worker.gpus import exporting
-from ortlaunch.worker.identity import identity
+from ortlaunch.worker.engine.allocator import give_back_freed_memory
+from ortlaunch.worker.engine.engine import Engine, build_engine
+from ortlaunch.worker.engine.memory_use import MemoryUse
 from ortlaunch.worker.length import with_steps
-from ortlaunch.worker.memory_use import MemoryUse
-from ortlaunch.worker.model import LossModule, build_model
-from ortlaunch.worker.progress import Progress
+from ortlaunch.worker.model.identity import identity
+from ortlaunch.worker.model.model import LossModule, build_model
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.gpus import exporting
+from ortlaunch.worker.supervision.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from tests.cluster.lab import LOGIN, Lab
 from tests.e2e.runs import COMMAND, EAGER, SLOW, TOY, TOYS, environment, merged, reach
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-NEEDED = ("ip", "unshare", "nsenter", "setpriv", "sshd", "ssh-keygen", "munged", "slurmctld", "slurmd", "sbatch")
+NEEDED = ("ip", "nft", "unshare", "nsenter", "setpriv", "sshd", "ssh-keygen", "munged", "slurmctld", "slurmd", "sbatch")
 LOGIN = "login"
 _NAME = "ortlaunch-lab"
 _SYSTEM = "/usr/sbin:/usr/bin:/sbin:/bin"
@@ -99,7 +99,7 @@ def lacking() -> str:
         return "a lab takes root"
     absent = [name for name in NEEDED if shutil.which(name, path=_TOOLS) is None]
     if absent:
-        return f"no {', '.join(absent)} here: apt-get install iproute2 openssh-server slurm-wlm munge"
+        return f"no {', '.join(absent)} here: apt-get install iproute2 nftables openssh-server slurm-wlm munge"
     spaces = ("--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")  # as of a host's
     tried = subprocess.run(["unshare", *spaces, "true"], capture_output=True, check=False)
     return "" if tried.returncode == 0 else f"no namespaces here: {tried.stderr.decode().strip()}"

@@ -11,8 +11,8 @@ from ortlaunch.bench import report
 from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.run_folder.folder import RunDir
 from tests.makers import CUSTOM
 
 

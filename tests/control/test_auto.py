@@ -13,14 +13,14 @@ from ortlaunch.bench import auto, report
 from ortlaunch.bench.measure import Stopped
 from ortlaunch.bench.variants import Variant
 from ortlaunch.errors import EngineError, PlanError
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule.build import extensions
 from ortlaunch.recipe import load
-from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.resolve.prepare import write_run
+from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
-from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
-from ortlaunch.run.prepare import write_run
 from ortlaunch.run.preview import preview
-from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
 from tests.control.benches import player, resolved, rows
 from tests.makers import OWN_MODULE
 

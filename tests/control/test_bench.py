@@ -18,7 +18,7 @@ from ortlaunch.bench import command, measure, picture, report
 from ortlaunch.bench.measure import Length
 from ortlaunch.bench.variants import ENGINES, Variant, engine_overrides, resolve_variant, split_values, variants
 from ortlaunch.errors import InputError, MissingDependency
-from ortlaunch.recipe.engine import Engine
+from ortlaunch.recipe.fields.engine import Engine
 from tests.control.benches import player, resolved, rows
 from tests.makers import BERT, WORDS
 

@@ -15,12 +15,12 @@ import pytest
 from ortlaunch import __version__, doctor, machine, start
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.reference import markdown
-from ortlaunch.recipe.schema import json_schema
+from ortlaunch.recipe.manual.reference import markdown
+from ortlaunch.recipe.manual.schema import json_schema
+from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
-from ortlaunch.run.folder import RunDir
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.resolve import ResolvedRun
+from ortlaunch.run_folder.folder import RunDir
 from tests.control.typed import Ended, Run
 from tests.makers import CUSTOM
 
@@ -331,7 +331,7 @@ def test_setup_builds_in_a_process_of_its_own(status: int, ortlaunch: Run, monke
 
     monkeypatch.setattr(subprocess, "run", run)
     assert ortlaunch("setup") == Ended(status, "", "")
-    assert sent == [[sys.executable, start.__file__, "ortlaunch.ortmodule.extensions"]]
+    assert sent == [[sys.executable, start.__file__, "ortlaunch.ortmodule.build.extensions"]]
     assert doctor.set_up() == status
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.planning.describe import describe
-from ortlaunch.recipe.parity import Compared, compared_steps
+from ortlaunch.recipe.rules.parity import Compared, compared_steps
 from tests.makers import bert, plan, recipe
 
 ORT = {"engine": {"name": "ort"}}

@@ -13,17 +13,17 @@ import yaml
 
 from ortlaunch import doctor, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule.build import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import to_yaml
+from ortlaunch.resolve.prepare import check_folder, claimed, differences, earlier, run_folder, write_run
+from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resume import AUTOMATIC
 from ortlaunch.run import control
-from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.lock import RunLock
-from ortlaunch.run.prepare import check_folder, claimed, differences, earlier, run_folder, write_run
-from ortlaunch.run.resolve import ResolvedRun, resolve
-from ortlaunch.run.resume import AUTOMATIC
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.lock import RunLock
 from tests.makers import CUSTOM, OWN_MODULE, host
 from tests.makers import plan as made_plan
 from tests.makers import recipe as made_recipe

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.commands import generate
+from ortlaunch.commands.export import chosen_step
 from ortlaunch.diagnose.report import diagnose
 from ortlaunch.errors import DamagedFile, OrtlaunchError
 from ortlaunch.report import report
-from ortlaunch.run import generate, listing, lock, logs, registry, resume, status
-from ortlaunch.run.export import chosen_step
-from ortlaunch.run.finished import nothing_left
-from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
-from ortlaunch.run.lines import append_line, json_lines
+from ortlaunch.resolve import resume
+from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.lines import append_line, json_lines
+from ortlaunch.runs import listing, logs, registry, status
+from ortlaunch.runs.finished import nothing_left
 from tests.control.test_report import made, steps
 from tests.makers import recipe
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.planning.deepspeed_config import deepspeed_config
-from ortlaunch.recipe.models import Zero
+from ortlaunch.recipe.fields.models import Zero
 from tests.makers import host, plan, recipe
 
 # As DeepSpeed 0.19 names them; large numbers keep it quiet.

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.commands import device
 from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.recipe import parse_resolved, to_yaml
-from ortlaunch.run import device
-from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run_folder.device_folder import DeviceFolder
 from tests import makers
 from tests.control.typed import Run
 

@@ -17,7 +17,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.recipe import to_yaml
-from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from tests.makers import bert, host, plan, recipe
 
 GiB = 1 << 30

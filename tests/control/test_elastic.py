@@ -19,11 +19,11 @@ from ortlaunch.launch.failure import End
 from ortlaunch.plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load
+from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.run.elastic import on_present
-from ortlaunch.run.folder import RunDir, write_text
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.resolve import ResolvedRun, resolve
 from ortlaunch.run.restarts import Ended, supervise
+from ortlaunch.run_folder.folder import RunDir, write_text
 from tests.makers import CUSTOM, OWN_MODULE, plan, recipe
 
 BATCH = {"global_size": 12, "micro_size": 2}
@@ -171,7 +171,7 @@ def test_findings_have_a_schema() -> None:
 def test_only_an_elastic_run_takes_hosts_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another is stopped and started by its own command."""
     from ortlaunch.recipe import to_yaml
-    from ortlaunch.run.requests import restart
+    from ortlaunch.runs.requests import restart
 
     run = RunDir(tmp_path)
     write_text(run.plan, plan(recipe()).to_json())

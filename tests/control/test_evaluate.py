@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.commands import evaluate as evaluations
+from ortlaunch.commands import evaluate_model
+from ortlaunch.commands.evaluate import Asked
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import parse_resolved, to_yaml
-from ortlaunch.run import evaluate as evaluations
-from ortlaunch.run import evaluate_model, resume
-from ortlaunch.run.evaluate import Asked
-from ortlaunch.run.folder import RunDir, write_json
-from ortlaunch.run.origin import ORIGIN, origin
-from ortlaunch.run.resume import ResumeOptions
+from ortlaunch.resolve import resume
+from ortlaunch.resolve.resume import ResumeOptions
+from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.origin import ORIGIN, origin
 from tests import makers
 
 EVALUATION = ("data.evaluation.format=custom", "data.evaluation.factory=mine:data")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.commands import export as exports
 from ortlaunch.errors import InputError
-from ortlaunch.run import export as exports
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 
 @pytest.fixture
@@ -72,4 +72,11 @@ def test_what_is_started(step: int | None, taken: int, run: RunDir, monkeypatch:
     (words,) = started
     assert words[0] == sys.executable
     folder = run.path / "exports" / f"step_{taken:08d}"
-    assert words[2:] == ["ortlaunch.worker.export_checkpoint", str(run), str(taken), str(folder), "huggingface", ""]
+    assert words[2:] == [
+        "ortlaunch.worker.export.export_checkpoint",
+        str(run),
+        str(taken),
+        str(folder),
+        "huggingface",
+        "",
+    ]

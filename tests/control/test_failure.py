@@ -12,8 +12,8 @@ import pytest
 
 from ortlaunch.launch import failure
 from ortlaunch.launch.failure import End, explain_end
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.worker.surroundings import Surroundings
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.worker.supervision.surroundings import Surroundings
 from tests.makers import host, plan, recipe
 
 TRACEBACK = "Traceback (most recent call last):\n  ...\nValueError: planted\n"

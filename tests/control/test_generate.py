@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.commands import generate as generation
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import to_yaml
-from ortlaunch.run import generate as generation
-from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir, write_json
 from tests import makers
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

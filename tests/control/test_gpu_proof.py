@@ -19,7 +19,7 @@ from ortlaunch import machine
 from ortlaunch.bench.measure import prepared
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.resolve import resolve
+from ortlaunch.resolve.resolve import resolve
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 PLAIN = {"plain": {"rows": [{"losses": [4.0, 2.0]}]}}

@@ -9,8 +9,8 @@ import pytest
 
 from ortlaunch import cli
 from ortlaunch.cli.summaries import SUMMARIES
-from ortlaunch.run import registry
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.runs import registry
 from tests.control.typed import Run
 
 FAMILIES = {"recipes", "data", "device"}

@@ -12,7 +12,7 @@ import yaml
 from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.other_tools import TOOLS, Imported, import_config
 from ortlaunch.recipe import Recipe, load
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from tests.control.foreign import config, said
 from tests.control.typed import Run
 

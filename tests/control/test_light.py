@@ -14,12 +14,12 @@ HEAVY = {"torch", "onnxruntime", "deepspeed", "transformers", "mpi4py", "numpy",
          "matplotlib"}  # fmt: skip
 # Reading hosts, ranks and run folders takes the standard library alone.
 LOWEST = ("ortlaunch.errors", "ortlaunch.rank", "ortlaunch.plan", "ortlaunch.cache", "ortlaunch.start",
-          "ortlaunch.run.folder", "ortlaunch.run.engine_report", "ortlaunch.planning.hosts",
-          "ortlaunch.ortmodule.extensions", "ortlaunch.worker.rank_supervisor")  # fmt: skip
+          "ortlaunch.run_folder.folder", "ortlaunch.run_folder.engine_report", "ortlaunch.planning.hosts",
+          "ortlaunch.ortmodule.build.extensions", "ortlaunch.worker.supervision.rank_supervisor")  # fmt: skip
 CONTROL_SIDE = ("ortlaunch.cli", "ortlaunch.run.control", "ortlaunch.plan", "ortlaunch.launch.mpi",
                 "ortlaunch.launch.local", "ortlaunch.launch.torchrun", "ortlaunch.launch.node",
                 "ortlaunch.schedulers.slurm", "ortlaunch.schedulers.kubernetes", "ortlaunch.schedulers.azureml",
-                "ortlaunch.ortmodule.extensions", "ortlaunch.bench.command", "ortlaunch.bench.auto")  # fmt: skip
+                "ortlaunch.ortmodule.build.extensions", "ortlaunch.bench.command", "ortlaunch.bench.auto")  # fmt: skip
 ANSWERS = (
     "--help",
     "--version",

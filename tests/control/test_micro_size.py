@@ -14,8 +14,8 @@ from ortlaunch.plan import Plan
 from ortlaunch.planning.make_plan import replan
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run import micro_size
-from ortlaunch.run.folder import RunDir, write_json
 from ortlaunch.run.micro_size import MARGIN, Try, find, known, note, sizes
+from ortlaunch.run_folder.folder import RunDir, write_json
 from tests.makers import bert, host, plan, recipe
 
 

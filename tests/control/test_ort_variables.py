@@ -16,9 +16,9 @@ import yaml
 
 from ortlaunch.errors import PlanError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.recipe.ort_variables import FIELDS, HARMLESS, LEFT_OUT, contradictions, seen
-from ortlaunch.run.resolve import resolve
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.recipe.fields.ort_variables import FIELDS, HARMLESS, LEFT_OUT, contradictions, seen
+from ortlaunch.resolve.resolve import resolve
 from tests.makers import CUSTOM, OWN_MODULE
 
 # variable -> (a text that agrees with an engine section, that section, a text that contradicts it).
@@ -176,7 +176,7 @@ def test_the_command_says_so_and_plan_shows_settings(tmp_path: Path) -> None:
 def test_the_run_record_keeps_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """environment.json has those of the shell and of launch.env."""
     from ortlaunch.run import control
-    from ortlaunch.run.folder import RunDir
+    from ortlaunch.run_folder.folder import RunDir
 
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
     path = tmp_path / "recipe.yaml"

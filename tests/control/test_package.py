@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.recipe.schema import json_schema
+from ortlaunch.recipe.manual.schema import json_schema
 
 ROOT = Path(__file__).parents[2]
 # Modules whose distribution has another name.

@@ -14,7 +14,7 @@ from ortlaunch.plan import BatchPlan, Node, Plan
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
-from ortlaunch.recipe.rules import broken
+from ortlaunch.recipe.rules.rules import broken
 from ortlaunch.units import human
 from tests.makers import bert, host, plan, recipe
 

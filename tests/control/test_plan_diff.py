@@ -11,7 +11,7 @@ import yaml
 
 from ortlaunch import cli
 from ortlaunch.rank import VARIABLES
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from tests.makers import CUSTOM
 
 

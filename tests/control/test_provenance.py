@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.run import provenance
-from ortlaunch.run.folder import RunDir
+from ortlaunch.resolve import provenance
+from ortlaunch.run_folder.folder import RunDir
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -13,9 +13,9 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.folder import RunDir, write_text
-from ortlaunch.run.prepare import earlier
-from ortlaunch.run.resolve import resolve
+from ortlaunch.resolve.prepare import earlier
+from ortlaunch.resolve.resolve import resolve
+from ortlaunch.run_folder.folder import RunDir, write_text
 from tests.makers import CUSTOM
 
 pytestmark = pytest.mark.usefixtures("workbench")

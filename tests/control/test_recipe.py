@@ -10,14 +10,15 @@ import yaml
 
 from ortlaunch.errors import RecipeError
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.recipe import load, parse_resolved, to_yaml, yaml_text
-from ortlaunch.recipe.data import Corpus, TokenizerTraining
-from ortlaunch.recipe.dialects import FOREIGN
-from ortlaunch.recipe.fields import names_in, section_at
-from ortlaunch.recipe.messages import EXAMPLES
-from ortlaunch.recipe.models import Launch, Recipe
-from ortlaunch.recipe.place import KeyPath, dotted
-from ortlaunch.recipe.rules import device_rules
+from ortlaunch.recipe import load, parse_resolved, to_yaml
+from ortlaunch.recipe.fields.data import Corpus, TokenizerTraining
+from ortlaunch.recipe.fields.fields import names_in, section_at
+from ortlaunch.recipe.fields.models import Launch, Recipe
+from ortlaunch.recipe.hints.dialects import FOREIGN
+from ortlaunch.recipe.hints.messages import EXAMPLES
+from ortlaunch.recipe.rules.rules import device_rules
+from ortlaunch.recipe.text import yaml_text
+from ortlaunch.recipe.text.place import KeyPath, dotted
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BASE = """

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from ortlaunch.errors import RecipeError
-from ortlaunch.recipe import load, to_yaml, yaml_text
+from ortlaunch.recipe import load, to_yaml
+from ortlaunch.recipe.text import yaml_text
 
 FOLDER = Path(__file__).parents[1] / "recipes_broken"
 RECIPES = Path(__file__).parents[2] / "recipes"

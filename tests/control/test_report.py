@@ -16,8 +16,8 @@ from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.recipe import to_yaml
 from ortlaunch.report import report
 from ortlaunch.report.curves import number, thinned, ticks
-from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
-from ortlaunch.run.records import MeasuredMemory, MemoryReport, PlannedMemory
+from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
+from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from tests.makers import engine_report, host, onnxruntime, plan, recipe
 
 HOSTILE = "</td></svg><script>alert(1)</script>&"

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from ortlaunch.launch.attempts import in_vain, restarts_without_progress, set_aside, wait_seconds
 from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.planning.describe import describe
+from ortlaunch.resolve.prepare import write_run
 from ortlaunch.run import restarts
-from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.prepare import write_run
-from ortlaunch.run.restarts import Ended, in_vain, restarts_without_progress, set_aside, supervise, wait_seconds
-from ortlaunch.run.status import look
+from ortlaunch.run.restarts import Ended, supervise
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.runs.status import look
 from tests.makers import host, plan, recipe
 
 FIRST = Attempt(1, 9.0, 1, "rank 1 failed", "ValueError: planted", 7, 4, 0)

@@ -11,12 +11,14 @@ import yaml
 
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.recipe import resume_rules
-from ortlaunch.recipe.resume_rules import NAMES, OTHER_RULES, RULES, rule_of
-from ortlaunch.run import origin, preview, provenance, resume
-from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
-from ortlaunch.run.resolve import ResolvedRun, resolve
-from ortlaunch.run.resume import ResumeOptions
+from ortlaunch.recipe.rules import resume_rules
+from ortlaunch.recipe.rules.resume_rules import NAMES, OTHER_RULES, RULES, rule_of
+from ortlaunch.resolve import provenance, resume
+from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.resolve.resume import ResumeOptions
+from ortlaunch.run import preview
+from ortlaunch.run_folder import origin
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
 from tests.makers import CUSTOM
 
 pytestmark = pytest.mark.usefixtures("workbench")

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.errors import PlanError
-from ortlaunch.run import lock as run_lock
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.lock import RunLock
+from ortlaunch.run_folder import lock as run_lock
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lock import RunLock
 
 COMMAND = """
 import os, sys, time
-from ortlaunch.run.lock import RunLock, share
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.lock import RunLock, share
+from ortlaunch.run_folder.folder import RunDir
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
 lock.take(run, keep=how == "becomes another")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.run import folder
-from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
-from ortlaunch.run.reference import markdown
+from ortlaunch.run_folder import folder
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.reference import markdown
 from tests.makers import engine_report
 
 PATHS = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ortlaunch.commands import selftest
+from ortlaunch.commands.selftest import Outcome, Trial
 from ortlaunch.errors import InputError
-from ortlaunch.run import selftest
-from ortlaunch.run.selftest import Outcome, Trial
 
 LOSSES = (2.0, 1.0)
 
@@ -93,7 +93,7 @@ def test_a_signal_leaves_no_job_and_no_process(tmp_path: Path, monkeypatch: pyte
 def test_a_signal_ends_the_command_that_runs(tmp_path: Path) -> None:
     """The child gets SIGTERM, and is waited for."""
     script = (
-        "import signal, sys\nfrom pathlib import Path\nfrom ortlaunch.run import selftest\n"
+        "import signal, sys\nfrom pathlib import Path\nfrom ortlaunch.commands import selftest\n"
         "signal.signal(signal.SIGALRM, lambda *_: sys.exit(143))\nsignal.setitimer(signal.ITIMER_REAL, 0.3)\n"
         "selftest._call((sys.executable, '-c', 'import os,time;print(os.getpid(),flush=True);time.sleep(60)'), "
         "Path('log'))\n"

@@ -10,7 +10,7 @@ import pytest
 
 from ortlaunch import recipe
 from ortlaunch.errors import InputError, RecipeError
-from ortlaunch.run import shipped
+from ortlaunch.resolve import shipped
 
 ROOT = Path(__file__).parents[2] / "recipes"
 FILES = ("bert/base", "bert/tiny", "llama/tiny")

@@ -14,12 +14,13 @@ import pydantic
 import pytest
 
 from ortlaunch.planning.memory import estimate
-from ortlaunch.recipe import Recipe, load, yaml_text
-from ortlaunch.recipe.fields import _paths, models_in, section_at
-from ortlaunch.recipe.place import dotted
-from ortlaunch.recipe.reference import markdown
-from ortlaunch.recipe.resume_rules import RULES
-from ortlaunch.recipe.schema import json_schema
+from ortlaunch.recipe import Recipe, load
+from ortlaunch.recipe.fields.fields import _paths, models_in, section_at
+from ortlaunch.recipe.manual.reference import markdown
+from ortlaunch.recipe.manual.schema import json_schema
+from ortlaunch.recipe.rules.resume_rules import RULES
+from ortlaunch.recipe.text import yaml_text
+from ortlaunch.recipe.text.place import dotted
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(RECIPES.rglob("*.yaml"))
@@ -304,10 +305,10 @@ def test_tiny_recipes_take_every_engine_and_sharding(name: str, engine: str, zer
 
 
 def test_every_field_says_what_a_resume_does_with_it() -> None:
-    """A new field takes a rule in recipe/resume_rules.py; so does a section that may be null or a word."""
+    """A new field takes a rule in recipe/rules/resume_rules.py; so does a section that may be null or a word."""
     paths = {dotted(path) for path in _paths(Recipe, ())}
     sections = {path for path in paths if section_at(tuple(path.split("."))) and not _is_optional(path)}
-    assert paths - sections - set(RULES) == set(), "without a rule in ortlaunch/recipe/resume_rules.py"
+    assert paths - sections - set(RULES) == set(), "without a rule in ortlaunch/recipe/rules/resume_rules.py"
     assert set(RULES) - (paths - sections) == set(), "rules of no field"
 
 

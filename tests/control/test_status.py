@@ -23,21 +23,21 @@ from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState, processes
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.process import Process
-from ortlaunch.run import cancel as cancelling
-from ortlaunch.run import requests
-from ortlaunch.run.cancel import cancel
-from ortlaunch.run.folder import RunDir, write_json, write_text
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.lock import RunLock
-from ortlaunch.run.status import look, wait
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.lock import RunLock
+from ortlaunch.runs import cancel as cancelling
+from ortlaunch.runs import requests
+from ortlaunch.runs.cancel import cancel
+from ortlaunch.runs.status import look, wait
 from tests.makers import CUSTOM, host, plan, recipe
 
 # A command that takes a folder and its job, and may have a rank; both say when they are there.
 COMMAND = """
 import contextlib, os, pathlib, signal, sys, time
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.lock import RunLock, share
+from ortlaunch.run_folder.lock import RunLock, share
 run, how = RunDir(sys.argv[1]), sys.argv[2]
 lock = RunLock()
 lock.take(run)

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import yaml
 
+from ortlaunch.commands.submit import request_of, submit
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError, RecipeError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import JOB_VARIABLE
-from ortlaunch.run import ended, listing, queued, registry
-from ortlaunch.run.cancel import cancel
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.run.logs import show
-from ortlaunch.run.requests import stop
-from ortlaunch.run.resolve import ResolvedRun, resolve
-from ortlaunch.run.status import look
-from ortlaunch.run.submit import request_of, submit
+from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.runs import ended, listing, queued, registry
+from ortlaunch.runs.cancel import cancel
+from ortlaunch.runs.logs import show
+from ortlaunch.runs.requests import stop
+from ortlaunch.runs.status import look
 from ortlaunch.schedulers import Seen, slurm
 from tests.makers import BERT, CUSTOM, WORDS
 
@@ -137,7 +137,7 @@ class Queue:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: Seen | None = Seen(JobState.PENDING, "PENDING (Priority)")
-        for module in (queued, __import__("ortlaunch.run.submit", fromlist=["submit"])):
+        for module in (queued, __import__("ortlaunch.commands.submit", fromlist=["submit"])):
             monkeypatch.setattr(module, "scheduler", lambda name: self)
 
     def request(self, job: Any) -> Any:

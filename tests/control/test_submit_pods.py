@@ -14,15 +14,15 @@ import pytest
 import yaml
 
 from ortlaunch import recipe
+from ortlaunch.commands.submit import request_of, submit, without_effect
 from ortlaunch.errors import InputError, LaunchError, MissingDependency, PlanError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.cancel import cancel
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.logs import show
-from ortlaunch.run.resolve import ResolvedRun, resolve
-from ortlaunch.run.status import look
-from ortlaunch.run.submit import request_of, submit, without_effect
+from ortlaunch.resolve.resolve import ResolvedRun, resolve
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.runs.cancel import cancel
+from ortlaunch.runs.logs import show
+from ortlaunch.runs.status import look
 from ortlaunch.schedulers import Seen, azureml, kubernetes
 
 pytestmark = pytest.mark.usefixtures("workbench")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 ROOT = Path(__file__).parents[2]
 COMMAND = Path(sys.executable).with_name("ortlaunch")

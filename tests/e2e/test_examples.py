@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ortlaunch.recipe import load
-from ortlaunch.run import shipped
+from ortlaunch.resolve import shipped
 from ortlaunch.worker.data import collate
-from ortlaunch.worker.model import loss_of
+from ortlaunch.worker.model.model import loss_of
 from tests.e2e.runs import COMMAND, environment
 from tests.ort import needs_ort
 

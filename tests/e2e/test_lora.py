@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.export_checkpoint import trained
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.export.export_checkpoint import trained
 from tests.e2e.runs import BERT, EAGER, SMALL, TWO_RANKS, Run, Train, ended_well, merged
 from tests.ort import needs_ort
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ortlaunch.run.folder import RunDir, read_json, write_json
-from ortlaunch.run.records import EvaluationLine, MetricsLine
-from ortlaunch.worker.allocator import KEPT
-from ortlaunch.worker.metrics import EVALUATED
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.records import EvaluationLine, MetricsLine
+from ortlaunch.worker.engine.allocator import KEPT
+from ortlaunch.worker.training.metrics import EVALUATED
 from tests.e2e.runs import (
     BERT,
     COMMAND,

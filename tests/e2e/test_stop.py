@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from ortlaunch.cli import app
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from tests.e2e.runs import (
     COMMAND,
     EAGER,

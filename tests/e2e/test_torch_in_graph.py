@@ -40,7 +40,7 @@ def net():
 
 
 def wrong_in_graphs():
-    from ortlaunch.ortmodule import torch_calls
+    from ortlaunch.ortmodule.base import torch_calls
 
     plain = torch_calls._gradient
     torch_calls._gradient = lambda found, leaf, taken: plain(found, leaf, taken) * 1.01

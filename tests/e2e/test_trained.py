@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ortlaunch.recipe import parse_resolved
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import Data, collate
-from ortlaunch.worker.export_checkpoint import trained as checkpoint_model
+from ortlaunch.worker.export.export_checkpoint import trained as checkpoint_model
 from tests.e2e.runs import BERT, COMMAND, EAGER, TWO_RANKS, Run, Train, ended_well, environment, merged
 from tests.ort import needs_ort
 

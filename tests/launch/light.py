@@ -14,8 +14,8 @@ import time
 
 from ortlaunch import start
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.worker.requests import Ask, Requests
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.worker.supervision.requests import Ask, Requests
 
 
 def live(run: RunDir, rank: Rank, *_: object) -> int:

@@ -15,7 +15,7 @@ import pytest
 from ortlaunch.launch import backend, mpi
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank, detect
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, TORCHRUN_FIRST, needs_mpi, write_recipe
 from tests.makers import host, plan, recipe
 

@@ -24,9 +24,9 @@ from ortlaunch.launch.private import make_private, private_folder
 from ortlaunch.launch.stop import Stop
 from ortlaunch.plan import Plan
 from ortlaunch.planning.hosts import Host
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.run.status import look
-from ortlaunch.worker.surroundings import Surroundings
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.runs.status import look
+from ortlaunch.worker.supervision.surroundings import Surroundings
 from tests.launch import light
 from tests.launch.tiny import LAUNCHERS, ORTLAUNCH, RECIPE, ortlaunch, write_recipe
 from tests.makers import host, plan, recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ortlaunch.ortmodule.counters import Witness
+from ortlaunch.ortmodule.witness import Witness
 from tests.ort import build
 from tests.ortmodule.forks import fresh
 

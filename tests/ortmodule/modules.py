@@ -13,12 +13,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.ortmodule import ORTModule
-from ortlaunch.ortmodule.counters import Witness
-from ortlaunch.ortmodule.graph import Graph
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.recipe.rules import broken, device_rules
-from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.ort_settings import prepare, settings_of
+from ortlaunch.ortmodule.base.graph import Graph
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.recipe.rules.rules import broken, device_rules
+from ortlaunch.worker.engine.ort_settings import prepare, settings_of
+from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
 
 IDS = torch.arange(32).reshape(4, 8) % 30

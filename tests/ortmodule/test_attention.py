@@ -182,9 +182,10 @@ def test_attention_dropout_drops_its_share_of_the_probabilities() -> None:
 
 
 UNKNOWN_TORCH = """
-from ortlaunch.ortmodule import compat, registry, source_guard
+from ortlaunch.ortmodule import repaired
+from ortlaunch.ortmodule.base import registry, source_guard
 source_guard.TORCH["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] = ("what no torch has",)
-compat.import_ortmodule()
+repaired.import_ortmodule()
 import torch
 from ortlaunch.ortmodule import ORTModule, Settings
 from tests.ortmodule.test_attention import Scores

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from ortlaunch.cache import cache_root
-from ortlaunch.ortmodule import compat, extensions, patching, registry
+from ortlaunch.ortmodule import repaired
+from ortlaunch.ortmodule.base import patching, registry
+from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.tracing import compat
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 
@@ -20,7 +23,9 @@ skipped, first = sys.argv[1], sys.argv[2:]
 for name in first:
     __import__(name)
 import torch
-from ortlaunch.ortmodule import compat, registry
+from ortlaunch.ortmodule import repaired
+from ortlaunch.ortmodule.base import registry
+from ortlaunch.ortmodule.tracing import compat
 from ortlaunch.ortmodule import ORTModule, Settings
 
 def kept(repairs):
@@ -28,7 +33,7 @@ def kept(repairs):
 
 export, push = torch.onnx.export, torch.cuda.nvtx.range_push
 compat._BEFORE_IMPORT, compat._AFTER_IMPORT = kept(compat._BEFORE_IMPORT), kept(compat._AFTER_IMPORT)
-compat.import_ortmodule()
+repaired.import_ortmodule()
 
 class Reverse(torch.autograd.Function):
     @staticmethod
@@ -63,7 +68,7 @@ try:
     convolution(torch.ones(1, 1, 4, 4)).sum().backward()
 except Exception as error:
     raise SystemExit(f"a convolution: {error}")
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule.build import extensions
 refusal = extensions.interop_refusal()
 from onnxruntime.training.ortmodule._graph_transition_manager import GraphTransitionManager
 words = torch.nn.Sequential(torch.nn.Embedding(5, 4, padding_idx=0))
@@ -306,9 +311,9 @@ def test_every_repair_is_tested(built: None) -> None:
 @needs_ort
 def test_importing_twice_repairs_once(built: None) -> None:
     """The second call returns the same module and applies nothing more."""
-    compat.import_ortmodule()
+    repaired.import_ortmodule()
     before = registry.applied()
-    assert compat.import_ortmodule() is compat.import_ortmodule()
+    assert repaired.import_ortmodule() is repaired.import_ortmodule()
     assert registry.applied() == before
     assert len(set(before)) == len(before)
 

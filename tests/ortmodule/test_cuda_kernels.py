@@ -13,10 +13,12 @@ import torch
 from onnx import TensorProto, helper
 from torch import nn
 
-from ortlaunch.ortmodule import bfloat16, cuda_kernels, torch_kernels
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.build import cuda_kernels
+from ortlaunch.ortmodule.graph_repairs import bfloat16
 from ortlaunch.ortmodule.module import import_repaired
-from ortlaunch.ortmodule.source_guard import TRAINING, owner
-from ortlaunch.worker.engine import cast_parameters
+from ortlaunch.ortmodule.torch_in_graph import torch_kernels
+from ortlaunch.worker.engine.engine import cast_parameters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import manager_of, wrapped
 from tests.ortmodule.test_half import Bert, Llama

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.ortmodule import cuda_libraries
+from ortlaunch.ortmodule.build import cuda_libraries
 
 NAMES = [library.name for library in cuda_libraries.LIBRARIES]
 
@@ -117,7 +117,7 @@ int cuGetProcAddress(const char *name, void **address, int version, unsigned lon
 """
 _CHECK = """
 import sys
-from ortlaunch.ortmodule import cuda_libraries
+from ortlaunch.ortmodule.build import cuda_libraries
 print([library.name for library in cuda_libraries.missing()], cuda_libraries.check())
 """
 

@@ -14,9 +14,9 @@ import torch
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.ortmodule.counters import Witness
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.worker.ort_settings import prepare
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.worker.engine.ort_settings import prepare
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Words, manager_of, python, refused, stepped
 

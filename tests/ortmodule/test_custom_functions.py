@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import extensions
-from ortlaunch.ortmodule.counters import Witness
+from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 from tests.ortmodule.modules import Reverse, training_graph, wrapped
@@ -312,7 +312,7 @@ for _ in range(5):
     assert difference(modules[1], modules[0]) < 1e-5
     print(rank, *losses, flush=True)
 dist.barrier()
-os._exit(0)  # a gloo group that is freed may hang, see ortlaunch/worker/distributed.py
+os._exit(0)  # a gloo group that is freed may hang, see ortlaunch/worker/process_group/distributed.py
 """
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.escapes import StaleTensor
+from ortlaunch.ortmodule.tracing.escapes import StaleTensor
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 from tests.ortmodule.programs import compare

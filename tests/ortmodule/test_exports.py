@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import ORTModule, Settings, compat, tracing
-from ortlaunch.ortmodule.counters import tally
+from ortlaunch.ortmodule import ORTModule, Settings, repaired
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.tracing import tracing
 from tests.ort import needs_ort
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
@@ -101,7 +102,7 @@ FORMS: dict[str, Choose] = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of ortlaunch's."""
-    compat.import_ortmodule()  # its extensions are in the real one
+    repaired.import_ortmodule()  # its extensions are in the real one
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     return tmp_path
 
@@ -151,7 +152,7 @@ class Shapes(nn.Module):
 
 def test_an_export_without_weights_is_the_same(built: None) -> None:
     """What shape inference does not get changes no byte of the graph."""
-    compat.import_ortmodule()
+    repaired.import_ortmodule()
     model, ids, found = Shapes(), torch.arange(12).reshape(2, 6), []
     settings = {"dynamo": False, "export_params": False, "opset_version": 17, "do_constant_folding": False}
     for export in (torch.onnx.export, tracing.without_weights(torch.onnx.export)):

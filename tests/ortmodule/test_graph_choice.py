@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 from ortlaunch.ortmodule import graphs
-from ortlaunch.ortmodule.counters import tally
+from ortlaunch.ortmodule.base.counters import tally
 from tests.ort import needs_ort
 from tests.ortmodule.modules import manager_of, wrapped
 from tests.ortmodule.programs import Program, Values, compare, refuse

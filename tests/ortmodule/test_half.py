@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.worker.engine import cast_parameters
+from ortlaunch.worker.engine.engine import cast_parameters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import manager_of, wrapped
 

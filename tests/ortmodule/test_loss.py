@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from ortlaunch import machine
-from ortlaunch.ortmodule import Settings, torch_kernels
-from ortlaunch.ortmodule.counters import Witness, tally
+from ortlaunch.ortmodule import Settings
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.torch_in_graph import torch_kernels
+from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Checkpointed, wrapped
 

@@ -13,11 +13,13 @@ from torch import nn
 
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import extensions, options, registry
-from ortlaunch.ortmodule.counters import Witness
-from ortlaunch.ortmodule.graph import size
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.worker.ort_settings import prepare
+from ortlaunch.ortmodule import options
+from ortlaunch.ortmodule.base import registry
+from ortlaunch.ortmodule.base.graph import size
+from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.worker.engine.ort_settings import prepare
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Words, executed, manager_of, refused, stepped, training_graph
 

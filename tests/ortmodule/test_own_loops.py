@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from ortlaunch.ortmodule import ORTModule, Settings, module
-from ortlaunch.ortmodule.counters import Witness, tally
-from ortlaunch.ortmodule.settings import SettingError
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.settings import SettingError
+from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 
 pytestmark = needs_ort

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ortlaunch.ortmodule import compat, pipeline
-from ortlaunch.ortmodule.registry import Repair
+from ortlaunch.ortmodule import pipeline
+from ortlaunch.ortmodule.base.registry import Repair
 from ortlaunch.ortmodule.repairs import REPAIRS
+from ortlaunch.ortmodule.tracing import compat
 from tests.ort import needs_ort
 
 pytestmark = [needs_ort]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.counters import tally
+from ortlaunch.ortmodule.base.counters import tally
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 

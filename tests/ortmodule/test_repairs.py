@@ -17,10 +17,11 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ortlaunch.ortmodule import counters, graphs, registry, repairs, source_guard
-from ortlaunch.ortmodule.counters import tally
+from ortlaunch.ortmodule import graphs, repairs
+from ortlaunch.ortmodule.base import counters, registry, source_guard
+from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.repairs import REPAIRS, apply_repairs
-from ortlaunch.worker import engine
+from ortlaunch.worker.engine import engine
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 from tests.ortmodule.modules import (
@@ -265,7 +266,7 @@ WITHOUT = {
 }
 RUN = """
 import sys, pytest
-from ortlaunch.ortmodule.compat import import_ortmodule
+from ortlaunch.ortmodule.repaired import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
 import_ortmodule()
 apply_repairs(sys.argv[1])

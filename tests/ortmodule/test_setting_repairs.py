@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule.build import extensions
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 
 pytestmark = needs_ort
 WITHOUT_REPAIR = """
 import json, sys
-from ortlaunch.ortmodule import compat
+from ortlaunch.ortmodule import repaired
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule import ORTModule, Settings
-compat.import_ortmodule()
+repaired.import_ortmodule()
 apply_repairs(sys.argv[1])
 import torch
 model = torch.nn.Linear(4, 1)

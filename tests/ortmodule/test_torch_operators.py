@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ortlaunch.ortmodule import ORTModule, Settings, extensions, torch_calls
-from ortlaunch.ortmodule.counters import Witness, tally
-from ortlaunch.ortmodule.settings import SettingError
+from ortlaunch.ortmodule import ORTModule, Settings
+from ortlaunch.ortmodule.base import torch_calls
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.settings import SettingError
+from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import executed, language_model, same, wrapped
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import registry
-from ortlaunch.ortmodule.counters import Witness
+from ortlaunch.ortmodule.base import registry
+from ortlaunch.ortmodule.witness import Witness
 from ortlaunch.worker.tasks.train import step_seed
 from tests.ort import needs_ort
 from tests.ortmodule.modules import (

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ortlaunch.ortmodule import ORTModule
-from ortlaunch.ortmodule.counters import Witness
+from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Layers, same
 

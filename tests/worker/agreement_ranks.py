@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ortlaunch.rank import Rank
-from ortlaunch.worker.agreement import agreement
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.requests import Ask
+from ortlaunch.worker.process_group.agreement import agreement
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.requests import Ask
 from tests.worker.leaving import leave
 
 STEPS = 300

@@ -16,14 +16,14 @@ import torch.distributed
 from torch import nn
 
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint.background import Background
 from ortlaunch.worker.checkpoint.restore import load
 from ortlaunch.worker.checkpoint.snapshot import take
 from ortlaunch.worker.checkpoint.transaction import snapshot, write
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.lamb import Lamb
-from ortlaunch.worker.stepping import DeepSpeedStepper, Stepper, TorchStepper
+from ortlaunch.worker.engine.lamb import Lamb
+from ortlaunch.worker.engine.stepping import DeepSpeedStepper, Stepper, TorchStepper
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.worker.leaving import leave
 
 STEPS, SAVED, SAMPLES, RATE = 6, 3, 12, 1e-2

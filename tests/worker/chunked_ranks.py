@@ -59,8 +59,8 @@ def exact(family: str, rows: list[dict[str, Tensor]]) -> tuple[float, dict[str, 
 def step(engine_name: str, zero: str, family: str, group: Any) -> dict[str, Any]:
     """Relative differences of the loss and of each gradient; a step of SGD at a high rate leaves it in the weight."""
     from ortlaunch.worker.data import Batches, OwnSamples
-    from ortlaunch.worker.engine import build_engine
-    from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.engine.engine import build_engine
+    from ortlaunch.worker.model.model import LossModule
     from ortlaunch.worker.session import Session
     from ortlaunch.worker.tasks.train import TrainState, train_step
     from tests.makers import host, plan, recipe
@@ -116,7 +116,7 @@ def main() -> None:
     import deepspeed
 
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.distributed import DistributedContext
+    from ortlaunch.worker.process_group.distributed import DistributedContext
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
     torch.distributed.init_process_group("gloo")

@@ -10,16 +10,16 @@ import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text
 from tests.makers import host, plan, recipe
 
 GUARDED = """
 import ctypes, os, signal, sys, time
-import ortlaunch.worker.child, ortlaunch.worker.failure
+import ortlaunch.worker.supervision.child, ortlaunch.worker.supervision.failure
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.rank_supervisor import watch
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.supervision.rank_supervisor import watch
 
 def live(watchdog):
     print("to stdout", flush=True)
@@ -29,12 +29,12 @@ def live(watchdog):
         return 85
     exec(os.environ["LIFE"], globals())
 
-ortlaunch.worker.child.GRACE_SECONDS = 0.3
-ortlaunch.worker.child._OTHERS_SECONDS = float(os.environ.get("OTHERS", "5"))
+ortlaunch.worker.supervision.child.GRACE_SECONDS = 0.3
+ortlaunch.worker.supervision.child._OTHERS_SECONDS = float(os.environ.get("OTHERS", "5"))
 if "FULL" in os.environ:  # as a disk is: what has its room already can still be written
     def write_json(path, value):
         raise OSError(28, "No space left on device")
-    ortlaunch.worker.failure.write_json = write_json
+    ortlaunch.worker.supervision.failure.write_json = write_json
 rank = int(sys.argv[1])
 sys.exit(watch(Rank(rank, 2, rank, 2), RunDir(sys.argv[2]), live))
 """

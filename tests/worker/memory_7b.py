@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_iter
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker import engine, matmul_precision
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.model import build_model
+from ortlaunch.worker.engine import engine
+from ortlaunch.worker.model.model import build_model, matmul_precision
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import bert, plan
 from tests.worker.memory_ranks import NoData
 

@@ -19,13 +19,13 @@ import torch
 
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
-from ortlaunch.run.records import as_json
+from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, take
 from ortlaunch.worker.data import Batches, make_samples  # noqa: F401  (imported before the fork)
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import build_engine
-from ortlaunch.worker.memory_use import MemoryUse
-from ortlaunch.worker.model import build_model
+from ortlaunch.worker.engine.engine import build_engine
+from ortlaunch.worker.engine.memory_use import MemoryUse
+from ortlaunch.worker.model.model import build_model
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import bert, plan
 
 RANKS, ACCUMULATION = 2, 2
@@ -73,7 +73,7 @@ def measure(rank: int, folder: Path, sections: dict[str, Any]) -> NoReturn:
     (folder / f"{rank}.json").write_text(
         json.dumps({**as_json(record), "saved": saved, "share": settled.memory.checkpoint // RANKS})
     )
-    os._exit(0)  # freeing a DistributedDataParallel now can wait for ever: see worker/distributed.py
+    os._exit(0)  # freeing a DistributedDataParallel now can wait for ever: see worker/process_group/distributed.py
 
 
 def fork(rank: int, folder: Path, sections: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import Data, collate
-from ortlaunch.worker.model import LossModule, build_model
+from ortlaunch.worker.model.model import LossModule, build_model
 from tests import makers
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.records import as_json
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker import __main__ as worker
-from ortlaunch.worker import distributed, tasks
-from ortlaunch.worker.watchdog import Watchdog
+from ortlaunch.worker import tasks
+from ortlaunch.worker.process_group import distributed
+from ortlaunch.worker.supervision.watchdog import Watchdog
 from tests.worker.leaving import leave
 
 WORDS = ("highest", "medium", "highest")

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ortlaunch.rank import Rank
-from ortlaunch.worker.agreement import agreement
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.requests import ASKS, DEAF, LISTENING, Ask, Requests
+from ortlaunch.worker.process_group.agreement import agreement
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.requests import ASKS, DEAF, LISTENING, Ask, Requests
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.worker.allocator import KEPT, keep_freed_memory
+from ortlaunch.worker.engine.allocator import KEPT, keep_freed_memory
 
 FAULTS = """
 import ctypes, resource, sys
-from ortlaunch.worker.allocator import give_back_freed_memory, keep_freed_memory
+from ortlaunch.worker.engine.allocator import give_back_freed_memory, keep_freed_memory
 if sys.argv[1] != "plain":
     keep_freed_memory({})
 def step():
@@ -65,7 +65,7 @@ def test_large_blocks_come_in_large_pages(
         told.write_text(f"{order}\n")
     code = f"""
 from pathlib import Path
-from ortlaunch.worker import allocator
+from ortlaunch.worker.engine import allocator
 allocator._REPORTING, environ = Path({str(told)!r}), {given}
 print(allocator.keep_freed_memory(environ))
 print(environ.get("THP_MEM_ALLOC_ENABLE"))

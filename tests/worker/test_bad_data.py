@@ -12,9 +12,9 @@ import pytest
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import to_yaml
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import __main__ as rank_main
-from ortlaunch.worker.pulse import Pulse
+from ortlaunch.worker.supervision.pulse import Pulse
 from tests.makers import BERT, bert, plan
 
 GOOD = b'{"text": "some words", "label": 1}\n' * 3
@@ -34,7 +34,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(rank_main, "keep_freed_memory", lambda _: None)
-    monkeypatch.setattr("ortlaunch.worker.distributed.group", lambda *_: pytest.fail("the ranks met"))
+    monkeypatch.setattr("ortlaunch.worker.process_group.distributed.group", lambda *_: pytest.fail("the ranks met"))
     yield
     gc.set_threshold(*thresholds)
 

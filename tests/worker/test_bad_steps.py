@@ -18,14 +18,14 @@ from torch import nn
 from ortlaunch.errors import LossSpikeError, NonFiniteError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.rank import Rank
-from ortlaunch.recipe.models import Spike
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.bad_steps import Spikes, recorded
+from ortlaunch.recipe.fields.models import Spike
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from ortlaunch.worker.data.left_out import LeftOut
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.finite import require_finite_loss
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.training.bad_steps import Spikes, recorded
+from ortlaunch.worker.training.finite import require_finite_loss
 from tests.training import Trained, records, train_here
 
 SHARDINGS = [None, *({"stage": stage} for stage in range(4))]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from ortlaunch.worker import best
 from ortlaunch.worker.checkpoint.restore import load_weights
-from ortlaunch.worker.finish import finish
-from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.tasks import train as training
+from ortlaunch.worker.training import best
+from ortlaunch.worker.training.finish import finish
 from tests.makers import recipe
 from tests.training import Trained, train_here
 from tests.worker.test_train import ROWS, Line

@@ -10,8 +10,8 @@ import pytest
 from ortlaunch.errors import LaunchError
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
-from ortlaunch.worker import binding
-from ortlaunch.worker.binding import Bound, Cpu, bind, choose, cpus_of, gpu_nodes, numbers, shown
+from ortlaunch.worker.engine import binding
+from ortlaunch.worker.engine.binding import Bound, Cpu, bind, choose, cpus_of, gpu_nodes, numbers, shown
 from tests.makers import host, plan, recipe
 
 FLAT = [Cpu(0, number, number) for number in range(6)]

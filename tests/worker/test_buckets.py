@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from ortlaunch.plan import BatchPlan
-from ortlaunch.recipe.data import Corpus, Data
+from ortlaunch.recipe.fields.data import Corpus, Data
 from ortlaunch.worker.data import Batches, LabelledTexts, Mixture, cut_padding
 
 BUCKETS = (4, 8)

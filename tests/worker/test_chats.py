@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from ortlaunch.cache import take_notes
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.chat_rows import chats_read
 from ortlaunch.worker.data.chats import ANSWER, Conversations, tokenized_chats
 from ortlaunch.worker.data.reading import DataError

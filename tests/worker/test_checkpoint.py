@@ -18,12 +18,12 @@ import torch
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.held import held, is_held
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.held import held, is_held
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import transaction
 from ortlaunch.worker.checkpoint.saving import prune
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 GROUP: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.worker import checkpoint
 from tests import labs
 from tests.makers import plan, recipe

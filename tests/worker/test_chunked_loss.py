@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch.planning.memory import chunk_rows, estimate
-from ortlaunch.recipe.rules import broken
-from ortlaunch.run.engine_report import ChunkedLoss
-from ortlaunch.worker.chunked_head import chunk_head
-from ortlaunch.worker.chunked_loss import _head_loss, chunked_loss
-from ortlaunch.worker.comparison import compare
-from ortlaunch.worker.model import LossModule, whole_logits
-from ortlaunch.worker.summary import _chunked_loss
+from ortlaunch.recipe.rules.rules import broken
+from ortlaunch.run_folder.engine_report import ChunkedLoss
+from ortlaunch.worker.engine.comparison import compare
+from ortlaunch.worker.model.chunked_head import chunk_head
+from ortlaunch.worker.model.chunked_loss import _head_loss, chunked_loss
+from ortlaunch.worker.model.model import LossModule, whole_logits
+from ortlaunch.worker.training.summary import _chunked_loss
 from tests.makers import BERT, bert, recipe
 
 ROWS, WIDTH, WORDS, CHUNK = 70, 32, 1000, 16

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.worker.comparison import compare, compare_with_draws, dropouts, without_dropout
-from ortlaunch.worker.differences import LIMITS
+from ortlaunch.worker.engine.comparison import compare, compare_with_draws, dropouts, without_dropout
+from ortlaunch.worker.engine.differences import LIMITS
 
 BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(3))}
 

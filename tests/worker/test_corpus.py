@@ -20,7 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from ortlaunch.cache import take_notes
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import tokens as tokens_module
 from ortlaunch.worker.data.corpus import documents, files, fingerprint, rows
 from ortlaunch.worker.data.reading import DataError
@@ -315,7 +315,7 @@ def test_more_documents_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 _BUILD = """
 import sys, time
 from pathlib import Path
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import tokens
 original = tokens._write_tokens
 def slowly(*args):

@@ -15,7 +15,7 @@ import torch
 from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, load, parse_resolved
-from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.artifacts import as_on_a_device, ondevice
@@ -24,9 +24,9 @@ from ortlaunch.worker.device.device import SAMPLES, STEPS, Device, load_state, n
 from ortlaunch.worker.device.evaluate import evaluate
 from ortlaunch.worker.device.inference import export
 from ortlaunch.worker.device.train import train
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.evaluate_model import evaluated, measured
-from ortlaunch.worker.model import LossModule, build_model
+from ortlaunch.worker.evaluation.evaluate_model import evaluated, measured
+from ortlaunch.worker.model.model import LossModule, build_model
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests import makers
 from tests.ort import needs_ort
 

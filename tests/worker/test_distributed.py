@@ -19,9 +19,10 @@ import torch
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker import distributed, interface
-from ortlaunch.worker.flight_recorder import record_collectives
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.process_group import distributed
+from ortlaunch.worker.process_group.flight_recorder import record_collectives
+from ortlaunch.worker.supervision import interface
 from tests.makers import host, plan, recipe
 
 HOSTS = (host("a", 2), Host("b", 2, (1, 3)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import documents, fingerprint
 from ortlaunch.worker.data.reading import DataError
 

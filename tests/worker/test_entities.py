@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.worker.entities import Entities, are_tags, spans
+from ortlaunch.worker.evaluation.entities import Entities, are_tags, spans
 
 
 @pytest.mark.parametrize(

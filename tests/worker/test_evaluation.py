@@ -17,16 +17,16 @@ from torch.nn import functional
 
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
-from ortlaunch.recipe.best import KeepBest
-from ortlaunch.worker.best import require_metrics
+from ortlaunch.recipe.fields.best import KeepBest
 from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import build_engine
-from ortlaunch.worker.entities import spans
-from ortlaunch.worker.evaluation import counts_of, evaluate, said_of
-from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.progress import Progress
-from ortlaunch.worker.scores import Scores
+from ortlaunch.worker.engine.engine import build_engine
+from ortlaunch.worker.evaluation.entities import spans
+from ortlaunch.worker.evaluation.evaluation import counts_of, evaluate, said_of
+from ortlaunch.worker.evaluation.scores import Scores
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.progress import Progress
+from ortlaunch.worker.training.best import require_metrics
 from tests.makers import plan, recipe
 
 
@@ -111,7 +111,7 @@ def test_numbers(size: float, noise: float) -> None:
 
 def test_others_than_labelled_tasks_import_no_torchmetrics() -> None:
     """Whose import takes time: the module of evaluations is without it."""
-    code = "import sys, ortlaunch.worker.evaluation; sys.exit('torchmetrics' in sys.modules)"
+    code = "import sys, ortlaunch.worker.evaluation.evaluation; sys.exit('torchmetrics' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

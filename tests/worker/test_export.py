@@ -15,13 +15,13 @@ import torch
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import Data
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.engine.stepping import TorchStepper
 from ortlaunch.worker.export import export
-from ortlaunch.worker.export_checkpoint import _with_adapters
-from ortlaunch.worker.model import build_model
-from ortlaunch.worker.stepping import TorchStepper
+from ortlaunch.worker.export.export_checkpoint import _with_adapters
+from ortlaunch.worker.model.model import build_model
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests import makers
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -14,7 +14,8 @@ import torch
 
 from ortlaunch import cache
 from ortlaunch.errors import FileError, MissingDependency
-from ortlaunch.ortmodule import compat, extensions
+from ortlaunch.ortmodule import repaired
+from ortlaunch.ortmodule.build import extensions
 from tests.ort import needs_ort
 from tests.ortmodule.modules import python
 
@@ -94,10 +95,11 @@ def write_all(names: list[str], folder: Path) -> None:
 def test_an_extension_that_does_not_load_says_how_to_build_it_again(built: None, tmp_path: Path) -> None:
     """A library that does not load is not a traceback from inside ORT."""
     damage = (
-        "from ortlaunch import cache; from ortlaunch.ortmodule import compat, extensions as e; "
+        "from ortlaunch import cache; from ortlaunch.ortmodule import repaired; "
+        "from ortlaunch.ortmodule.build import extensions as e; "
         "folder = e.cache_dir(); folder.mkdir(parents=True); "
         "[(folder / f'{n}.so').write_text('') for n in e.wanted()]; "
-        "[cache.seal(folder / f'{n}.seal', [folder / f'{n}.so']) for n in e.wanted()]; compat.import_ortmodule()"
+        "[cache.seal(folder / f'{n}.seal', [folder / f'{n}.so']) for n in e.wanted()]; repaired.import_ortmodule()"
     )
     done = python(damage, timeout=60, ORTLAUNCH_CACHE=str(tmp_path))
     assert "MissingDependency: the built extension does not load" in done.stderr
@@ -204,7 +206,7 @@ def test_unbuilt_extensions_say_setup(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """An empty cache is one command away from working."""
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path))
     with pytest.raises(MissingDependency, match=r"aten_op_executor.* Type: ortlaunch setup"):
-        compat.import_ortmodule.__wrapped__()
+        repaired.import_ortmodule.__wrapped__()
 
 
 @needs_ort

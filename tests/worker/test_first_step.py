@@ -17,10 +17,10 @@ from deepspeed.utils import groups
 
 from ortlaunch.planning.deepspeed_config import deepspeed_config
 from ortlaunch.rank import Rank
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.lamb import Lamb
-from ortlaunch.worker.optimizer import build_optimizer
-from ortlaunch.worker.stepping import DeepSpeedStepper
+from ortlaunch.worker.engine.lamb import Lamb
+from ortlaunch.worker.engine.optimizer import build_optimizer
+from ortlaunch.worker.engine.stepping import DeepSpeedStepper
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import recipe
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from ortlaunch.worker.garbage import look_as_usual, look_rarely
+from ortlaunch.worker.engine.garbage import look_as_usual, look_rarely
 
 
 class Cycle:

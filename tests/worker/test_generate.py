@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ortlaunch.errors import InputError
-from ortlaunch.worker.generate import text
+from ortlaunch.worker.export.generate import text
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
          "intermediate_size": 32, "max_position_embeddings": 16}  # fmt: skip

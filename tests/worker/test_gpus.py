@@ -9,8 +9,8 @@ import torch
 
 from ortlaunch.errors import LaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.worker import gpus
-from ortlaunch.worker.progress import Progress
+from ortlaunch.worker.supervision import gpus
+from ortlaunch.worker.supervision.progress import Progress
 
 CASES = [
     # planned devices, local rank, CUDA_VISIBLE_DEVICES before, after, the rank's index

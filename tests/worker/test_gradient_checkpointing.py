@@ -11,9 +11,9 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.planning.memory import estimate
-from ortlaunch.recipe.models import Lora
-from ortlaunch.recipe.rules import broken, device_rules
-from ortlaunch.worker.model import _checkpoint_gradients, _with_adapters
+from ortlaunch.recipe.fields.models import Lora
+from ortlaunch.recipe.rules.rules import broken, device_rules
+from ortlaunch.worker.model.model import _checkpoint_gradients, _with_adapters
 from tests.makers import bert, recipe
 
 SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}

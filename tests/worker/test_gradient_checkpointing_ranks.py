@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.counters import Witness
-from ortlaunch.ortmodule.graph import size
-from ortlaunch.recipe.models import Lora
-from ortlaunch.worker.model import LossModule, _checkpoint_gradients, _with_adapters
+from ortlaunch.ortmodule.base.graph import size
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.recipe.fields.models import Lora
+from ortlaunch.worker.model.model import LossModule, _checkpoint_gradients, _with_adapters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import language_model, same, wrapped
 from tests.worker.test_gradient_checkpointing import saved

@@ -18,12 +18,12 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ortlaunch.rank import Rank
-from ortlaunch.worker import engine
 from ortlaunch.worker.deepspeed import gradient_norm, sources
 from ortlaunch.worker.deepspeed.gradient_norm import Applied, fuse_gradient_norm, restore
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.stepping import DeepSpeedStepper
-from ortlaunch.worker.summary import plan_lines
+from ortlaunch.worker.engine import engine
+from ortlaunch.worker.engine.stepping import DeepSpeedStepper
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.training.summary import plan_lines
 from tests.makers import engine_report, recipe
 
 

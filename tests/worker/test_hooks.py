@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ortlaunch.errors import HookError, InputError
-from ortlaunch.run.folder import read_json
+from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.data.own import DataError
 from tests.training import Trained, train_here
 from tests.worker.test_train import ROWS, Line

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import OwnSamples
-from ortlaunch.worker.export_checkpoint import require_same_frozen
-from ortlaunch.worker.identity import identity, of_frozen
+from ortlaunch.worker.export.export_checkpoint import require_same_frozen
+from ortlaunch.worker.model.identity import identity, of_frozen
 from tests.makers import plan, recipe
 from tests.training import train_here
 from tests.worker.test_checkpoint import GROUP

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords, label_rows
 from ortlaunch.worker.data import labelled as labelled_module
 from ortlaunch.worker.data.labelled import class_lines, class_names, number_labels

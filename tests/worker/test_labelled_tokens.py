@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import IGNORED, LabelledTexts, Mixture, ScoredTexts, TaggedWords, label_rows, shards, tokens
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.labelled import number_labels

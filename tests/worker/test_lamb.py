@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ortlaunch.worker import lamb
-from ortlaunch.worker.lamb import Lamb
+from ortlaunch.worker.engine import lamb
+from ortlaunch.worker.engine.lamb import Lamb
 from tests.worker.lamb_problem import SETTINGS, trained
 
 RATES = (0.05, 0.1, 0.1, 0.02, 0.0, 0.07)

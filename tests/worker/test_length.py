@@ -12,10 +12,10 @@ import torch
 from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.worker.checkpoint import Found, newest
-from ortlaunch.worker.distributed import DistributedContext
 from ortlaunch.worker.length import length_line, with_steps
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import recipe
 
 BATCH = BatchPlan(16, 16, 1, 1, None)

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.worker.data import Batches, OwnSamples, collate
-from ortlaunch.worker.loss_weight import LossWeight
-from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.model.loss_weight import LossWeight
+from ortlaunch.worker.model.model import LossModule
 from tests.makers import recipe
 from tests.training import train_here
 

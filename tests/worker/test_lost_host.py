@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.lost import Lost
-from ortlaunch.worker import lost_host
-from ortlaunch.worker.interface import has_link
-from ortlaunch.worker.lost_host import LostHosts, answers, end_launcher
-from ortlaunch.worker.stall import Beat
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lost import Lost
+from ortlaunch.worker.supervision import lost_host
+from ortlaunch.worker.supervision.interface import has_link
+from ortlaunch.worker.supervision.lost_host import LostHosts, answers, end_launcher
+from ortlaunch.worker.supervision.stall import Beat
 
 
 def beat(rank: int, host: str, silent: float = 0.0) -> Beat:

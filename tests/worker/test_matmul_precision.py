@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
-from ortlaunch.recipe.rules import broken, device_rules
-from ortlaunch.worker.comparison import compare
-from ortlaunch.worker.matmul_precision import (
+from ortlaunch.recipe.rules.rules import broken, device_rules
+from ortlaunch.worker.engine.comparison import compare
+from ortlaunch.worker.model.matmul_precision import (
     describe,
     keep_positions_exact,
     mantissa_bits,
@@ -134,7 +134,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
     def be(name: str, flags: set[str], bits: int = 23) -> None:
         monkeypatch.setattr(machine, "_processor", lambda: name)
         monkeypatch.setattr(machine, "_flags", lambda: flags)
-        monkeypatch.setattr("ortlaunch.worker.matmul_precision.mantissa_bits", lambda device: bits)
+        monkeypatch.setattr("ortlaunch.worker.model.matmul_precision.mantissa_bits", lambda device: bits)
 
     with matmul_precision("highest"):
         yield be

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ortlaunch import machine, recipe
-from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text
 from tests.makers import host, plan
 from tests.makers import recipe as made
 from tests.ort import needs_ort

@@ -8,7 +8,7 @@ import pytest
 
 from ortlaunch.errors import LaunchError
 from ortlaunch.rank import Rank
-from ortlaunch.worker.meeting_port import require_free
+from ortlaunch.worker.process_group.meeting_port import require_free
 
 FIRST = Rank(0, 4, 0, 2)
 RANKS = dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, FIRST)))

@@ -12,7 +12,7 @@ from torch import nn
 from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.memory import estimate, full_config, padded_vocabulary, tensor_sizes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.families import LABELLED_TASKS, complete
+from ortlaunch.recipe.fields.families import LABELLED_TASKS, complete
 from tests.makers import BERT, WORDS, bert
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

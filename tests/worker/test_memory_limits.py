@@ -16,7 +16,7 @@ from ortlaunch import machine
 from ortlaunch.errors import PlanError
 from ortlaunch.ortmodule import Settings, options
 from ortlaunch.planning.capacity import crowded
-from ortlaunch.worker.memory_limits import RankLimits
+from ortlaunch.worker.engine.memory_limits import RankLimits
 from tests import labs
 from tests.kernel_files import GiB, KernelFiles
 from tests.makers import host, plan, recipe
@@ -52,7 +52,7 @@ def test_the_machine_is_shared_by_its_ranks() -> None:
 
 TAKES = """
 import resource, sys, torch
-from ortlaunch.worker.memory_limits import RankLimits, status
+from ortlaunch.worker.engine.memory_limits import RankLimits, status
 if sys.argv[1] == "RLIMIT_AS":
     limit = status("VmSize") + (1 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -85,7 +85,7 @@ SEEN = """
 import json, torch
 from ortlaunch import machine
 from ortlaunch.ortmodule import Settings, options
-from ortlaunch.worker.memory_limits import RankLimits
+from ortlaunch.worker.engine.memory_limits import RankLimits
 options.settle_deepcopy(torch.nn.Linear(2, 2), Settings())
 limits = {limit.name: limit.size for limit in RankLimits(torch.device("cpu"), 1).limits}
 exported = options.report()["deepcopy_before_export"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from ortlaunch.worker.memory_use import _count
+from ortlaunch.worker.engine.memory_use import _count
 
 
 class StandIn(torch.Tensor):

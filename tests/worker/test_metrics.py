@@ -20,12 +20,13 @@ import transformers
 from torch import nn
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import duration
-from ortlaunch.worker import meter as meter_module
-from ortlaunch.worker import metrics as metrics_module
-from ortlaunch.worker import trackers
-from ortlaunch.worker.metrics import Metrics, flops_per_token, measured_peak_flops
+from ortlaunch.worker.engine.flops import flops_per_token, measured_peak_flops
+from ortlaunch.worker.training import meter as meter_module
+from ortlaunch.worker.training import metrics as metrics_module
+from ortlaunch.worker.training import trackers
+from ortlaunch.worker.training.metrics import Metrics
 
 VALUES = {
     "epoch": 0.25, "loss": 1.25, "samples_per_second": 1234.56, "tokens_per_second": 98765.4, "mfu": 0.0525,

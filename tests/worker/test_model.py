@@ -11,7 +11,7 @@ import torch
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.data import Data
-from ortlaunch.worker.model import LossModule, attention_of, build_model
+from ortlaunch.worker.model.model import LossModule, attention_of, build_model
 from tests.worker.models import (
     BERT,
     BLOOM,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker import module_copies as own
-from ortlaunch.worker.module_copies import copy_modules
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.supervision import module_copies as own
+from ortlaunch.worker.supervision.module_copies import copy_modules
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.recipe.deepspeed_keys import NESTED
-from ortlaunch.recipe.families import BERT, COMMON, COMMON_DEFAULTS, LINEAR_LAYERS, LLAMA
+from ortlaunch.recipe.fields.deepspeed_keys import NESTED
+from ortlaunch.recipe.fields.families import BERT, COMMON, COMMON_DEFAULTS, LINEAR_LAYERS, LLAMA
 
 
 def defaults(config: Any) -> dict[str, Any]:

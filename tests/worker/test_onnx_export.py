@@ -11,13 +11,13 @@ import torch
 
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.export_records import OnnxCheck
-from ortlaunch.worker import onnx_export
+from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import Data, collate
-from ortlaunch.worker.model import LossModule, build_model
-from ortlaunch.worker.onnx_export import onnx
-from ortlaunch.worker.onnx_model import OnnxModel
-from ortlaunch.worker.onnx_model import loss as loss_of
+from ortlaunch.worker.model.model import LossModule, build_model
+from ortlaunch.worker.onnx import onnx_export
+from ortlaunch.worker.onnx.onnx_export import onnx
+from ortlaunch.worker.onnx.onnx_model import OnnxModel
+from ortlaunch.worker.onnx.onnx_model import loss as loss_of
 from tests import makers
 from tests.ort import needs_ort
 

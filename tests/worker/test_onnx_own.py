@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError
-from ortlaunch.run.export_records import OnnxCheck
+from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import Data
-from ortlaunch.worker.model import build_model
-from ortlaunch.worker.onnx_export import onnx
+from ortlaunch.worker.model.model import build_model
+from ortlaunch.worker.onnx.onnx_export import onnx
 from tests import makers
 from tests.ort import needs_ort
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.models import Optimizer
-from ortlaunch.worker.lamb import Lamb
-from ortlaunch.worker.optimizer import _why_not_these, build_optimizer, parameter_groups
+from ortlaunch.recipe.fields.models import Optimizer
+from ortlaunch.worker.engine.lamb import Lamb
+from ortlaunch.worker.engine.optimizer import _why_not_these, build_optimizer, parameter_groups
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -105,7 +105,7 @@ def test_an_idle_word_is_noted(fields: dict[str, Any], noted: str | None) -> Non
     [
         ("adamw", torch.optim.AdamW, "torch.optim.AdamW", ""),
         ("sgd", torch.optim.SGD, "torch.optim.SGD", ""),
-        ("lamb", Lamb, "ortlaunch.worker.lamb.Lamb", ""),
+        ("lamb", Lamb, "ortlaunch.worker.engine.lamb.Lamb", ""),
         (
             "fused_adam",
             torch.optim.AdamW,
@@ -219,7 +219,7 @@ def test_fused_adam_is_replaced_where_it_would_write_elsewhere(zero: Any, ranks:
 def test_onnx_runtimes_fused_adam_is_torchs_fused_adamw() -> None:
     """On a GPU, ORT's kernel and torch's end 50 steps with the same weights."""
     pytest.importorskip("onnxruntime.training")
-    from ortlaunch.ortmodule.compat import import_ortmodule
+    from ortlaunch.ortmodule.repaired import import_ortmodule
 
     import_ortmodule()
     model, gradients = fifty_steps(torch.float32)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import HookError, InputError
-from ortlaunch.worker import best
 from ortlaunch.worker.data import OwnSamples, collate
 from ortlaunch.worker.data.own import DataError
-from ortlaunch.worker.own_metric import OwnMetric
+from ortlaunch.worker.evaluation.own_metric import OwnMetric
+from ortlaunch.worker.training import best
 from tests.training import session_here, train_here
 from tests.worker import test_evaluation
 from tests.worker.test_train import ROWS, Line

@@ -14,7 +14,7 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.data import Data
-from ortlaunch.worker.model import LossModule, build_model
+from ortlaunch.worker.model.model import LossModule, build_model
 from tests.makers import recipe
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
-from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.own_numbers import Numbers, loss_in, numbers_of
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.model.own_numbers import Numbers, loss_in, numbers_of
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 from tests.training import train_here

@@ -14,8 +14,8 @@ from ortlaunch.errors import InputError
 from ortlaunch.worker.data import IGNORED, collate
 from ortlaunch.worker.data.tokens import Documents
 from ortlaunch.worker.data.windows import SeparateDocuments
-from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.packing import require_separate, with_mask
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.model.packing import require_separate, with_mask
 from tests.ort import needs_ort
 
 LENGTH, SIZES = 24, [5, 30, 1, 0, 7, 24, 2, 2, 40, 9]

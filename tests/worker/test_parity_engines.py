@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.counters import Witness, tally
-from ortlaunch.worker.comparison import compare, compare_with_draws, dropouts
-from ortlaunch.worker.differences import Comparison
-from ortlaunch.worker.model import LossModule
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.witness import Witness
+from ortlaunch.worker.engine.comparison import compare, compare_with_draws, dropouts
+from ortlaunch.worker.engine.differences import Comparison
+from ortlaunch.worker.model.model import LossModule
 from tests.ort import needs_ort
 from tests.ortmodule.modules import language_model, wrapped
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, ParityError
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.parity_steps import ParitySteps
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.training.parity_steps import ParitySteps
 from tests.makers import engine_report, plan, recipe
 
 NO_DATA: Any = None

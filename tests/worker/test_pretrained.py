@@ -14,8 +14,8 @@ import torch
 
 from ortlaunch.errors import InputError
 from ortlaunch.worker.data import Data
-from ortlaunch.worker.model import LossModule, build_model
-from ortlaunch.worker.pretrained import loading_notes
+from ortlaunch.worker.model.model import LossModule, build_model
+from ortlaunch.worker.model.pretrained import loading_notes
 from tests.worker.models import BERT, LLAMA, first_loss, labels, recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")

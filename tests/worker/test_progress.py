@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ortlaunch.worker import progress
-from ortlaunch.worker.progress import Progress
+from ortlaunch.worker.supervision import progress
+from ortlaunch.worker.supervision.progress import Progress
 
 
 def test_each_part_of_a_run_has_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,13 @@ import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard, constants
 
+from ortlaunch.commands.export import export
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError
 from ortlaunch.recipe import to_yaml
-from ortlaunch.run.export import export
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.worker.export import huggingface
-from ortlaunch.worker.model_card import model_card
-from ortlaunch.worker.push import check, push
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.worker.export.export import huggingface
+from ortlaunch.worker.export.model_card import model_card
+from ortlaunch.worker.export.push import check, push
 from tests.makers import bert, engine_report, onnxruntime
 from tests.worker.hub import Hub, serving
 

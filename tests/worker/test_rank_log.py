@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text
 from tests.makers import host, plan, recipe
 from tests.worker.guarded import guarded, write_plan
 

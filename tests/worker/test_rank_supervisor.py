@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.worker import rank_supervisor
-from ortlaunch.worker.child import Child
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.worker.supervision import rank_supervisor
+from ortlaunch.worker.supervision.child import Child
 from tests.worker.guarded import guarded, write_plan
 
 
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 IGNORE = "signal.signal(15, signal.SIG_IGN)"
-LISTENS = "from ortlaunch.worker.requests import Requests; Requests().listen(); time.sleep(0.3)"
+LISTENS = "from ortlaunch.worker.supervision.requests import Requests; Requests().listen(); time.sleep(0.3)"
 FAILED = "other = RunDir(sys.argv[2]); other.count_account(); open(other.error(0), 'w').close()"
 EXITS = "signal.signal(15, lambda *_: sys.exit(3))"
 ENDS = {  # life: (status of the guardian, and of the record: exit status, type, secondary, words of its summary)
@@ -130,7 +130,7 @@ def test_a_save_that_outlives_its_grace_is_run_again(run: RunDir) -> None:
 
 def test_a_signal_just_before_the_rank_listens(run: RunDir) -> None:
     """It is said again once the rank does, which has its whole grace to save then."""
-    listens = "from ortlaunch.worker.requests import Requests; heard = Requests(); heard.listen()"
+    listens = "from ortlaunch.worker.supervision.requests import Requests; heard = Requests(); heard.listen()"
     life = f"{IGNORE}; os.kill(os.getppid(), 15); time.sleep(0.1); {listens}; time.sleep(0.6); assert heard.asked"
     ended = guarded(run, life)
     assert (ended.status, ended.record) == (0, None)
@@ -171,7 +171,7 @@ def test_a_rank_that_was_stopped_is_no_echo_of_its_peers(run: RunDir) -> None:
 def test_srun_leaves_ranks_alone(others: str, status: int, run: RunDir) -> None:
     """Another rank failed, or was stopped in its import: this one does not wait for it, and says the same."""
     write_plan(run, "inside")
-    life = f"from ortlaunch.run.folder import write_json; {others}; time.sleep(9)"
+    life = f"from ortlaunch.run_folder.folder import write_json; {others}; time.sleep(9)"
     ended = guarded(run, life, OTHERS="0.3")
     assert ended.record is not None
     assert (ended.status, ended.record["secondary"]) == (status, status < 0)

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 from torch.testing import assert_close
 
-from ortlaunch.recipe.data import MaskedLm
+from ortlaunch.recipe.fields.data import MaskedLm
 from ortlaunch.worker.data import IGNORED, Blocks, MaskedBlocks, Masking, Mixture, SentencePairs, collate
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.tokens import Documents

@@ -13,12 +13,12 @@ import torch
 
 from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.checkpoint.saves import records
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.requests import Ask
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.requests import Ask
 from tests.makers import recipe
 from tests.worker.test_checkpoint import GROUP, Writer, writers
 

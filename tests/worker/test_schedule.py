@@ -10,8 +10,8 @@ import torch
 import transformers
 from transformers import optimization
 
-from ortlaunch.recipe.schedule import Schedule
-from ortlaunch.worker.schedule import decay_steps, factor, warmup_steps
+from ortlaunch.recipe.fields.schedule import Schedule
+from ortlaunch.worker.engine.schedule import decay_steps, factor, warmup_steps
 
 THEIRS = {
     "linear": transformers.get_linear_schedule_with_warmup,

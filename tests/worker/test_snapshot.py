@@ -19,10 +19,10 @@ from ortlaunch.rank import Rank
 from ortlaunch.worker.checkpoint import tensor_file
 from ortlaunch.worker.checkpoint.restore import load
 from ortlaunch.worker.checkpoint.snapshot import file_of, take
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.lamb import Lamb
-from ortlaunch.worker.named_state import NamedState
-from ortlaunch.worker.stepping import TorchStepper
+from ortlaunch.worker.engine.lamb import Lamb
+from ortlaunch.worker.engine.stepping import TorchStepper
+from ortlaunch.worker.model.named_state import NamedState
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 ALONE: Any = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir, write_text
-from ortlaunch.worker import exchange, stall
-from ortlaunch.worker.exchange import Exchange, beat_seconds
-from ortlaunch.worker.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, TRAINING, Pulse
-from ortlaunch.worker.rebuilding import COMPILING, tell_rebuilding
-from ortlaunch.worker.slow import SlowRanks
-from ortlaunch.worker.stall import MEETING, Beat, behind, judge, limits
-from ortlaunch.worker.watchdog import Watchdog, _first_lines
+from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.worker.supervision import exchange, stall
+from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
+from ortlaunch.worker.supervision.pulse import AUTO, BACKWARD, FORWARD, NEVER, READING, TRAINING, Pulse
+from ortlaunch.worker.supervision.slow import SlowRanks
+from ortlaunch.worker.supervision.stall import MEETING, Beat, behind, judge, limits
+from ortlaunch.worker.supervision.watchdog import Watchdog, _first_lines
+from ortlaunch.worker.training.rebuilding import COMPILING, tell_rebuilding
 from tests.makers import plan, recipe
 
 
@@ -203,7 +203,7 @@ def test_rank_0s_silence_is_seen_by_the_others(monkeypatch: pytest.MonkeyPatch) 
     hub.receive()
     other.receive()
     now = time.monotonic()
-    monkeypatch.setattr("ortlaunch.worker.exchange.time.monotonic", lambda: now + 40)
+    monkeypatch.setattr("ortlaunch.worker.supervision.exchange.time.monotonic", lambda: now + 40)
     beats = other.beats(beat(1))
     assert beats is not None
     found = judge(beats, 20.0, 99.0)
@@ -220,7 +220,7 @@ def test_a_rank_that_nobody_ever_answered_is_watched_alone(monkeypatch: pytest.M
     """Where UDP is closed rank 0 has not fallen silent: a rank that computes for long is not ended for it."""
     _, other = met(2)
     now = time.monotonic()
-    monkeypatch.setattr("ortlaunch.worker.exchange.time.monotonic", lambda: now + 3600)
+    monkeypatch.setattr("ortlaunch.worker.supervision.exchange.time.monotonic", lambda: now + 3600)
     busy = beat(1, still=3600.0, idle=0.0, warm=False, phase="exporting to ONNX Runtime")
     beats = other.beats(busy)
     assert beats == [busy]
@@ -238,7 +238,7 @@ def test_a_datagram_that_is_refused_is_no_end(monkeypatch: pytest.MonkeyPatch) -
     other.tell(beat(1))
     other.receive()
     now = time.monotonic()
-    monkeypatch.setattr("ortlaunch.worker.exchange.time.monotonic", lambda: now + 40)
+    monkeypatch.setattr("ortlaunch.worker.supervision.exchange.time.monotonic", lambda: now + 40)
     assert [one.rank for one in other.beats(beat(1)) or []] == [0, 1]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.worker.stepping import TorchStepper
+from ortlaunch.worker.engine.stepping import TorchStepper
 
 PASSES, RATE = 3, 0.5
 
@@ -65,8 +65,8 @@ def test_weights_are_cast_once_a_step() -> None:
 
 FORKS = """
 import os, torch
-from ortlaunch.worker.requests import Requests
-from ortlaunch.worker.stepping import _weighted
+from ortlaunch.worker.supervision.requests import Requests
+from ortlaunch.worker.engine.stepping import _weighted
 Requests().listen()
 child = os.fork()
 _weighted(torch.ones(()), 1.0)

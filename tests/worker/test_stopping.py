@@ -11,10 +11,10 @@ import torch
 
 from ortlaunch.errors import CheckpointError, NotSaved
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.requests import Ask
-from ortlaunch.worker.stopping import saved_for, stop
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.requests import Ask
+from ortlaunch.worker.training.stopping import saved_for, stop
 
 
 @pytest.fixture

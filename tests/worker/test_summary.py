@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.run.engine_report import EngineReport, ExportCopy, FusedNorm, Graph, MatmulPrecision
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.worker.binding import Bound
-from ortlaunch.worker.finish import summarize
-from ortlaunch.worker.summary import late_notes, outcome_lines, plan_lines
+from ortlaunch.run_folder.engine_report import EngineReport, ExportCopy, FusedNorm, Graph, MatmulPrecision
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.worker.engine.binding import Bound
+from ortlaunch.worker.training.finish import summarize
+from ortlaunch.worker.training.summary import late_notes, outcome_lines, plan_lines
 from tests.makers import engine_report, onnxruntime
 
 FP16 = "FP16_Optimizer: ortlaunch's, overflow and norm at once"

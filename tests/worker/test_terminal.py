@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from ortlaunch.worker import terminal
-from ortlaunch.worker.terminal import LIVE, Screen, Stream
+from ortlaunch.worker.supervision import terminal
+from ortlaunch.worker.supervision.terminal import LIVE, Screen, Stream
 
 ERASE = b"\r\x1b[K"
 

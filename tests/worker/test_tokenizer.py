@@ -14,7 +14,7 @@ import pytest
 
 from ortlaunch.cache import take_notes
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.data import Data
+from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer as tokenizer_module
 from ortlaunch.worker.data.tokenizer import load_tokenizer
 
@@ -38,7 +38,7 @@ def data(corpus: Path, tokenizer: Any) -> Data:
 
 _TRAIN = """
 import sys
-from ortlaunch.recipe.data import Data
+from ortlaunch.recipe.fields.data import Data
 from ortlaunch.worker.data import tokenizer
 for kind, letters in (("wordpiece", 1000), ("wordpiece", 20), ("bpe", 1000)):
     tokenizer._MOST_LETTERS = letters

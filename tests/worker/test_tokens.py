@@ -16,7 +16,7 @@ import pytest
 
 from ortlaunch import cache
 from ortlaunch.cache import take_notes
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import shards, tokens
 from tests.worker.test_corpus import Letters
 

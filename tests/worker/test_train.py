@@ -17,7 +17,7 @@ from torch import nn
 
 from ortlaunch.errors import CheckpointError, NonFiniteError
 from ortlaunch.plan import BatchPlan
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from ortlaunch.worker.tasks.train import run as run_task

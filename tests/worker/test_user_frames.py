@@ -12,8 +12,8 @@ import pytest
 
 from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.launch.failure import explain_end
-from ortlaunch.run.folder import RunDir, write_text
-from ortlaunch.worker.user_frames import described, folded, raised_at
+from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.worker.supervision.user_frames import described, folded, raised_at
 from tests.worker.guarded import guarded, write_plan
 
 SOURCE = """\

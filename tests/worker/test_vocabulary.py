@@ -11,13 +11,13 @@ import pytest
 
 from ortlaunch.errors import DamagedFile, InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.data import TokenizerTraining
-from ortlaunch.run.folder import RunDir, write_json
+from ortlaunch.recipe.fields.data import TokenizerTraining
+from ortlaunch.run_folder.folder import RunDir, write_json
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.vocabulary import Vocabulary, goes_on_with, keep, of_run
-from ortlaunch.worker.evaluate_model import evaluated
-from ortlaunch.worker.model import build_model
+from ortlaunch.worker.evaluation.evaluate_model import evaluated
+from ortlaunch.worker.model.model import build_model
 from tests.worker.models import BERT, recipe
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -90,8 +90,8 @@ def steps(case: Case, group: Any) -> dict[str, Any]:
     import torch
 
     from ortlaunch.worker.data import Batches, OwnSamples
-    from ortlaunch.worker.engine import build_engine
-    from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.engine.engine import build_engine
+    from ortlaunch.worker.model.model import LossModule
     from ortlaunch.worker.session import Session
     from ortlaunch.worker.tasks.train import TrainState, train_step
     from tests.makers import host, plan, recipe
@@ -128,7 +128,7 @@ def main() -> None:
     """Every case that was asked for."""
     file, name, *asked = sys.argv[1:]
     if name == "ort":
-        from ortlaunch.worker.ort_settings import prepare
+        from ortlaunch.worker.engine.ort_settings import prepare
         from tests.makers import recipe
 
         prepare(recipe(engine={"name": "ort"}).engine)
@@ -136,7 +136,7 @@ def main() -> None:
     import torch
 
     from ortlaunch.rank import Rank
-    from ortlaunch.worker.distributed import DistributedContext
+    from ortlaunch.worker.process_group.distributed import DistributedContext
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute to compile
     torch.distributed.init_process_group("gloo")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.source_guard import MANAGER, owner
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.source_guard import MANAGER, owner
 
 _ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
 _OF_THE_GRAPH = ("_ortlaunch_key", "_ortlaunch_norms", "_ortlaunch_facts")

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ortlaunch.ortmodule import extensions
+from ortlaunch.ortmodule.build import extensions
 
 _CALLS = "onnxruntime.training.ortmodule._custom_autograd_function"
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"

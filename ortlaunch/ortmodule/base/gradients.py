@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ortlaunch.ortmodule.differentiable import STOPS
-from ortlaunch.ortmodule.export import Export
+from ortlaunch.ortmodule.base.differentiable import STOPS
+from ortlaunch.ortmodule.base.export import Export
 
 
 def without_frozen(export: Export, model: Any, names: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ortlaunch.ortmodule import source_guard
+from ortlaunch.ortmodule.base import source_guard
 
 _applied: list[str] = []
 _not_applied: dict[str, str] = {}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ortlaunch.ortmodule.extensions import ORT_VERSION
+from ortlaunch.ortmodule.build.extensions import ORT_VERSION
 
 PACKAGE = "onnxruntime.training.ortmodule"
 TRANSITION = "_graph_transition_manager:GraphTransitionManager"

@@ -74,7 +74,7 @@ def check() -> str:
     if absent:
         names = ", ".join(library.name for library in absent)
         return f"the CUDA libraries of onnxruntime-training are not installed ({names}). Type: {hint(absent)}"
-    command = start.command("ortlaunch.ortmodule.cuda_libraries")
+    command = start.command("ortlaunch.ortmodule.build.cuda_libraries")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False)
     except subprocess.TimeoutExpired:

@@ -24,7 +24,7 @@ from pathlib import Path
 from ortlaunch import machine
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import MissingDependency, OrtlaunchError
-from ortlaunch.ortmodule import cuda_libraries, extension_sources
+from ortlaunch.ortmodule.build import cuda_libraries, extension_sources
 
 ORT_VERSION = "1.19.2"
 EXTRA_OF = {"onnxruntime-training-cpu": "ort-cpu", "onnxruntime-training": "ort-cuda"}

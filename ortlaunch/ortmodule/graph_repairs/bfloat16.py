@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ortlaunch.ortmodule import cuda_kernels
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.graph import replace_nodes
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, owner
-from ortlaunch.ortmodule.torch_kernels import Rewriting
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.graph import replace_nodes
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
+from ortlaunch.ortmodule.build import cuda_kernels
+from ortlaunch.ortmodule.torch_in_graph.torch_kernels import Rewriting
 
 _KIND = "bfloat16"
 # ORT's operator: torch's operator, and the arguments after its inputs.

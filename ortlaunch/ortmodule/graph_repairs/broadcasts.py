@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule import patching
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.graph import replace_nodes
-from ortlaunch.ortmodule.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.base import patching
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.graph import replace_nodes
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 
 _SIZES = "ortlaunch.sizes"
 _BROADCASTING = {

@@ -22,10 +22,10 @@ from unittest import mock
 
 import torch
 
-from ortlaunch.ortmodule.differentiable import STOPS
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.gradients import ends_gradients
-from ortlaunch.ortmodule.graph import replace_nodes
+from ortlaunch.ortmodule.base.differentiable import STOPS
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.gradients import ends_gradients
+from ortlaunch.ortmodule.base.graph import replace_nodes
 
 _NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2)}
 _BEFORE, _BEHIND = -(2**40), 2**62

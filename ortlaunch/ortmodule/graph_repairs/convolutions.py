@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.graph import replace_nodes
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.graph import replace_nodes
 
 
 def rewrite(export: Export, model: Any) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ortlaunch.ortmodule import patching
-from ortlaunch.ortmodule.broadcasts import hide
-from ortlaunch.ortmodule.gradients import reached
-from ortlaunch.ortmodule.graph import replace_nodes
-from ortlaunch.ortmodule.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.base import patching
+from ortlaunch.ortmodule.base.gradients import reached
+from ortlaunch.ortmodule.base.graph import replace_nodes
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.graph_repairs.broadcasts import hide
 
 _END = 2**63 - 1
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from ortlaunch.ortmodule import patching
+from ortlaunch.ortmodule.base import patching
 
 
 def infer_symbolic_sizes() -> None:

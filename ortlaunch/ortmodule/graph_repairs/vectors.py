@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ortlaunch.ortmodule import patching
-from ortlaunch.ortmodule.graph import replace_nodes
-from ortlaunch.ortmodule.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.base import patching
+from ortlaunch.ortmodule.base.graph import replace_nodes
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 
 _NEW_AXIS = (0, 1)  # of a vector on the left, and on the right
 _OF_PRODUCT = (-2, -1)

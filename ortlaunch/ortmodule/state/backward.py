@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ortlaunch.ortmodule.gradients import reached
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.base.gradients import reached
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
 
 _SAME_VALUES = {"Cast", "Expand", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 _SIZES = {"Shape", "Size"}

@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import grad_mode, torch_modules
-from ortlaunch.ortmodule.export import Export, seen_of
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.source_guard import PACKAGE, PROCESSED, TRAINING, owner
+from ortlaunch.ortmodule.base.export import Export, seen_of
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.source_guard import PACKAGE, PROCESSED, TRAINING, owner
+from ortlaunch.ortmodule.torch_in_graph import torch_modules
+from ortlaunch.ortmodule.tracing import grad_mode
 
 _SIZE = "ortlaunch_size_of_"
 

@@ -16,10 +16,10 @@ import numpy
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import torch_modules
-from ortlaunch.ortmodule.buffers import kept_buffers
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.python_state import ENVIRONMENT, GLOBAL, GONE, Reads, Values, drawn, noted, same
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.state.buffers import kept_buffers
+from ortlaunch.ortmodule.torch_in_graph import torch_modules
+from ortlaunch.ortmodule.tracing.python_state import ENVIRONMENT, GLOBAL, GONE, Reads, Values, drawn, noted, same
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")

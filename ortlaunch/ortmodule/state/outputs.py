@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.source_guard import PROCESSED, owner
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.source_guard import PROCESSED, owner
 
 _TYPES = "_ortlaunch_types"
 

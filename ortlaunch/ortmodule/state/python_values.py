@@ -21,11 +21,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.ortmodule import aliases, grad_mode, torch_modules
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.export import Export, seen_of
-from ortlaunch.ortmodule.grad_mode import changed_since, tensors, versions_of
-from ortlaunch.ortmodule.settings import settings_of
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.export import Export, seen_of
+from ortlaunch.ortmodule.base.settings import settings_of
+from ortlaunch.ortmodule.torch_in_graph import torch_modules
+from ortlaunch.ortmodule.tracing import aliases, grad_mode
+from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
 
 _T = torch.Tensor
 _SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, _T.shape.__get__, _T.__len__}
@@ -33,11 +34,11 @@ _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
           _T.allclose}  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
-_NOT_THE_USERS = (f"{_TORCH}/", str(Path(__file__).parent), f"{Path(_TORCH).parent}/onnxruntime/")
+_NOT_THE_USERS = (f"{_TORCH}/", str(Path(__file__).parents[1]), f"{Path(_TORCH).parent}/onnxruntime/")
 _LOOKS_AT_MASK = "_detect_is_causal_mask"
 _BETWEEN = (grad_mode.__file__, aliases.__file__, str(Path(__file__).with_name("weight_changes.py")))
 # Own looks at a batch, and torch's checks of a distribution's parameters.
-_QUIET = (str(Path(__file__).parent), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
+_QUIET = (str(Path(__file__).parents[1]), f"{_TORCH}/distributions", f"{_TORCH}/onnx", f"{_TORCH}/jit", "onnxruntime")
 
 
 # ------------------------------------------------------------------------------------------------ in the export

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, owner
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
 
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 _HALF = "ONNX Runtime computes float32 on a CPU (and float16 and bfloat16 on CUDA)"
 _EAGER = "use the model without ORTModule (engine.name: eager)"
 # A pattern in an error, and what is written in its place; {0} is what the pattern found.

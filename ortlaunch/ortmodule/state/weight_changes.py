@@ -19,10 +19,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ortlaunch.ortmodule import torch_modules
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.python_values import innermost, user_frame
-from ortlaunch.ortmodule.source_guard import PACKAGE
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.source_guard import PACKAGE
+from ortlaunch.ortmodule.state.python_values import innermost, user_frame
+from ortlaunch.ortmodule.torch_in_graph import torch_modules
 
 _SET_DATA = torch.Tensor.data.__set__
 _PLAIN_PASS = "parse_outputs_for_onnx_export_and_extract_schema"

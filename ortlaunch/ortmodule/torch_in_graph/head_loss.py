@@ -1,4 +1,4 @@
-"""The chunked loss (worker/chunked_loss.py) inside ORT's graph: a call of torch's operator, as ORT calls aten's.
+"""The chunked loss (worker/model/chunked_loss.py) inside ORT's graph: a call of torch's operator, as ORT calls aten's.
 
 Its gradients are outputs of the forward pass, which the backward pass multiplies by the gradient of the loss.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.symbolics import registered, type_of
+from ortlaunch.ortmodule.tracing.symbolics import registered, type_of
 
 OPERATOR = "ortlaunch::head_loss"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.torch_calls import as_function
+from ortlaunch.ortmodule.base.torch_calls import as_function
 
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
 _COMPLEX = {"ComplexHalf": "Half", "ComplexFloat": "Float", "ComplexDouble": "Double"}

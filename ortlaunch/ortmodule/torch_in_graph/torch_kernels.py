@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ortlaunch import machine
-from ortlaunch.ortmodule import dropout
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.graph import replace_nodes
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.settings import Settings, settings_of
-from ortlaunch.ortmodule.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.graph import replace_nodes
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.settings import Settings, settings_of
+from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+from ortlaunch.ortmodule.torch_in_graph import dropout
 
 WIDTH = 256
 """Products of a model without a matrix as wide stay ORT's: a call to torch costs some microseconds."""

@@ -21,11 +21,12 @@ from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ortlaunch.errors import EngineError
-from ortlaunch.ortmodule import extensions, python_state
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.settings import SettingError, settings_of
-from ortlaunch.ortmodule.torch_calls import as_function
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.settings import SettingError, settings_of
+from ortlaunch.ortmodule.base.torch_calls import as_function
+from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.tracing import python_state
 
 # Layers of torch.nn whose code takes sizes that depend on values, or checks of values, which no trace follows, or
 # changes a buffer in place in a way of which the exporter's translation ends.

@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from ortlaunch.ortmodule import extensions, operator_calls, torch_calls
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.differentiable import SILENT, Gradients, is_valid
-from ortlaunch.ortmodule.exact_forms import DRAWING, is_torchs
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.patching import wrap_method
-from ortlaunch.ortmodule.settings import settings_of
-from ortlaunch.ortmodule.source_guard import EVALUATION, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.base import torch_calls
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.differentiable import SILENT, Gradients, is_valid
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.patching import wrap_method
+from ortlaunch.ortmodule.base.settings import settings_of
+from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, owner
+from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.torch_in_graph import operator_calls
+from ortlaunch.ortmodule.tracing.exact_forms import DRAWING, is_torchs
 
 _NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
 _ROUNDS = 8

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.ortmodule.grad_mode import CHANGED, CHANGED_WEIGHT, Export, tensors, versions_of
+from ortlaunch.ortmodule.tracing.grad_mode import CHANGED, CHANGED_WEIGHT, Export, tensors, versions_of
 
 View = Callable[[Tensor], Tensor]
 # What is asked of a tensor's form; a change is of no account.

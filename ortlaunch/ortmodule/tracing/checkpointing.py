@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.source_guard import owner
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.source_guard import owner
 
 
 def see_ort_checkpoints() -> None:

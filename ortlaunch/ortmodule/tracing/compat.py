@@ -17,26 +17,24 @@ from types import ModuleType
 from typing import Any
 
 from ortlaunch.errors import MissingDependency
-from ortlaunch.ortmodule import cuda_libraries, custom_functions, extensions, registry
-from ortlaunch.ortmodule.patching import Seen, environment
-from ortlaunch.ortmodule.registry import Repair
+from ortlaunch.ortmodule.base import custom_functions, registry
+from ortlaunch.ortmodule.base.patching import Seen, environment
+from ortlaunch.ortmodule.base.registry import Repair
+from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
 _ORTMODULE = "onnxruntime.training.ortmodule"
 
 
 @functools.cache
-def import_ortmodule() -> ModuleType:
-    """The module `onnxruntime.training.ortmodule`, repaired; the first call imports it, later calls return it.
+def import_with_repairs() -> ModuleType:
+    """The module `onnxruntime.training.ortmodule`, with the repairs that its import takes.
 
-    On torch 2.6 and older call it before transformers is imported: ORT replaces `torch.utils.checkpoint.checkpoint`
-    when it is imported, and transformers keeps the one it saw (its gradient checkpointing then ends the export).
-    Raises MissingDependency, saying what to type.
+    Raises MissingDependency, with the command to type.
     """
     _require_extensions()
     registry.apply(_BEFORE_IMPORT)
     ortmodule = _import()
     registry.apply(_AFTER_IMPORT)
-    importlib.import_module("ortlaunch.ortmodule.pipeline").install()
     return ortmodule
 
 
@@ -163,7 +161,9 @@ def restore_convolution_symbolics() -> bool:
 def follow_chunk_sizes() -> None:
     """Every torch: ORT's export of `chunk` lets the exporter take the first batch's sizes for constants."""
     registered = importlib.import_module(f"{_ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
-    registered.register("ConstantChunk", "prim", importlib.import_module("ortlaunch.ortmodule.exact_forms").chunk)
+    registered.register(
+        "ConstantChunk", "prim", importlib.import_module("ortlaunch.ortmodule.tracing.exact_forms").chunk
+    )
 
 
 def skip_nvtx_without_cuda() -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.counters import tally
-from ortlaunch.ortmodule.export import Export
-from ortlaunch.ortmodule.source_guard import TRANSITION, owner
+from ortlaunch.ortmodule.base.counters import tally
+from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of the reductions
 SPARSE = 0.9

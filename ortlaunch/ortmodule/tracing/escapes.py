@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ortlaunch.ortmodule.export import Export, seen_of
+from ortlaunch.ortmodule.base.export import Export, seen_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DEEP = 3

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.symbolics import Export, Graph, registered, type_of
+from ortlaunch.ortmodule.tracing.symbolics import Export, Graph, registered, type_of
 
 # cosine_similarity, pairwise_distance and cdist: nan behind equal or vanishing vectors, p = 1 and 3 without absolute
 # values, a dimension too many. log1p: log(1 + x), nothing of a small x. embedding_bag: other sums. flip: a slice

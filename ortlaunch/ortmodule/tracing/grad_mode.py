@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ortlaunch.ortmodule import export as ort_export
+from ortlaunch.ortmodule.base import export as ort_export
 
 _T = torch.Tensor
 _GRAD_MODE = torch.autograd.grad_mode.__file__

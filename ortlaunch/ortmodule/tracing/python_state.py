@@ -24,7 +24,7 @@ import numpy
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule.escapes import StaleTensor
+from ortlaunch.ortmodule.tracing.escapes import StaleTensor
 
 GLOBAL = "global "
 ENVIRONMENT = "environment variable"
@@ -35,7 +35,7 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 _WHOLE = (*_NUMBERS, type(None), *_FUNCTIONS)  # the same object is the same value
 _KEEPING = {name for name, value in vars(nn.Module()).items() if not isinstance(value, (bool, type(None)))}
 _KEEPING.add("_compiled_call_impl")
-_NOT_THE_MODELS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
+_NOT_THE_MODELS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}"
 GONE = object()
 """Stands where nothing does."""
 _DEEP = 4

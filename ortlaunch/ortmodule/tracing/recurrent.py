@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.symbolics import Graph, registered
+from ortlaunch.ortmodule.tracing.symbolics import Graph, registered
 
 _SHUT = 100.0  # sigmoid(-100) is 0, and sigmoid(100) is 1
 

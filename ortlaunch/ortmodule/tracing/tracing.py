@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from ortlaunch.ortmodule.patching import Seen
+from ortlaunch.ortmodule.base.patching import Seen
 
 _INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
 _SMALL = 1024

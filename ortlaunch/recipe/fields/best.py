@@ -1,14 +1,8 @@
-"""What the best evaluation is for: `checkpoint.keep_best` and `train.stop_after`, and their rules."""
+"""What the best evaluation is for: `checkpoint.keep_best` and `train.stop_after`."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, Optional, Union
+from typing import Literal
 
-from ortlaunch.recipe.families import LANGUAGE_TASKS, SCORED_TASKS
-from ortlaunch.recipe.place import Problem
-from ortlaunch.recipe.section import Positive, Section, Text
-
-if TYPE_CHECKING:
-    from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.fields.section import Positive, Section, Text
 
 # What every evaluation of a task measures.
 METRICS = {
@@ -22,7 +16,7 @@ METRICS = {
 }
 # Of token-classification, where classes are B-X, I-X and O.
 ENTITIES = ("entity_f1", "entity_precision", "entity_recall")
-Mode = Optional[Literal["min", "max"]]
+Mode = Literal["min", "max"] | None
 _LESS_IS_BETTER = ("loss", "perplexity", "mse")
 
 
@@ -57,34 +51,6 @@ def metrics_of(task: str) -> tuple[str, ...]:
     return METRICS[task] + (ENTITIES if task == "token-classification" else ())
 
 
-def evaluates_with_scores(recipe: "Recipe") -> bool:
-    """Whether metrics are made of more than the loss, of a task of transformers'."""
-    task = recipe.model.task
-    return task in SCORED_TASKS or (task in LANGUAGE_TASKS and recipe.train.metric is not None)
-
-
-def direction(asked: Union[KeepBest, StopAfter]) -> str:
+def direction(asked: KeepBest | StopAfter) -> str:
     """`mode`, decided."""
     return asked.mode or ("min" if asked.metric in _LESS_IS_BETTER else "max")
-
-
-def best_rules(recipe: "Recipe") -> Iterator[Problem]:
-    """A metric that the task has not, and evaluations that there are none of."""
-    if recipe.train.metric is not None and recipe.data.evaluation is None:
-        yield ("train.metric", "data.evaluation"), "does nothing without data.evaluation; give that corpus"
-    for path, asked in (
-        ("checkpoint.keep_best", recipe.checkpoint.keep_best),
-        ("train.stop_after", recipe.train.stop_after),
-    ):
-        if asked is None:
-            continue
-        known = metrics_of(recipe.model.task)
-        own = recipe.train.metric is not None or recipe.model.task == "custom"
-        if asked.metric not in known and not own:
-            message = f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"
-            yield (f"{path}.metric", "model.task"), message
-        elif asked.metric not in known and asked.mode is None:
-            message = f"is missing: give min or max, for {asked.metric} is a number of your own"
-            yield (f"{path}.mode", f"{path}.metric"), message
-        if recipe.train.evaluate_every_steps is None:
-            yield (path, "train.evaluate_every_steps"), "does nothing without train.evaluate_every_steps; give that too"

@@ -6,11 +6,11 @@ As in models.py the docstring under each field is the manual.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
-from ortlaunch.recipe.section import LIST, MAPPING, MOST, WORD, OneOrMore, Positive, Section, Text, tuple_of
+from ortlaunch.recipe.fields.section import LIST, MAPPING, MOST, WORD, OneOrMore, Positive, Section, Text, tuple_of
 
 
 def _kind(value: object) -> str:
@@ -30,13 +30,13 @@ class Corpus(Section):
     format: Literal["text", "jsonl", "parquet", "hub", "custom"]
     """`text`: lines of plain text; `jsonl`, `parquet`: rows; `hub`: a data set's name on the hub; `custom`:
     your own `factory`."""
-    path: Optional[OneOrMore] = None
+    path: OneOrMore | None = None
     """Files, `*` and `**` allowed, for text, jsonl and parquet. Relative to where you run."""
-    name: Optional[Text] = None
+    name: Text | None = None
     """Data set on the hub, for format hub."""
-    subset: Optional[Text] = None
+    subset: Text | None = None
     """Configuration of the hub data set, as `wikitext-2-raw-v1`."""
-    revision: Optional[Text] = None
+    revision: Text | None = None
     """Commit, tag or branch of the hub data set; null: its newest. A whole commit also finds cached tokens offline."""
     document: Literal["paragraph", "line", "file"] = "paragraph"
     """What one document is in format text: a `paragraph`, up to a blank line (BERT's own form: a sentence a line, a
@@ -53,15 +53,15 @@ class Corpus(Section):
     hub data set or Parquet file has for its integers (ClassLabel), stand in the exported model's config (`id2label`).
     For sequence-regression a number. For token-classification a list of classes, one for each word; of a word's pieces
     the first is counted."""
-    messages_column: Optional[Text] = None
+    messages_column: Text | None = None
     """Column that holds a chat, for instruction tuning with causal-lm: a list of messages, each with `role` and
     `content`. The tokenizer's chat template writes it (`data.chat_template`), a chat a sample, and the loss is that of
     answers alone: what the template writes for messages of role assistant, with their end mark."""
-    prompt_column: Optional[Text] = None
+    prompt_column: Text | None = None
     """In place of messages: column that holds a prompt, which the template writes as the user's message."""
-    response_column: Optional[Text] = None
+    response_column: Text | None = None
     """Column that holds the answer to it."""
-    factory: Optional[Text] = None
+    factory: Text | None = None
     """`package.module:function` for format custom: returns an object with `__len__` and `__getitem__`; each
     item is a mapping from the names that the model's forward takes to tensors (or numbers)."""
     arguments: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class MaskedLm(Section):
 
     probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of tokens to predict."""
-    max_predictions: Optional[Positive] = None
+    max_predictions: Positive | None = None
     """At most this many predictions a sequence; null: no limit. Each has exactly as many as in BERT's own data: the
     smaller of this and `probability` x its tokens, [CLS] and [SEP] among them, rounded (19 of 128, 77 of 512)."""
     whole_words: bool = False
@@ -93,14 +93,11 @@ class MaskedLm(Section):
 BucketLength = Annotated[int, Field(ge=8, le=MOST)]
 BuiltIn = Literal["python-docs", "python-chats"]
 Source = Annotated[
-    Union[
-        Annotated[BuiltIn, Tag(WORD)],
-        Annotated[Corpus, Tag(MAPPING)],
-    ],
+    Annotated[BuiltIn, Tag(WORD)] | Annotated[Corpus, Tag(MAPPING)],
     Discriminator(_kind_of_one),
 ]
 TokenizerChoice = Annotated[
-    Union[Annotated[Text, Tag(WORD)], Annotated[TokenizerTraining, Tag(MAPPING)]],
+    Annotated[Text, Tag(WORD)] | Annotated[TokenizerTraining, Tag(MAPPING)],
     Discriminator(_kind_of_one),
 ]
 
@@ -116,11 +113,9 @@ class Part(Section):
 
 
 TrainingSource = Annotated[
-    Union[
-        Annotated[BuiltIn, Tag(WORD)],
-        Annotated[Corpus, Tag(MAPPING)],
-        Annotated[tuple[Part, ...], BeforeValidator(tuple_of), Field(min_length=1), Tag(LIST)],
-    ],
+    Annotated[BuiltIn, Tag(WORD)]
+    | Annotated[Corpus, Tag(MAPPING)]
+    | Annotated[tuple[Part, ...], BeforeValidator(tuple_of), Field(min_length=1), Tag(LIST)],
     Discriminator(_kind),
 ]
 
@@ -133,18 +128,18 @@ class Data(Section):
     the same as questions and answers, to try instruction tuning. Or a mixture, a list as `[{source: python-docs,
     weight: 1}, {source: {format: text, path: a.txt}, weight: 3}]`: every 65,536 samples
     hold the weights to the sample. An epoch of it is as many samples as all its sources have together."""
-    evaluation: Optional[Source] = None
+    evaluation: Source | None = None
     """Held-out corpus for the evaluation loss; null: none."""
-    tokenizer: Optional[TokenizerChoice] = None
+    tokenizer: TokenizerChoice | None = None
     """Local folder or hub id, or `{train: wordpiece, vocab_size: 30522}`; null only for custom data."""
-    chat_template: Optional[Text] = None
+    chat_template: Text | None = None
     """How chats are written: a Jinja file, or its text; null: the tokenizer's own. It goes into the export with the
     tokenizer. Where it marks answers by {% generation %}, those are learned; else what it writes for messages of role
     assistant, after its prompt for one (`add_generation_prompt`)."""
-    sequence_length: Optional[Annotated[int, Field(ge=8, le=MOST)]] = None
+    sequence_length: Annotated[int, Field(ge=8, le=MOST)] | None = None
     """Tokens a sample, the same for all: shorter texts are padded, longer ones cut. So all steps run one graph, which
     ONNX Runtime and torch.compile plan and keep memory for once; null only for custom data."""
-    bucket_lengths: Optional[Annotated[tuple[BucketLength, ...], BeforeValidator(tuple_of), Field(max_length=3)]] = None
+    bucket_lengths: Annotated[tuple[BucketLength, ...], BeforeValidator(tuple_of), Field(max_length=3)] | None = None
     """Up to three lengths below `sequence_length`, for chats and texts with labels, as [64, 128]: a step's samples are
     dealt out to its passes and ranks by their lengths, and each micro batch is padded to the shortest length that holds
     it. For padding that costs more than more shapes do: inductor compiles each, ONNX Runtime and GPUs keep memory for
@@ -158,13 +153,13 @@ class Data(Section):
     documents before its own in the sample. false: each document is as alone, by a block-diagonal mask of fixed shape
     and positions that begin anew; its first token is not predicted. Attention then takes a mask, which fused kernels
     without one outrun."""
-    masked_lm: Optional[MaskedLm] = None
+    masked_lm: MaskedLm | None = None
     """Masking; null takes BERT's (15 %, no limit)."""
-    collate: Optional[Text] = None
+    collate: Text | None = None
     """`package.module:function`, for custom data: a list of samples (as the factory's object has them, of any type)
     becomes a batch, names to tensors, as for padding of your own; evaluation takes it, too. null: samples are mappings
     to tensors of one shape, and are stacked."""
-    workers: Optional[Annotated[int, Field(ge=0, le=256)]] = None
+    workers: Annotated[int, Field(ge=0, le=256)] | None = None
     """Processes of each rank that read micro batches while earlier ones train, for custom data whose samples take time
     to make, or text. Each sample is read with Python's, NumPy's and torch's random numbers seeded by seed, epoch and
     sample, the same with any number of workers. 0: none. null: for text on a GPU a thread,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.models import Recipe, Zero
-from ortlaunch.recipe.place import Problem
-from ortlaunch.recipe.words import closest
+from ortlaunch.recipe.fields.models import Recipe, Zero
+from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.words import closest
 
 # Two sources of truth would disagree one day.
 DEEPSPEED_OWNED = {

@@ -5,11 +5,11 @@ The docstring under each field is the manual, as in models.py. Imports pydantic 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ortlaunch.recipe.section import CountOrAuto, OperatorsOrWord, Positive, RowsOrWord, Section, Text, Words
+from ortlaunch.recipe.fields.section import CountOrAuto, OperatorsOrWord, Positive, RowsOrWord, Section, Text, Words
 
 
 class Engine(Section):
@@ -36,7 +36,7 @@ class Engine(Section):
     compute_optimizer: bool = True
     """ort: move slices and gathers before the matrix products that they shrink. Gain: fewer FLOPs where only some
     tokens count (masked-lm); off only to look for a fault."""
-    sparsity_optimizer: Optional[bool] = None
+    sparsity_optimizer: bool | None = None
     """ort: leave ignored labels (of cross_entropy) and, on CUDA, padding (an nn.Embedding with padding_idx) out of the
     computation, where the first batch has more than 10 % of them. Gain: that share of the head and loss (masked-lm:
     85 %) or of everything. Padding needs custom_autograd python. null: on, for padding where that is there."""
@@ -60,7 +60,7 @@ class Engine(Section):
     """ort: train a model whose forward pass takes values of tensors into Python (`if x.max() > 1`, `.item()`), which
     ONNX Runtime's graph holds as they were in the first batch. Right only where they are the same in every batch.
     False: the run ends before step 1 and names the lines."""
-    opset: Optional[Annotated[int, Field(ge=14, le=18)]] = None
+    opset: Annotated[int, Field(ge=14, le=18)] | None = None
     """ort: ONNX opset of the export; null: ORTModule's own (17)."""
     parity_steps: CountOrAuto = "auto"
     """ort and inductor: before each of the first N steps, one micro batch a rank also runs in plain PyTorch, on
@@ -70,19 +70,19 @@ class Engine(Section):
     Not with ZeRO 3. `auto`: on ort 1 where the model is your own (`factory`) or of a family that ortlaunch's tests
     do not train (other than BERT and Llama), else 0; a model that cannot be compared is trained, and the run says
     so."""
-    parity_tolerance: Optional[Annotated[float, Field(gt=0)]] = None
+    parity_tolerance: Annotated[float, Field(gt=0)] | None = None
     """The run stops, naming the parameters, where the loss, a gradient or a buffer differs by more than this: norm of
     the difference / norm of PyTorch's gradient, or 1 % of that of all gradients if that is more (fp16, bf16: 5 %). In
     fp32 a pass in float64 judges such a difference: it is rounding where the engine is within this of float64 or, for
     differences of up to 10 times this, at most 10 times as far from float64 as PyTorch is. null: 1e-4 in fp32, 0.05 in
     fp16, 0.2 in bf16."""
-    deepcopy_before_export: Optional[bool] = None
+    deepcopy_before_export: bool | None = None
     """ort: export from a copy of the model, so that the export's own passes do not touch its buffers. Costs the bytes
     of its parameters for the length of the export. null: on, unless twice those bytes exceed the free memory."""
     log_level: Literal["verbose", "devinfo", "info", "warning", "error"] = "error"
     """ort: how much ONNX Runtime and the exporter say. `warning` adds a table of what is on, `info` also the memory
     plans of the graph, `devinfo` and `verbose` pages for ORT's developers."""
-    save_onnx: Optional[Text] = None
+    save_onnx: Text | None = None
     """ort: folder for rank 0's graphs as ONNX files (exported, optimized, with gradients, as executed), for Netron.
     Relative to where you run. Costs their size on disk, once."""
     print_memory_stats: bool = False
@@ -100,7 +100,7 @@ class Engine(Section):
     triton: bool = False
     """ort, CUDA: fuse element-wise chains and reductions into Triton kernels. Gain: memory traffic; costs compilation
     in the first steps. Needs a build of ONNX Runtime with Triton, and the package triton."""
-    triton_config: Optional[dict[str, Any]] = None
+    triton_config: dict[str, Any] | None = None
     """ort, CUDA: what triton may fuse: `ops`, `initializer` (none, scalar or all; scalar), `min_nodes` (2),
     `symbolic_shape_hint`; null: ORT's own list."""
     flash_attention: bool = False
@@ -113,9 +113,9 @@ class Engine(Section):
     """ort, CUDA: sdpa attention stays torch's memory-efficient kernel and is not written out in the graph."""
     tuning: bool = False
     """ort, CUDA: try variants of tunable operators in the first steps and keep the fastest."""
-    tuning_duration_ms: Optional[Positive] = None
+    tuning_duration_ms: Positive | None = None
     """ort, CUDA: longest time to try variants of one operator; null: no limit."""
-    tuning_results: Optional[Text] = None
+    tuning_results: Text | None = None
     """ort, CUDA: folder of tuning results: written with `tuning: true`, read and used without it."""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """Every engine, fp32: how exact products of float32 matrices are, in torch's words. `highest`: float32. `high`:
@@ -125,7 +125,7 @@ class Engine(Section):
     rotary positions stay float32. Advisable: medium on a CPU with AMX, high on a GPU from Ampere on, where the loss
     curve is the same (`ortlaunch bench --vary engine.matmul_precision=highest,medium` shows both); elsewhere it gains
     nothing and may cost a little, and `plan` says so. Parity is always compared at highest."""
-    onednn: Optional[bool] = None
+    onednn: bool | None = None
     """Every engine, CPU, fp32, matmul_precision highest: products of float32 matrices by torch's oneDNN in place of
     MKL, float32 all the same (measured before step 1; `true` is refused where oneDNN would take bfloat16). With ort
     products are torch's then (torch_matmul). Gain: on AMD's processors with AVX-512 up to twice the products a second
@@ -138,7 +138,7 @@ class Engine(Section):
     has more logits than a chunk, which is 5 million of them on a CPU, 33 million on CUDA. `off`: whole logits, as the
     model makes them. Not with ZeRO 3, nor where a model's loss is not the mean cross entropy of a plain linear head
     (caps on logits, adapters on the head): engine.json says so. Parity is always compared with whole logits."""
-    torch_matmul: Optional[bool] = None
+    torch_matmul: bool | None = None
     """ort, CPU: products by a matrix are torch's (MKL or OpenBLAS), called from inside the graph of a model with a
     weight of 256 x 256 or more. Gain: on Intel's processors a tenth of a step; not measured on others. Not with memory
     optimization, which recomputes ONNX Runtime's own (nor with gradient checkpointing, which becomes that), nor with

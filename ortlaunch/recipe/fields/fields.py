@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ortlaunch.recipe import best, data, engine, launch, models, schedule, submit
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.place import KeyPath, dotted
+from ortlaunch.recipe.fields import best, data, engine, launch, models, schedule, submit
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.text.place import KeyPath, dotted
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from ortlaunch.recipe.data import Corpus, Data
-from ortlaunch.recipe.section import chosen
+from ortlaunch.recipe.fields.data import Corpus, Data
+from ortlaunch.recipe.fields.section import chosen
 
 _BUILT_IN = {
     "python-docs": Corpus(format="text"),

@@ -5,11 +5,11 @@ The docstring under each field is the manual, as in models.py. Imports pydantic 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Optional, Union
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from ortlaunch.recipe.section import MAPPING, NUMBER, Positive, Section, Text, Words
+from ortlaunch.recipe.fields.section import MAPPING, NUMBER, Positive, Section, Text, Words
 
 
 class NodeRange(Section):
@@ -25,7 +25,7 @@ class NodeRange(Section):
 
 
 Nodes = Annotated[
-    Union[Annotated[Positive, Tag(NUMBER)], Annotated[NodeRange, Tag(MAPPING)]],
+    Annotated[Positive, Tag(NUMBER)] | Annotated[NodeRange, Tag(MAPPING)],
     Discriminator(lambda value: MAPPING if isinstance(value, (dict, BaseModel)) else NUMBER),
 ]
 
@@ -38,14 +38,14 @@ class Launch(Section):
     one process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto`: cuda where there is a GPU."""
-    nodes: Optional[Nodes] = None
+    nodes: Nodes | None = None
     """Hosts that the run must have; it never trains on fewer. A mapping {min, max}: the hosts of --hostfile of which
     some may be lost. After a fault the run goes on with those that are there, from its last complete checkpoint
     (`max_restarts`), with the same global batch; a host that is back is taken in at the next restart, or when
     `ortlaunch restart` asks for one. By torchrun through ssh."""
-    processes_per_node: Optional[Annotated[int, Field(ge=1, le=9999)]] = None
+    processes_per_node: Annotated[int, Field(ge=1, le=9999)] | None = None
     """Ranks on each host; null: one per GPU, or one."""
-    interface: Optional[Text] = None
+    interface: Text | None = None
     """Network interface of every host that ranks meet on, as `ib0`; null: that of the route to the other hosts. Same as
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in `env`, which come first."""
     binding: Literal["auto", "none", "core", "numa"] = "auto"
@@ -70,7 +70,7 @@ class Launch(Section):
     """Names of further environment variables of your shell to hand to every rank (values are never shown)."""
 
     @property
-    def elastic(self) -> Optional[NodeRange]:
+    def elastic(self) -> NodeRange | None:
         """How many hosts the run may have, where that is not one number."""
         return self.nodes if isinstance(self.nodes, NodeRange) else None
 

@@ -8,16 +8,16 @@ Imports pydantic only, so that `--help`, `validate` and `plan` stay fast.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ortlaunch.recipe.best import KeepBest, StopAfter
-from ortlaunch.recipe.data import Data
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.recipe.launch import Launch
-from ortlaunch.recipe.schedule import Schedule
-from ortlaunch.recipe.section import (
+from ortlaunch.recipe.fields.best import KeepBest, StopAfter
+from ortlaunch.recipe.fields.data import Data
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.recipe.fields.launch import Launch
+from ortlaunch.recipe.fields.schedule import Schedule
+from ortlaunch.recipe.fields.section import (
     Decay,
     OneOrMore,
     Positive,
@@ -28,7 +28,7 @@ from ortlaunch.recipe.section import (
     Words,
     tuple_of,
 )
-from ortlaunch.recipe.submit import Submit
+from ortlaunch.recipe.fields.submit import Submit
 
 BadStepAction = Literal["stop", "skip", "rollback"]
 
@@ -63,16 +63,16 @@ class Model(Section):
     ]
     """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class for a text;
     `sequence-regression`: a number; `token-classification`: a class for each word. `custom` takes `factory`."""
-    pretrained: Optional[Text] = None
+    pretrained: Text | None = None
     """Local folder or hub id of a transformers model to start from; null: random weights from `config`."""
-    config: Optional[dict[str, Any]] = None
+    config: dict[str, Any] | None = None
     """Fields of the transformers config, `model_type` first (with `pretrained`: fields to change; its vocabulary is
     resized to another `vocab_size`, new words near the mean of the others)."""
     allow_partial: bool = False
     """Train on from `pretrained` though some of its weights have no place in the model, or some of the model's are not
     in it and start at random. False: only a head that is new for the task, or of another number of labels, may start
     so, or be left out."""
-    factory: Optional[Text] = None
+    factory: Text | None = None
     """`package.module:function` that returns the model when task is custom; its forward takes a batch's
     keys and returns the loss (or an object, mapping or tuple that holds it). The module may lie beside
     the recipe."""
@@ -86,7 +86,7 @@ class Model(Section):
     own, not reentrant, on eager and inductor; ONNX Runtime's recomputation (`engine.memory_optimization: 1`) on ort.
     Saves most of the activations, costs about a forward pass, a quarter to a third of a step; for what does not fit
     otherwise. A custom model must have a method `gradient_checkpointing_enable`, which is called."""
-    lora: Optional[Lora] = None
+    lora: Lora | None = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
 
 
@@ -94,13 +94,13 @@ class Batch(Section):
     """global_size = micro_size x accumulation_steps x data-parallel ranks; give two of the three, or global_size alone
     (accumulation_steps is 1 then)."""
 
-    global_size: Optional[Positive] = None
+    global_size: Positive | None = None
     """Samples an optimizer step, over all ranks."""
-    micro_size: Optional[PositiveOrAuto] = None
+    micro_size: PositiveOrAuto | None = None
     """Samples a rank takes through one forward and backward pass. `auto`: the largest that fits into memory, found by
     trying before the run (seconds a try); `global_size` is kept by accumulation, so give it, and no
     accumulation_steps. The number found is in the run folder's recipe.yaml, the tries in its micro_size.json."""
-    accumulation_steps: Optional[Positive] = None
+    accumulation_steps: Positive | None = None
     """Forward and backward passes of each rank before an optimizer step."""
 
 
@@ -173,31 +173,31 @@ class Spike(Section):
 class Train(Section):
     """How long, and how steps are taken."""
 
-    max_steps: Optional[Positive] = None
+    max_steps: Positive | None = None
     """Optimizer steps. Or give `epochs`."""
-    epochs: Optional[Annotated[float, Field(gt=0)]] = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
     """Passes over the training data, in place of `max_steps`: as many steps as they take, known when the data are read.
     0.5 is half a pass."""
-    max_grad_norm: Optional[Annotated[float, Field(gt=0)]] = None
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the global gradient norm to this; null: no clipping."""
-    loss_weight: Optional[Text] = None
+    loss_weight: Text | None = None
     """What a micro batch counts in the loss of a step and of an evaluation, for custom data: `samples`, `labels` (those
     that are not -100, without the first of each sample where the model predicts the next word), or a key of the batch,
     whose numbers are summed (a number a sample, or a mask). Loss and gradients are then the mean over all that counts
     in the global batch, over passes and ranks: the model itself must return the mean over what counts in its micro
     batch. The key goes to the model only where its forward names it. null: labels for transformers'
     tasks (of pretraining on text the masked words, whose weight the sentence pairs take), samples for task custom."""
-    evaluate_every_steps: Optional[Positive] = None
+    evaluate_every_steps: Positive | None = None
     """Evaluate on `data.evaluation` this often; it is always evaluated at the end."""
-    stop_after: Optional[StopAfter] = None
+    stop_after: StopAfter | None = None
     """End the training early, with its export, as `{metric: loss, evaluations: 3}`: when so many evaluations one after
     another were not better than the best before them; null: never."""
-    hook: Optional[Text] = None
+    hook: Text | None = None
     """`package.module:Class`, beside the recipe or installed: a class of yours without arguments, made on rank 0, with
     any of `on_step(step, values)` (each logged step, with that line of metrics.jsonl), `on_evaluation(step, values)`
     (`loss` and the other metrics) and `on_checkpoint(step, folder)` (a complete one). A method that returns `"stop"`
     ends the run as `ortlaunch stop` does, saved; one that raises ends it with an error. null: none."""
-    metric: Optional[Text] = None
+    metric: Text | None = None
     """`package.module:function`, beside the recipe or installed: a metric of yours, called on rank 0 after each
     evaluation as `function(outputs, batch)`, and returning numbers by name. Both are NumPy arrays by name, a row a
     sample of `data.evaluation` in its order, whatever the number of ranks: what the model returns beside its loss, such
@@ -213,13 +213,13 @@ class Train(Section):
     checkpoint one is written before step 1). In each case the step, the samples and the first bad parameter are
     printed, and recorded in bad_steps.jsonl. `skip` and `rollback` look at the loss of every step before its update, on
     all ranks."""
-    on_spike: Optional[Spike] = None
+    on_spike: Spike | None = None
     """The same for a loss that jumps, as `{action: rollback}`; null: no loss is too high."""
     max_skips: Positive = 10
     """After so many skipped bad steps in a run the next one ends it."""
     max_rollbacks: Positive = 3
     """After so many rollbacks of a run, over all its starts, the next bad step ends it."""
-    stall_seconds: Optional[SecondsOrAuto] = "auto"
+    stall_seconds: SecondsOrAuto | None = "auto"
     """A run without progress for so long is ended, with the ranks that are behind and where each stands. `auto`: in
     steps 20 times as long as they take and at least 60 (ten times that while those ranks compute), and 600 where no
     rank does anything in the first two steps, in an export, a save or an evaluation. A number holds for all of them,
@@ -235,16 +235,16 @@ class Train(Section):
 class Checkpoint(Section):
     """Saved state to continue from."""
 
-    every_minutes: Optional[Annotated[float, Field(gt=0)]] = 30
+    every_minutes: Annotated[float, Field(gt=0)] | None = 30
     """Save when so much time has gone by since the last save, by rank 0's clock; null: not by time. One is always
     written at the end."""
-    every_steps: Optional[Positive] = None
+    every_steps: Positive | None = None
     """Save after every so many steps, too; null: not by steps."""
-    keep: Optional[Positive] = 3
+    keep: Positive | None = 3
     """Newest checkpoints to keep; null keeps all."""
-    keep_every: Optional[Positive] = None
+    keep_every: Positive | None = None
     """Of those that `keep` takes away, keep one for good every so many steps: the first at or after each multiple."""
-    keep_best: Optional[KeepBest] = None
+    keep_best: KeepBest | None = None
     """Save after each evaluation that is the best so far, and keep the best checkpoint beside those of `keep`, as
     `{metric: f1_macro}`; null: none."""
     on_failure: Literal["stop", "continue"] = "stop"
@@ -252,7 +252,7 @@ class Checkpoint(Section):
     run ends. `continue`: it says so, counts it in summary.json, trains on and tries again at the next save; where
     the save at the end fails the export is written, and the run has failed."""
     __annotations__["async"] = Annotated[  # a word of Python's own, which no plain line can name
-        Optional[bool],
+        bool | None,
         Field(
             default=None,
             description="Copy the state into memory and write it while training goes on; another save waits for it, "
@@ -274,7 +274,7 @@ class Log(Section):
     trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], BeforeValidator(tuple_of)] = ()
     """Where metrics go beside metrics.jsonl; each needs the extra of its name. W&B and MLflow take account and server
     from their own variables (`WANDB_*`, `MLFLOW_*`; `WANDB_MODE=offline` works). One that fails never ends a run."""
-    project: Optional[str] = None
+    project: str | None = None
     """W&B's project, MLflow's experiment; the recipe's name if not given."""
 
 
@@ -293,7 +293,7 @@ class Recipe(Section):
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Number format of the passes; weights keep a float32 copy."""
     engine: Engine = Engine()
-    zero: Optional[Zero] = None
+    zero: Zero | None = None
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     launch: Launch = Launch()

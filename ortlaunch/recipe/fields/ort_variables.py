@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.recipe.words import closest
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.recipe.text.words import closest
 
 PREFIX = "ORTMODULE_"
 
@@ -120,3 +120,9 @@ def _without_field(name: str) -> str:
 def _core(name: str) -> str:
     """What tells names apart."""
     return re.sub(rf"^{PREFIX}((ENABLE|USE)_)?", "", name)
+
+
+def in_recipes_words(text: str) -> str:
+    """`Settings.opset=17` is `engine.opset=17`, with YAML's true and false."""
+    text = text.replace("transformers: attn_implementation='eager'", "model.attention=eager")
+    return re.sub(r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text)

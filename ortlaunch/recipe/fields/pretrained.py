@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ortlaunch.recipe.section import MOST
+from ortlaunch.recipe.fields.section import MOST
 
 
 def config_of(name: str) -> dict[str, Any] | None:

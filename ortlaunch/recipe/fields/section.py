@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
@@ -38,28 +38,28 @@ Positive = Annotated[int, Field(ge=1, le=MOST)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveOrAuto = Annotated[
-    Union[Annotated[Positive, Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
+    Annotated[Positive, Tag(NUMBER)] | Annotated[Literal["auto"], Tag(WORD)],
     Discriminator(_number_or_auto),
 ]
 CountOrAuto = Annotated[
-    Union[Annotated[int, Field(ge=0, le=MOST), Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
+    Annotated[int, Field(ge=0, le=MOST), Tag(NUMBER)] | Annotated[Literal["auto"], Tag(WORD)],
     Discriminator(_number_or_auto),
 ]
 SecondsOrAuto = Annotated[
-    Union[Annotated[float, Field(ge=1, le=MOST), Tag(NUMBER)], Annotated[Literal["auto"], Tag(WORD)]],
+    Annotated[float, Field(ge=1, le=MOST), Tag(NUMBER)] | Annotated[Literal["auto"], Tag(WORD)],
     Discriminator(_number_or_auto),
 ]
 
 
 RowsOrWord = Annotated[
-    Union[Annotated[Positive, Tag(NUMBER)], Annotated[Literal["auto", "off"], Tag(WORD)]],
+    Annotated[Positive, Tag(NUMBER)] | Annotated[Literal["auto", "off"], Tag(WORD)],
     Discriminator(lambda value: WORD if value in ("auto", "off") else NUMBER),
     BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
 ]
 
 
 OperatorsOrWord = Annotated[
-    Union[Annotated[Words, Tag(NUMBER)], Annotated[Literal["auto", "off"], Tag(WORD)]],
+    Annotated[Words, Tag(NUMBER)] | Annotated[Literal["auto", "off"], Tag(WORD)],
     Discriminator(lambda value: NUMBER if isinstance(value, (list, tuple)) else WORD),
     BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
 ]

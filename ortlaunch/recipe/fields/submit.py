@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ortlaunch.recipe.section import Positive, Section, Text, Words
+from ortlaunch.recipe.fields.section import Positive, Section, Text, Words
 
 SlurmTime = Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}$")]
 
@@ -44,23 +44,23 @@ class Kubernetes(Section):
     """Folder of the image or of a volume that the command starts in: for relative paths and your own modules."""
     namespace: KubernetesName = "default"
     """Namespace."""
-    queue: Optional[Text] = None
+    queue: Text | None = None
     """Kueue's local queue."""
     runtime: Text = "torch-distributed"
     """The TrainJob's cluster-wide runtime, one with `torch` and a job `node`."""
-    secret: Optional[Text] = None
+    secret: Text | None = None
     """Secret that has the variables that `launch.forward` names, as its keys; the manifest has their names alone."""
     gpu: Text = "nvidia.com/gpu"
     """Resource that is asked for, one a rank, where `launch.device` is cuda."""
-    cpu: Optional[Quantity] = None
+    cpu: Quantity | None = None
     """Cores of each pod, as `"96"`."""
-    memory: Optional[Quantity] = None
+    memory: Quantity | None = None
     """Memory of each pod, as `1000Gi`."""
     shared_memory: Quantity = "16Gi"
     """Size of /dev/shm, which NCCL uses within a pod; it counts as memory."""
     node_selector: dict[Text, str] = {}
     """Labels of nodes that pods may run on."""
-    service_account: Optional[Text] = None
+    service_account: Text | None = None
     """Service account of the pods."""
 
 
@@ -73,20 +73,20 @@ class AzureMl(Section):
     """Image of a registry, or an environment of the workspace as `azureml:NAME@latest`; it must hold ortlaunch."""
     runs: Text = "azureml://datastores/workspaceblobstore/paths/runs"
     """Folder of a datastore that run folders are made in."""
-    data: Optional[Text] = None
+    data: Text | None = None
     """Folder of a datastore or a data asset, as `azureml:wiki@latest`: it is mounted to be read, and the command starts
     in it, for relative paths."""
-    code: Optional[Text] = None
+    code: Text | None = None
     """Folder of this machine that is sent along: your own modules."""
     distribution: Literal["pytorch", "mpi"] = "pytorch"
     """What starts the ranks there."""
-    experiment: Optional[Text] = None
+    experiment: Text | None = None
     """Experiment; null: the recipe's name."""
     shared_memory: Annotated[str, Field(pattern=r"^[0-9]+[bkmg]$")] = "16g"
     """Size of /dev/shm."""
-    workspace: Optional[Text] = None
+    workspace: Text | None = None
     """Workspace; null: that of `az configure --defaults`."""
-    resource_group: Optional[Text] = None
+    resource_group: Text | None = None
     """Resource group; null: that of `az configure --defaults`."""
 
 
@@ -96,44 +96,44 @@ class Submit(Section):
 
     scheduler: Literal["slurm", "kubernetes", "azureml"] = "slurm"
     """Whose queue; `ortlaunch submit --scheduler` comes first."""
-    kubernetes: Optional[Kubernetes] = None
+    kubernetes: Kubernetes | None = None
     """Pods."""
-    azureml: Optional[AzureMl] = None
+    azureml: AzureMl | None = None
     """Azure Machine Learning."""
-    partition: Optional[Text] = None
+    partition: Text | None = None
     """Partition, or several with commas between them."""
-    account: Optional[Text] = None
+    account: Text | None = None
     """Whom the time is charged to."""
-    qos: Optional[Text] = None
+    qos: Text | None = None
     """Quality of service."""
-    reservation: Optional[Text] = None
+    reservation: Text | None = None
     """Reservation."""
-    time: Optional[SlurmTime] = None
+    time: SlurmTime | None = None
     """Time limit in quotes, as `"30"` (minutes), `"4:00:00"` or `"2-12:00:00"`. The run saves before it and goes on
     in a next turn (`requeue`)."""
     gpus: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     """How GPUs are asked for, one a rank: `--gpus-per-node=8`, or `--gres=gpu:8` as older clusters have it."""
-    gpu_type: Optional[Text] = None
+    gpu_type: Text | None = None
     """Kind of GPU, as `a100`."""
-    cpus_per_task: Optional[Positive] = None
+    cpus_per_task: Positive | None = None
     """Cores of each rank."""
-    memory: Optional[Text] = None
+    memory: Text | None = None
     """Memory of each node, as `200G`; `0` is all of it."""
-    constraint: Optional[Text] = None
+    constraint: Text | None = None
     """Features that nodes must have."""
-    nodelist: Optional[Text] = None
+    nodelist: Text | None = None
     """Nodes that must be among those of the job, as `node[01-04]`."""
-    exclude: Optional[Text] = None
+    exclude: Text | None = None
     """Nodes that must not."""
     exclusive: bool = False
     """No other job on these nodes."""
-    dependency: Optional[Text] = None
+    dependency: Text | None = None
     """Jobs to wait for, as `afterok:1234`."""
-    begin: Optional[Text] = None
+    begin: Text | None = None
     """Not before this time, as `now+1hour`."""
-    mail_user: Optional[Text] = None
+    mail_user: Text | None = None
     """Who gets mail."""
-    mail_type: Optional[Text] = None
+    mail_type: Text | None = None
     """About what, as `END,FAIL`."""
     requeue: bool = True
     """Go back into the queue when the run was stopped and has saved (exit status 85), before the time limit or by
@@ -142,7 +142,7 @@ class Submit(Section):
     same run folder goes on. To an indexed Job `ortlaunch stop` is like the others: end it by `ortlaunch cancel`."""
     signal_seconds: Annotated[int, Field(ge=1, le=65535)] = 120
     """Seconds before the time limit at which ranks are asked to save and stop: more than a step and a checkpoint."""
-    container: Optional[Container] = None
+    container: Container | None = None
     """Image that ranks run in; null: this environment, which the nodes must see under the same path."""
     setup: Words = ()
     """Lines of shell before the ranks start, as `module load cuda/12.4`. No secrets: what is exported in your shell

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ortlaunch.recipe.deepspeed_keys import SETTINGS
-from ortlaunch.recipe.dialects import FOREIGN
-from ortlaunch.recipe.families import CONFIG_FIELDS
-from ortlaunch.recipe.fields import below, everywhere, names_in, section_at
-from ortlaunch.recipe.place import KeyPath, dotted, keys
-from ortlaunch.recipe.words import likeness, normal
+from ortlaunch.recipe.fields.deepspeed_keys import SETTINGS
+from ortlaunch.recipe.fields.families import CONFIG_FIELDS
+from ortlaunch.recipe.fields.fields import below, everywhere, names_in, section_at
+from ortlaunch.recipe.hints.dialects import FOREIGN
+from ortlaunch.recipe.text.place import KeyPath, dotted, keys
+from ortlaunch.recipe.text.words import likeness, normal
 
 _LIKE = 0.65  # less is another word
 

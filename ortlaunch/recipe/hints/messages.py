@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from ortlaunch.recipe.fields import choices, description, is_required, takes_null
-from ortlaunch.recipe.place import KeyPath, dotted
-from ortlaunch.recipe.tree import Tree
-from ortlaunch.recipe.words import closest
+from ortlaunch.recipe.fields.fields import choices, description, is_required, takes_null
+from ortlaunch.recipe.text.place import KeyPath, dotted
+from ortlaunch.recipe.text.tree import Tree
+from ortlaunch.recipe.text.words import closest
 
 _KINDS = {
     "int_type": "a whole number",

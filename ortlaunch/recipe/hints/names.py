@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from ortlaunch.recipe.advice import Advice, advise
-from ortlaunch.recipe.fields import is_required, items_in, models_in, section_at, takes_null
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.place import KeyPath, Line, dotted
-from ortlaunch.recipe.tree import Tree
+from ortlaunch.recipe.fields.fields import is_required, items_in, models_in, section_at, takes_null
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.hints.advice import Advice, advise
+from ortlaunch.recipe.text.place import KeyPath, Line, dotted
+from ortlaunch.recipe.text.tree import Tree
 
 _MOST = 100  # a file with more unknown keys is no recipe
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.schema import document
+from ortlaunch.recipe.manual.schema import document
 
 _HEAD = """\
 # The recipe, field by field

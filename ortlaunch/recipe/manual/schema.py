@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ortlaunch.recipe.fields import manual
-from ortlaunch.recipe.models import Recipe
+from ortlaunch.recipe.fields.fields import manual
+from ortlaunch.recipe.fields.models import Recipe
 
 _EXTENDS = {
     "type": "string",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.recipe.models import Recipe, Train
-from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.fields.models import Recipe, Train
+from ortlaunch.recipe.text.place import Problem
 
 _LIMITS = {"max_skips": "skip", "max_rollbacks": "rollback"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.text.place import Problem
 
 
 def checkpoint_rules(recipe: Recipe) -> Iterator[Problem]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.recipe.data import Corpus, Data, TokenizerTraining, is_chat, is_custom
-from ortlaunch.recipe.families import LABELLED_TASKS
-from ortlaunch.recipe.model_rules import function
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.place import Problem
-from ortlaunch.recipe.section import DOES_NOTHING, MOST, chosen
+from ortlaunch.recipe.fields.data import Corpus, Data, TokenizerTraining, is_chat, is_custom
+from ortlaunch.recipe.fields.families import LABELLED_TASKS
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
+from ortlaunch.recipe.rules.model_rules import function
+from ortlaunch.recipe.text.place import Problem
 
 _COLUMNS = ("text_column", "label_column", "messages_column", "prompt_column", "response_column")
 _FORMAT_FIELDS = {

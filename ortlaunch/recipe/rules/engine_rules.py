@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ortlaunch.recipe.families import LANGUAGE_TASKS
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.ort_variables import contradictions
-from ortlaunch.recipe.place import Problem
+from ortlaunch.recipe.fields.families import LANGUAGE_TASKS
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.ort_variables import contradictions
+from ortlaunch.recipe.text.place import Problem
 
 _PLAN = re.compile(r"[^:,\s]+:[012]:(-1|\d+)(,[^:,\s]+:[012]:(-1|\d+))*")
 _TRITON_KEYS = ("ops", "initializer", "min_nodes", "symbolic_shape_hint")

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ortlaunch.recipe.place import SECRET, Problem
+from ortlaunch.recipe.text.place import SECRET, Problem
 
 if TYPE_CHECKING:
-    from ortlaunch.recipe.models import Recipe
+    from ortlaunch.recipe.fields.models import Recipe
 
 # What the launcher itself tells every rank.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

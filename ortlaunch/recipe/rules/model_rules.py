@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.data import TokenizerTraining
-from ortlaunch.recipe.families import COMMON_DEFAULTS, FAMILIES, LINEAR_LAYERS, complete, known_fields
-from ortlaunch.recipe.models import Model, Recipe
-from ortlaunch.recipe.place import Problem
-from ortlaunch.recipe.section import MOST
-from ortlaunch.recipe.words import closest
+from ortlaunch.recipe.fields.data import TokenizerTraining
+from ortlaunch.recipe.fields.families import COMMON_DEFAULTS, FAMILIES, LINEAR_LAYERS, complete, known_fields
+from ortlaunch.recipe.fields.models import Model, Recipe
+from ortlaunch.recipe.fields.section import MOST
+from ortlaunch.recipe.text.place import Problem
+from ortlaunch.recipe.text.words import closest
 
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Fields that count something there must be at least one of.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ortlaunch.recipe.families import FAMILIES
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.pretrained import config_of
+from ortlaunch.recipe.fields.families import FAMILIES
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.pretrained import config_of
 
 
 class Compared(NamedTuple):

@@ -6,7 +6,7 @@ A field whose change would make a resumed run another training needs a word: `--
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
@@ -32,7 +32,7 @@ def _optimizer(before: Any, after: Any) -> Rule:
     return Rule(REFUSED, "optimizer", "its state begins anew where the checkpoint has none of its kind")
 
 
-RuleOf = Union[Rule, Callable[[Any, Any], Rule]]
+RuleOf = Rule | Callable[[Any, Any], Rule]
 
 
 def _all(rule: Rule, names: str, section: str = "") -> dict[str, RuleOf]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ortlaunch.recipe.bad_step_rules import bad_step_rules
-from ortlaunch.recipe.best import best_rules
-from ortlaunch.recipe.checkpoint_rules import checkpoint_rules
-from ortlaunch.recipe.data_rules import data_rules
-from ortlaunch.recipe.deepspeed_keys import deepspeed_rules
-from ortlaunch.recipe.engine_rules import engine_device_rules, engine_rules
-from ortlaunch.recipe.launch_rules import launch_rules
-from ortlaunch.recipe.model_rules import function, model_rules
-from ortlaunch.recipe.models import Recipe
-from ortlaunch.recipe.parity import compared_steps
-from ortlaunch.recipe.place import Problem
-from ortlaunch.recipe.schedule import schedule_rules
-from ortlaunch.recipe.section import DOES_NOTHING, chosen
-from ortlaunch.recipe.submit_rules import submit_rules
+from ortlaunch.recipe.fields.deepspeed_keys import deepspeed_rules
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.section import DOES_NOTHING, chosen
+from ortlaunch.recipe.rules.bad_step_rules import bad_step_rules
+from ortlaunch.recipe.rules.best_rules import best_rules
+from ortlaunch.recipe.rules.checkpoint_rules import checkpoint_rules
+from ortlaunch.recipe.rules.data_rules import data_rules
+from ortlaunch.recipe.rules.engine_rules import engine_device_rules, engine_rules
+from ortlaunch.recipe.rules.launch_rules import launch_rules
+from ortlaunch.recipe.rules.model_rules import function, model_rules
+from ortlaunch.recipe.rules.parity import compared_steps
+from ortlaunch.recipe.rules.schedule_rules import schedule_rules
+from ortlaunch.recipe.rules.submit_rules import submit_rules
+from ortlaunch.recipe.text.place import Problem
 from ortlaunch.units import counted
 
 _OPTIMIZER_FIELDS = {

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ortlaunch.errors import CONTROL
-from ortlaunch.recipe.place import SECRET, Problem
+from ortlaunch.recipe.text.place import SECRET, Problem
 
 if TYPE_CHECKING:
-    from ortlaunch.recipe.models import Recipe
+    from ortlaunch.recipe.fields.models import Recipe
 
 _EXPORT = re.compile(r"\s*(?:export\s+|declare\s+-x\s+)?([A-Za-z_][A-Za-z0-9_]*)=")
 

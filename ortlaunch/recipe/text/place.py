@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
-Key = Union[str, int]
+Key = str | int
 KeyPath = tuple[Key, ...]
 Problem = tuple[tuple[str, ...], str]  # dotted paths involved, the first is where it is reported; what is wrong
 # Names whose values are never shown; pad_token and the like are words of a tokenizer.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ortlaunch.recipe.place import SECRET, Line, Place, SourceError, dotted
-from ortlaunch.recipe.tree import Tree, merge
-from ortlaunch.recipe.yaml_text import MAX_CHARACTERS, parse
+from ortlaunch.recipe.text.place import SECRET, Line, Place, SourceError, dotted
+from ortlaunch.recipe.text.tree import Tree, merge
+from ortlaunch.recipe.text.yaml_text import MAX_CHARACTERS, parse
 
 _MAX_BYTES = 4 * MAX_CHARACTERS
 _MAX_CHAIN = 20  # recipes that extend each other

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ortlaunch.recipe.place import Key, KeyPath, Place
+from ortlaunch.recipe.text.place import Key, KeyPath, Place
 
 
 @dataclass(frozen=True)

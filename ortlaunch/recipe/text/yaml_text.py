@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from ortlaunch.recipe.place import Key, KeyPath, Line, Place, SourceError, dotted
-from ortlaunch.recipe.tree import Tree, merge
+from ortlaunch.recipe.text.place import Key, KeyPath, Line, Place, SourceError, dotted
+from ortlaunch.recipe.text.tree import Tree, merge
 
 # PyYAML follows YAML 1.1, where a number has a point and a signed exponent: `1e-5` and `1.5e3` are words there.
 _FLOAT = re.compile(r"^[-+]?(?=[0-9_.]*[.eE])([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$")

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from ortlaunch.errors import CheckpointError
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run import origin
-from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run_folder import origin
+from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.worker.checkpoint.damage import damage, newest_of_all, set_aside_damaged
 from ortlaunch.worker.checkpoint.manifest import MANIFEST, samples_seen
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class Found(NamedTuple):
@@ -73,7 +73,7 @@ def explain(run: RunDir, recipe: Recipe, found: Found, identity: Mapping[str, An
     """Say what the control side could not know: its data, and all of another checkpoint than it had looked at.
 
     Args:
-        identity: what ranks alone know of this training (worker/identity.py).
+        identity: what ranks alone know of this training (worker/model/identity.py).
 
     Raises:
         CheckpointError: it would be another training, and nobody has allowed that.

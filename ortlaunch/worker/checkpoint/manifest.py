@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from ortlaunch.run.folder import RunDir, read_json
+from ortlaunch.run_folder.folder import RunDir, read_json
 
 COMPLETE, MANIFEST = "COMPLETE", "manifest.json"
 _BLOCK = 1 << 22

@@ -14,11 +14,18 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run.folder import read_json
+from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, file_of
 from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.named_state import NamedState, Part, buffers_of, counts_by_group, tensor_kinds, trained_shapes
+from ortlaunch.worker.model.named_state import (
+    NamedState,
+    Part,
+    buffers_of,
+    counts_by_group,
+    tensor_kinds,
+    trained_shapes,
+)
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class Shards:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.lines import append_line, json_lines
-from ortlaunch.run.records import SaveLine, as_json
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lines import append_line, json_lines
+from ortlaunch.run_folder.records import SaveLine, as_json
 
 
 def record(run: RunDir, line: SaveLine) -> None:

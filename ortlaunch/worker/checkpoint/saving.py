@@ -14,24 +14,24 @@ from typing import Any
 
 from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.recipe import Recipe
-from ortlaunch.run import origin
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.held import is_held
-from ortlaunch.run.records import SaveLine
-from ortlaunch.worker.agreement import Agreement
+from ortlaunch.run_folder import origin
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.held import is_held
+from ortlaunch.run_folder.records import SaveLine
 from ortlaunch.worker.checkpoint import saves
 from ortlaunch.worker.checkpoint.background import Background
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.checkpoint.transaction import save, snapshot, write
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.requests import Ask
-from ortlaunch.worker.stepping import Stepper
+from ortlaunch.worker.engine.stepping import Stepper
+from ortlaunch.worker.process_group.agreement import Agreement
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.requests import Ask
 
 _NO_EXPORT = (
     "This was the save at the end: the run ends without its export. Start it again once this is mended; "
     "checkpoint.on_failure=continue writes the export whatever becomes of the last save"
 )
-KEEP = "checkpoint.keep_best"  # in the memory of the best evaluations (worker/best.py)
+KEEP = "checkpoint.keep_best"  # in the memory of the best evaluations (worker/training/best.py)
 
 
 class Saving:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run.folder import write_json
+from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.checkpoint.manifest import File
 from ortlaunch.worker.checkpoint.tensor_file import write_tensors
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.named_state import NamedState, Part, counts_by_group, tensor_kinds
+from ortlaunch.worker.model.named_state import NamedState, Part, counts_by_group, tensor_kinds
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 FORMAT, INDEX, WEIGHT, BUFFER = "ortlaunch 1", "index.json", "weight", "buffer"
 Entry = tuple[str, tuple[int, ...], torch.Tensor]  # key, shape, flat

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run.folder import RunDir, read_json, write_json, write_text
-from ortlaunch.run.origin import ORIGIN
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.units import human
 from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, sum_of, sum_up
 from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.stepping import Stepper
+from ortlaunch.worker.engine.stepping import Stepper
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 def save(
@@ -30,7 +30,7 @@ def save(
     """Write the checkpoint after `step` steps (collective).
 
     Args:
-        made_by: what a run that goes on from it compares itself with (run/origin.py); may be empty.
+        made_by: what a run that goes on from it compares itself with (run_folder/origin.py); may be empty.
 
     Raises:
         CheckpointError: it could not be written; what was there before is as it was.

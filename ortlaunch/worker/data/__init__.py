@@ -7,7 +7,7 @@ from typing import Any
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.data import Corpus, MaskedLm, is_chat
+from ortlaunch.recipe.fields.data import Corpus, MaskedLm, is_chat
 from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import Conversations, tokenized_chats
@@ -33,7 +33,7 @@ from ortlaunch.worker.data.tokenizer import load_tokenizer
 from ortlaunch.worker.data.tokens import Documents, Tell, begin_of_text, silent, tokenized_documents
 from ortlaunch.worker.data.vocabulary import Vocabulary, labels_of_model
 from ortlaunch.worker.data.windows import Blocks, SeparateDocuments
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 __all__ = [
     "IGNORED", "Batches", "Blocks", "Conversations", "Data", "LabelledTexts", "MaskedBlocks", "Masking", "Mixture",

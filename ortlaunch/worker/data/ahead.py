@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ortlaunch.errors import HookError, InputError, OrtlaunchError
-from ortlaunch.worker.child import PASSED_ON, die_with_parent
+from ortlaunch.worker.supervision.child import PASSED_ON, die_with_parent
 
 Batch = dict[str, torch.Tensor]
 Places = list[tuple[int, int]]  # (sample, epoch)

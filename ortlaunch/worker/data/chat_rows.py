@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import documents_read, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ortlaunch.cache import note
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.chat_rows import Chat, chats_read
 from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.reading import DataError

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.reading import LONGEST_TEXT, SPLIT, DataError, Row, names_of_numbers, read_file
 
 

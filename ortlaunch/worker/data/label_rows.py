@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ortlaunch.recipe.data import Corpus
-from ortlaunch.recipe.model_rules import MOST_CLASSES
+from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.rules.model_rules import MOST_CLASSES
 from ortlaunch.worker.data.corpus import named, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ortlaunch.recipe.data import Corpus
+from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.label_rows import (
     Found,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields
 
 from ortlaunch.errors import DamagedFile
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.lines import json_lines
-from ortlaunch.run.records import BadStep
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.records import BadStep
 
 
 def recorded(run: RunDir) -> Iterator[BadStep]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
 
-from ortlaunch.recipe.data import MaskedLm
+from ortlaunch.recipe.fields.data import MaskedLm
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.shards import Tokens

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.data import Data, TokenizerTraining, is_chat
+from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.worker.data.chat_rows import chat_texts
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
 

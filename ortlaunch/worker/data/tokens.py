@@ -22,8 +22,8 @@ from filelock import FileLock, Timeout
 
 from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import DamagedFile
-from ortlaunch.recipe.data import Corpus
-from ortlaunch.run.folder import read_json, write_json
+from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.run_folder.folder import read_json, write_json
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
 from ortlaunch.worker.data.shards import SHARD, ShardWriter, Tokens, joined, mapped, shard_paths, wrong
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.data import Data as Fields
-from ortlaunch.recipe.data import TokenizerTraining
-from ortlaunch.recipe.families import LABELLED_TASKS
-from ortlaunch.run.folder import RunDir, read_json, write_json
-from ortlaunch.run.records import Vocabulary as Record
-from ortlaunch.run.records import as_json
+from ortlaunch.recipe.fields.data import Data as Fields
+from ortlaunch.recipe.fields.data import TokenizerTraining
+from ortlaunch.recipe.fields.families import LABELLED_TASKS
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.records import Vocabulary as Record
+from ortlaunch.run_folder.records import as_json
 
 
 class Vocabulary(NamedTuple):

@@ -34,7 +34,7 @@ class Blocks:
 
 
 class SeparateDocuments:
-    """The same, but that no document sees another (worker/packing.py makes the mask); each begins at position 0."""
+    """The same, but no document sees another (worker/model/packing.py makes the mask); each begins at position 0."""
 
     varies = True
 

@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.worker.named_state import LossScale, NamedState, Numbers, Part, buffers_of, trained_shapes, whole_parts
+from ortlaunch.worker.model.named_state import (
+    LossScale,
+    NamedState,
+    Numbers,
+    Part,
+    buffers_of,
+    trained_shapes,
+    whole_parts,
+)
 
 _COUNTERS = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from typing import Any
 
-from ortlaunch.ortmodule import source_guard
+from ortlaunch.ortmodule.base import source_guard
 
 # What each release changed in ZeRO 1 and 2, the first whole; between them nothing did. Cut sha256 of the source.
 _CHANGES = {

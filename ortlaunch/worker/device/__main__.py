@@ -1,4 +1,4 @@
-"""`python ortlaunch/start.py ortlaunch.worker.device JSON`: a verb of `ortlaunch device`; JSON: run/device.py's."""
+"""`start.py ortlaunch.worker.device JSON`: a verb of `ortlaunch device`; JSON: commands/device.py's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe, parse_resolved
-from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.user_modules import make_importable
-from ortlaunch.worker.alone import run_alone
+from ortlaunch.worker.supervision.alone import run_alone
 
 
 def _run() -> None:
@@ -36,7 +36,7 @@ def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path
     from ortlaunch.worker.data.vocabulary import of_config
     from ortlaunch.worker.device.evaluate import evaluate
     from ortlaunch.worker.device.train import train
-    from ortlaunch.worker.model import refuse_too_small
+    from ortlaunch.worker.model.model import refuse_too_small
 
     make_importable(recipe, place.path.absolute())
     config = AutoConfig.from_pretrained(str(place)) if (place.path / "config.json").exists() else None

@@ -17,21 +17,21 @@ import torch
 
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe, to_yaml
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.recipe.models import Batch as BatchSizes
-from ortlaunch.run.device_folder import DeviceFolder
-from ortlaunch.run.export_records import DeviceArtifacts, DeviceParameter
-from ortlaunch.run.folder import write_json, write_text
-from ortlaunch.run.records import as_json
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.recipe.fields.models import Batch as BatchSizes
+from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.run_folder.export_records import DeviceArtifacts, DeviceParameter
+from ortlaunch.run_folder.folder import write_json, write_text
+from ortlaunch.run_folder.records import as_json
 from ortlaunch.user_modules import factories
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.device import Device, require
 from ortlaunch.worker.device.graph import Batch, Forward
-from ortlaunch.worker.model import LossModule, give_back_cache
-from ortlaunch.worker.module_copies import own_modules
-from ortlaunch.worker.module_copies import place as beside
-from ortlaunch.worker.onnx_export import largest
+from ortlaunch.worker.model.model import LossModule, give_back_cache
+from ortlaunch.worker.onnx.onnx_export import largest
+from ortlaunch.worker.supervision.module_copies import own_modules
+from ortlaunch.worker.supervision.module_copies import place as beside
 
 LIMIT = 1e-4  # of the largest difference of the loss, or of a logit
 _MOST = 2**31 - 2**20  # bytes that a graph may have while its gradient is made: protobuf's 2 GiB

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ortlaunch.errors import CheckpointError, InputError
-from ortlaunch.run.device_folder import DeviceFolder
-from ortlaunch.run.folder import read_json
+from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
 
 Weights = dict[str, Any]

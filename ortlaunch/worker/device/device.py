@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import CheckpointError, InputError, MissingDependency
-from ortlaunch.ortmodule.compat import forget_failed_import
-from ortlaunch.run.device_folder import DeviceFolder
-from ortlaunch.worker.onnx_model import Batch, arrays
-from ortlaunch.worker.packing import one_a_row
+from ortlaunch.ortmodule.tracing.compat import forget_failed_import
+from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.worker.model.packing import one_a_row
+from ortlaunch.worker.onnx.onnx_model import Batch, arrays
 
 Arrays = dict[str, Any]
 STEPS = "ortlaunch.steps"

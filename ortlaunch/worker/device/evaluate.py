@@ -10,16 +10,16 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.held_out import no_evaluation
-from ortlaunch.run.device_folder import DeviceFolder
-from ortlaunch.run.folder import write_json
-from ortlaunch.run.records import Evaluation, as_json
+from ortlaunch.recipe.fields.held_out import no_evaluation
+from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.records import Evaluation, as_json
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.device.device import STEPS, Device, number
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.evaluate_model import measured
-from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.tasks.evaluate import table
+from ortlaunch.worker.evaluation.evaluate_model import measured
+from ortlaunch.worker.evaluation.record import table
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class _OnDevice(nn.Module):

@@ -16,10 +16,10 @@ from torch import nn
 
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.chunked_head import LABELS
 from ortlaunch.worker.data import Data, stack_of
-from ortlaunch.worker.model import LossModule, loss_of
-from ortlaunch.worker.onnx_export import real_batches
+from ortlaunch.worker.model.chunked_head import LABELS
+from ortlaunch.worker.model.model import LossModule, loss_of
+from ortlaunch.worker.onnx.onnx_export import real_batches
 
 OPSET = 15  # from 17 on a LayerNorm is one operator, written without the outputs that ONNX Runtime's gradient needs
 Batch = dict[str, torch.Tensor]

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ortlaunch.errors import EngineError
-from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.device.artifacts import LIMIT
 from ortlaunch.worker.device.device import Device
-from ortlaunch.worker.onnx_export import largest
-from ortlaunch.worker.onnx_model import Batch, arrays
+from ortlaunch.worker.onnx.onnx_export import largest
+from ortlaunch.worker.onnx.onnx_model import Batch, arrays
 
 _SIZES = {"batch": 3, "length": 7}  # of the batch that is compared
 

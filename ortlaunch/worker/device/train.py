@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from ortlaunch.errors import InputError, NonFiniteError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.device_folder import DeviceFolder
+from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.units import counted
 from ortlaunch.worker.data import Batches, Data, stack_of
 from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
-from ortlaunch.worker.schedule import factor
+from ortlaunch.worker.engine.schedule import factor
 
 
 class _Span(NamedTuple):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class Averaging:

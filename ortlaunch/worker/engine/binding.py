@@ -16,7 +16,7 @@ from ortlaunch.errors import LaunchError
 from ortlaunch.launchers import INSIDE
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.run.engine_report import Binding
+from ortlaunch.run_folder.engine_report import Binding
 
 _SYSTEM = Path("/sys/devices/system")
 _GPUS = Path("/proc/driver/nvidia/gpus")

@@ -16,12 +16,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.worker.differences import LIMITS, Comparison, Pass, Tensors, compared, exact, judged
-from ortlaunch.worker.draws import Draws, Replaying
-from ortlaunch.worker.float64 import in_float64
-from ortlaunch.worker.matmul_precision import matmul_precision
-from ortlaunch.worker.model import whole_logits
-from ortlaunch.worker.own_numbers import loss_in
+from ortlaunch.worker.engine.differences import LIMITS, Comparison, Pass, Tensors, compared, exact, judged
+from ortlaunch.worker.engine.draws import Draws, Replaying
+from ortlaunch.worker.engine.float64 import in_float64
+from ortlaunch.worker.model.matmul_precision import matmul_precision
+from ortlaunch.worker.model.model import whole_logits
+from ortlaunch.worker.model.own_numbers import loss_in
 
 
 def compare(

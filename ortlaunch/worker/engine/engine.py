@@ -17,11 +17,12 @@ import torch
 
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.machine import share_of_cores
-from ortlaunch.ortmodule import cuda_libraries, extensions
+from ortlaunch.ortmodule.build import cuda_libraries, extensions
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.best import evaluates_with_scores
-from ortlaunch.run.engine_report import (
+from ortlaunch.recipe.fields.ort_variables import in_recipes_words
+from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
+from ortlaunch.run_folder.engine_report import (
     ChunkedLoss,
     EngineChoice,
     EngineReport,
@@ -33,21 +34,21 @@ from ortlaunch.run.engine_report import (
     OptimizerChoice,
     TorchCalls,
 )
-from ortlaunch.worker import ort_settings
-from ortlaunch.worker.chunked_head import chunk_head
-from ortlaunch.worker.comparison import dropouts
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.loss_weight import LossWeight
-from ortlaunch.worker.matmul_precision import describe, keep_positions_exact, multiply_by_onednn
-from ortlaunch.worker.memory_use import MemoryUse
-from ortlaunch.worker.metrics import flops_per_token
-from ortlaunch.worker.model import LossModule
-from ortlaunch.worker.optimizer import Chosen, build_optimizer
-from ortlaunch.worker.ort_settings import in_recipes_words, settings_of
-from ortlaunch.worker.own_numbers import loss_in
-from ortlaunch.worker.pretrained import loading_notes
-from ortlaunch.worker.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
-from ortlaunch.worker.user_frames import described
+from ortlaunch.worker.engine import ort_settings
+from ortlaunch.worker.engine.comparison import dropouts
+from ortlaunch.worker.engine.flops import flops_per_token
+from ortlaunch.worker.engine.memory_use import MemoryUse
+from ortlaunch.worker.engine.optimizer import Chosen, build_optimizer
+from ortlaunch.worker.engine.ort_settings import settings_of
+from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
+from ortlaunch.worker.model.chunked_head import chunk_head
+from ortlaunch.worker.model.loss_weight import LossWeight
+from ortlaunch.worker.model.matmul_precision import describe, keep_positions_exact, multiply_by_onednn
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.model.pretrained import loading_notes
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.user_frames import described
 
 _PACKAGES = (
     "torch",
@@ -228,8 +229,8 @@ def _chunked(recipe: Recipe, model: LossModule, sample: Batch, group: Distribute
 
 def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch) -> tuple[Any, Any, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
-    from ortlaunch.ortmodule.counters import Witness
     from ortlaunch.ortmodule.options import require_effect
+    from ortlaunch.ortmodule.witness import Witness
 
     witness = Witness()
     witness.install()
@@ -319,8 +320,9 @@ def _attention(model: LossModule) -> str | None:
 
 
 def _onnxruntime(recipe: Recipe, witness: Any) -> OnnxRuntime:
-    from ortlaunch.ortmodule import options, registry, torch_calls
-    from ortlaunch.ortmodule.counters import tally
+    from ortlaunch.ortmodule import options
+    from ortlaunch.ortmodule.base import registry, torch_calls
+    from ortlaunch.ortmodule.base.counters import tally
 
     copied, counts, exported = options.report().get("deepcopy_before_export"), witness.counts(), tally.truth()
     return OnnxRuntime(
@@ -339,8 +341,8 @@ def _onnxruntime(recipe: Recipe, witness: Any) -> OnnxRuntime:
 
 
 def _ort_notes() -> tuple[str, ...]:
-    from ortlaunch.ortmodule import registry
-    from ortlaunch.ortmodule.counters import tally
+    from ortlaunch.ortmodule.base import registry
+    from ortlaunch.ortmodule.base.counters import tally
 
     left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in registry.not_applied().items())
     return (*left_out, *map(in_recipes_words, tally.notes))

@@ -15,11 +15,11 @@ import torch
 from torch._subclasses import FakeTensor
 
 from ortlaunch.plan import Plan
-from ortlaunch.run.records import MeasuredMemory, MemoryReport, PlannedMemory
+from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMemory
 from ortlaunch.units import human
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.memory_limits import status
-from ortlaunch.worker.stepping import Stepper
+from ortlaunch.worker.engine.memory_limits import status
+from ortlaunch.worker.engine.stepping import Stepper
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 _LOOKS = 4  # before and after the first two steps: gradients live before a step, optimizer state after the first
 _CLEAR = Path("/proc/self/clear_refs")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
-from ortlaunch.recipe.models import Optimizer
+from ortlaunch.recipe.fields.models import Optimizer
 
 # multi_tensor_adam.cu of ONNX Runtime 1.19.2: `int sizes[]`, and `chunk_idx * chunk_size` in int.
 _MOST_ELEMENTS = 2**31
@@ -50,9 +50,11 @@ def build_optimizer(
     rate: dict[str, Any] = {"lr": recipe.learning_rate}
     adam: dict[str, Any] = {**rate, "betas": recipe.betas, "eps": recipe.epsilon}
     if recipe.name == "lamb":
-        from ortlaunch.worker.lamb import Lamb
+        from ortlaunch.worker.engine.lamb import Lamb
 
-        return Chosen(Lamb(groups, **adam, always_adapt=recipe.always_adapt), "ortlaunch.worker.lamb.Lamb", "", notes)
+        return Chosen(
+            Lamb(groups, **adam, always_adapt=recipe.always_adapt), "ortlaunch.worker.engine.lamb.Lamb", "", notes
+        )
     if recipe.name == "sgd":
         return Chosen(torch.optim.SGD(groups, momentum=recipe.momentum, **rate), "torch.optim.SGD", "", notes)
     if recipe.name == "adamw":

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule import Settings
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.engine import Engine
-from ortlaunch.recipe.ort_variables import contradictions, seen
+from ortlaunch.recipe.fields.engine import Engine
+from ortlaunch.recipe.fields.ort_variables import contradictions, in_recipes_words, seen
 
 _SAME = [field.name for field in dataclasses.fields(Settings) if field.name in Engine.model_fields]
 _variables: dict[str, str] = {}
@@ -51,9 +50,3 @@ def report(recipe: Recipe) -> dict[str, Any]:
     """For engine.json: what the recipe chose, and variables from outside, which agree with it."""
     chosen = recipe.engine.model_dump(mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"})
     return {"settings": chosen, "variables": dict(_variables)}
-
-
-def in_recipes_words(text: str) -> str:
-    """`Settings.opset=17` is `engine.opset=17`, with YAML's true and false."""
-    text = text.replace("transformers: attn_implementation='eager'", "model.attention=eager")
-    return re.sub(r"\bSettings\.(\w+)(=True|=False)?", lambda m: f"engine.{m[1]}{(m[2] or '').lower()}", text)

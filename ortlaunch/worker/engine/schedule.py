@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ortlaunch.recipe.schedule import Schedule
+from ortlaunch.recipe.fields.schedule import Schedule
 
 
 def warmup_steps(schedule: Schedule, max_steps: int) -> int:

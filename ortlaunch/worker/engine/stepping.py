@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ortlaunch.worker.averaging import Averaging
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.named_state import NamedState, buffers_of, grad_scaler, trained_shapes, whole_parts
-from ortlaunch.worker.own_numbers import Numbers
-from ortlaunch.worker.requests import Requests
+from ortlaunch.worker.engine.averaging import Averaging
+from ortlaunch.worker.model.named_state import NamedState, buffers_of, grad_scaler, trained_shapes, whole_parts
+from ortlaunch.worker.model.own_numbers import Numbers
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.requests import Requests
 
 Batch = dict[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Span = tuple[int, int, str]
 _TAG = re.compile(r"O|[BI]-.+")

@@ -1,6 +1,7 @@
-"""`python ortlaunch/start.py ortlaunch.worker.evaluate_model JSON`: a model in its final form on the evaluation corpus.
+"""`start.py ortlaunch.worker.evaluation.evaluate_model JSON`: a model in its final form on the evaluation corpus.
 
-One process on the CPU: model.onnx by onnxruntime, transformers' folder by plain PyTorch. JSON: run/evaluate_model.py's.
+One process on the CPU: model.onnx by onnxruntime, transformers' folder by plain PyTorch. JSON:
+commands/evaluate_model.py's.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe, parse_resolved
-from ortlaunch.recipe.best import evaluates_with_scores
-from ortlaunch.run.folder import json_text
-from ortlaunch.run.records import Evaluation, as_json
-from ortlaunch.worker.alone import run_alone
+from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
+from ortlaunch.run_folder.folder import json_text
+from ortlaunch.run_folder.records import Evaluation, as_json
+from ortlaunch.worker.supervision.alone import run_alone
 
 
 def _evaluate() -> None:
@@ -26,7 +27,7 @@ def _evaluate() -> None:
     if asked["json"]:
         print(json_text(as_json(found), indent=2))
     else:
-        from ortlaunch.worker.tasks.evaluate import table
+        from ortlaunch.worker.evaluation.record import table
 
         print(*table(found), sep="\n")
 
@@ -40,9 +41,9 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
     from ortlaunch.user_modules import make_importable
     from ortlaunch.worker.data import load_data
     from ortlaunch.worker.data.vocabulary import of_config
-    from ortlaunch.worker.distributed import DistributedContext
-    from ortlaunch.worker.model import LossModule, build_model, refuse_too_small
-    from ortlaunch.worker.onnx_model import OnnxModel
+    from ortlaunch.worker.model.model import LossModule, build_model, refuse_too_small
+    from ortlaunch.worker.onnx.onnx_model import OnnxModel
+    from ortlaunch.worker.process_group.distributed import DistributedContext
 
     make_importable(recipe, modules)
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
@@ -62,10 +63,10 @@ def evaluated(recipe: Recipe, model: Path, modules: Path) -> Evaluation:
 def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | None = None) -> Evaluation:
     """The numbers of a LossModule on these samples."""
     from ortlaunch.worker.data import Batches, stack_of
-    from ortlaunch.worker.evaluation import evaluate
-    from ortlaunch.worker.loss_weight import LossWeight
-    from ortlaunch.worker.progress import Progress
-    from ortlaunch.worker.tasks.evaluate import record_of
+    from ortlaunch.worker.evaluation.evaluation import evaluate
+    from ortlaunch.worker.evaluation.record import record_of
+    from ortlaunch.worker.model.loss_weight import LossWeight
+    from ortlaunch.worker.supervision.progress import Progress
 
     whole.evaluates_with_scores = evaluates_with_scores(recipe)
     weight = LossWeight(recipe, whole)

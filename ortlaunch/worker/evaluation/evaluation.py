@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from ortlaunch.recipe.families import LABELLED_TASKS, LANGUAGE_TASKS, SCORED_TASKS
-from ortlaunch.worker.agreement import Agreement
-from ortlaunch.worker.chunked_head import LABELS
+from ortlaunch.recipe.fields.families import LABELLED_TASKS, LANGUAGE_TASKS, SCORED_TASKS
 from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.own_metric import OwnMetric
-from ortlaunch.worker.own_numbers import Numbers, loss_in
-from ortlaunch.worker.scores import Scores
+from ortlaunch.worker.evaluation.own_metric import OwnMetric
+from ortlaunch.worker.evaluation.scores import Scores
+from ortlaunch.worker.evaluation.word_scores import word_scores
+from ortlaunch.worker.model.chunked_head import LABELS
+from ortlaunch.worker.model.own_numbers import Numbers, loss_in
+from ortlaunch.worker.process_group.agreement import Agreement
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.word_scores import word_scores
 
 Batch = dict[str, torch.Tensor]
 Counts = dict[str, torch.Tensor]

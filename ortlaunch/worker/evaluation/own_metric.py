@@ -16,8 +16,8 @@ import torch
 
 from ortlaunch.errors import HookError
 from ortlaunch.worker.data.own import find
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.own_numbers import LOSS, named
+from ortlaunch.worker.model.own_numbers import LOSS, named
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

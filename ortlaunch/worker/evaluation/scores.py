@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.entities import Entities, are_tags
+from ortlaunch.worker.evaluation.entities import Entities, are_tags
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class Scores:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ortlaunch.worker.chunked_head import ChunkedHead
 from ortlaunch.worker.data import IGNORED
+from ortlaunch.worker.model.chunked_head import ChunkedHead
 
 _ROWS = 1024  # of logits at a time
 

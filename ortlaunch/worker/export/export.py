@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.export_records import DeviceArtifacts, OnnxCheck
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import Data
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.model import LossModule, give_back_cache
-from ortlaunch.worker.stepping import Stepper
+from ortlaunch.worker.engine.stepping import Stepper
+from ortlaunch.worker.model.model import LossModule, give_back_cache
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 def export(
@@ -50,7 +50,7 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -
 
 
 def _onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxCheck:
-    from ortlaunch.worker.onnx_export import onnx
+    from ortlaunch.worker.onnx.onnx_export import onnx
 
     found = onnx(recipe, folder, trained, data)
     follow_umask(folder)
@@ -70,7 +70,7 @@ FORMATS: dict[str, Callable[[Recipe, Path, LossModule, Data], OnnxCheck | Device
     "onnx": _onnx,
     "ondevice": _ondevice,
 }
-"""What `ortlaunch export --format` writes; the names are run/export.py's, too."""
+"""What `ortlaunch export --format` writes; the names are commands/export.py's, too."""
 
 
 def follow_umask(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python ortlaunch/start.py ortlaunch.worker.export_checkpoint RUN STEP FOLDER FORMAT LORA`: a checkpoint as a model.
+"""`start.py ortlaunch.worker.export.export_checkpoint RUN STEP FOLDER FORMAT LORA`: a checkpoint as a model.
 
 One process on the CPU: it builds the run's model and reads the weights alone, of whatever world and ZeRO stage.
 """
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.run import origin
-from ortlaunch.run.export_records import DeviceArtifacts, ExportLine, OnnxCheck
-from ortlaunch.run.folder import RunDir
-from ortlaunch.run.lines import append_line
-from ortlaunch.run.records import as_json
-from ortlaunch.worker.alone import run_alone
+from ortlaunch.run_folder import origin
+from ortlaunch.run_folder.export_records import DeviceArtifacts, ExportLine, OnnxCheck
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lines import append_line
+from ortlaunch.run_folder.records import as_json
+from ortlaunch.worker.supervision.alone import run_alone
 
 if TYPE_CHECKING:
     from ortlaunch.recipe import Recipe
     from ortlaunch.worker.data import Data
-    from ortlaunch.worker.model import LossModule
+    from ortlaunch.worker.model.model import LossModule
 
 
 def _export() -> None:
@@ -39,7 +39,7 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
     lora: merged, alone, or "": as the recipe says.
     """
     from ortlaunch.worker.device.artifacts import as_on_a_device
-    from ortlaunch.worker.export import FORMATS
+    from ortlaunch.worker.export.export import FORMATS
 
     recipe = _with_adapters(_recipe(run), form, lora)
     if form == "ondevice":
@@ -69,14 +69,14 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
     from ortlaunch.worker.checkpoint.restore import load_weights
     from ortlaunch.worker.data import load_data
     from ortlaunch.worker.data.vocabulary import of_run
-    from ortlaunch.worker.distributed import DistributedContext
-    from ortlaunch.worker.identity import of_frozen
-    from ortlaunch.worker.model import build_model
+    from ortlaunch.worker.model.identity import of_frozen
+    from ortlaunch.worker.model.model import build_model
+    from ortlaunch.worker.process_group.distributed import DistributedContext
 
     recipe, plan = recipe or _recipe(run), Plan.read(run.plan)
     make_importable(recipe, Path(plan.modules))
     alone = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
-    if not (run.checkpoint(step) / COMPLETE).exists():  # a disk without locks: run/held.py
+    if not (run.checkpoint(step) / COMPLETE).exists():  # a disk without locks: run_folder/held.py
         raise CheckpointError(f"{run.checkpoint(step)} was removed by its run meanwhile (checkpoint.keep); try again")
     if wrong := damage(run.checkpoint(step), alone):
         raise CheckpointError(f"{run.checkpoint(step)} is damaged: {wrong}")

@@ -1,7 +1,7 @@
-"""`python ortlaunch/start.py ortlaunch.worker.generate JSON`: a prompt, and how a causal model goes on.
+"""`python ortlaunch/start.py ortlaunch.worker.export.generate JSON`: a prompt, and how a causal model goes on.
 
-JSON: run/generate.py's Asked; with a step `model` is a run, and that checkpoint's weights are taken. `chats`: whether
-the chat template writes the prompt; null: where the tokenizer has one.
+JSON: commands/generate.py's Asked; with a step `model` is a run, and that checkpoint's weights are taken. `chats`:
+whether the chat template writes the prompt; null: where the tokenizer has one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import InputError
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.alone import run_alone
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.supervision.alone import run_alone
 
 _ANSWER = "ortlaunch"  # in the place of an answer, to see what follows on one
 
@@ -35,8 +35,8 @@ def _model(place: str, step: int | None) -> tuple[Any, Any]:
             return AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
         except (OSError, ValueError) as error:
             raise InputError(f"{place}: {str(error).splitlines()[0]}") from None
-    from ortlaunch.worker.export_checkpoint import trained
-    from ortlaunch.worker.model import give_back_cache
+    from ortlaunch.worker.export.export_checkpoint import trained
+    from ortlaunch.worker.model.model import give_back_cache
 
     _, whole, data = trained(RunDir(Path(place)), step)
     if data.tokenizer is None:

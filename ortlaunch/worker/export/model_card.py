@@ -12,11 +12,11 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ortlaunch.recipe import Recipe, read_resolved
-from ortlaunch.recipe.data import Corpus
-from ortlaunch.recipe.place import without_secrets
-from ortlaunch.recipe.yaml_text import dump
-from ortlaunch.run.folder import RunDir, read_json
-from ortlaunch.run.lines import json_lines
+from ortlaunch.recipe.fields.data import Corpus
+from ortlaunch.recipe.text.place import without_secrets
+from ortlaunch.recipe.text.yaml_text import dump
+from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.units import counted
 
 _PIPELINES = {

@@ -1,4 +1,4 @@
-"""`python ortlaunch/start.py ortlaunch.worker.push REPO [RUN STEP FOLDER]`: an export to the hub, with its card.
+"""`python ortlaunch/start.py ortlaunch.worker.export.push REPO [RUN STEP FOLDER]`: an export to the hub, with its card.
 
 With REPO alone: whether it could be done, before the export is made. The token is huggingface_hub's own affair: it is
 taken from HF_TOKEN or `hf auth login`, and printed nowhere.
@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 
 from ortlaunch.errors import InputError, LaunchError, MissingDependency
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.alone import run_alone
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.supervision.alone import run_alone
 
 
 def _push() -> None:
@@ -61,7 +61,7 @@ def push(repo: str, run: RunDir, step: int, folder: Path) -> str:
     import huggingface_hub as hub
     from huggingface_hub import errors
 
-    from ortlaunch.worker.model_card import model_card
+    from ortlaunch.worker.export.model_card import model_card
 
     card = folder / "README.md"
     if not card.exists():

@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from ortlaunch.planning.memory import chunk_rows
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.families import LANGUAGE_TASKS
-from ortlaunch.run.engine_report import ChunkedLoss
-from ortlaunch.worker.chunked_loss import IGNORED, chunked_loss
-from ortlaunch.worker.matmul_precision import matmul_precision
+from ortlaunch.recipe.fields.families import LANGUAGE_TASKS
+from ortlaunch.run_folder.engine_report import ChunkedLoss
+from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_loss
+from ortlaunch.worker.model.matmul_precision import matmul_precision
 
 Batch = Mapping[str, Tensor]
 _TOKENS = 16  # of the trial

@@ -2,8 +2,9 @@
 
 Logits, loss and the gradients of a chunk are made at once, in the forward pass, the probabilities in the place of the
 logits, as Liger's fused linear cross entropy and Apple's cut cross entropy do on GPUs. One operator of torch's for
-every engine: autograd and torch.compile know it from here, ONNX Runtime's graph calls it (ortmodule/head_loss.py).
-`torch.nn.functional.linear_cross_entropy` exists from torch 2.13 on only, and is neither traced nor compiled.
+every engine: autograd and torch.compile know it from here, ONNX Runtime's graph calls it
+(ortmodule/torch_in_graph/head_loss.py). `torch.nn.functional.linear_cross_entropy` exists from torch 2.13 on only, and
+is neither traced nor compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ortlaunch.ortmodule.head_loss import OPERATOR
+from ortlaunch.ortmodule.torch_in_graph.head_loss import OPERATOR
 
 IGNORED = -100
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.chunked_head import shifts
 from ortlaunch.worker.data import IGNORED, Batches
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.model import LossModule
+from ortlaunch.worker.model.chunked_head import shifts
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Batch = dict[str, torch.Tensor]
 

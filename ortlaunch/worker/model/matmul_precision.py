@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from ortlaunch import machine
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.engine_rules import ort_multiplies
-from ortlaunch.run.engine_report import MatmulPrecision
+from ortlaunch.recipe.rules.engine_rules import ort_multiplies
+from ortlaunch.run_folder.engine_report import MatmulPrecision
 
 _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}
 _SIZE = 256  # small products do not go to the fast units

@@ -13,14 +13,14 @@ from torch import nn
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.models import Lora
-from ortlaunch.recipe.words import closest
-from ortlaunch.worker import packing
-from ortlaunch.worker.chunked_head import ChunkedHead
+from ortlaunch.recipe.fields.models import Lora
+from ortlaunch.recipe.text.words import closest
 from ortlaunch.worker.data import Data, call
 from ortlaunch.worker.data.vocabulary import labels_of_recipe
-from ortlaunch.worker.own_numbers import LOSS, numbers_of
-from ortlaunch.worker.pretrained import Loaded, load_pretrained
+from ortlaunch.worker.model import packing
+from ortlaunch.worker.model.chunked_head import ChunkedHead
+from ortlaunch.worker.model.own_numbers import LOSS, numbers_of
+from ortlaunch.worker.model.pretrained import Loaded, load_pretrained
 
 _AUTO_CLASSES = {
     "pretraining": "AutoModelForPreTraining",

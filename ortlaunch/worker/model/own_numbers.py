@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import InputError
-from ortlaunch.run.records import MetricsLine
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.run_folder.records import MetricsLine
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 LOSS = "loss"
 TAKEN = {each.name for each in fields(MetricsLine)}

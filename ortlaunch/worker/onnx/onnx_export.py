@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency
-from ortlaunch.ortmodule.symbolics import counting, unflattening
-from ortlaunch.ortmodule.tracing import with_autocasts_cache
+from ortlaunch.ortmodule.tracing.symbolics import counting, unflattening
+from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.export_records import OnnxCheck
+from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import Data, collate
-from ortlaunch.worker.model import LossModule, give_back_cache
-from ortlaunch.worker.onnx_own import Outputs, own_outputs
+from ortlaunch.worker.model.model import LossModule, give_back_cache
+from ortlaunch.worker.onnx.onnx_own import Outputs, own_outputs
 
 OPSET = 17
 LIMIT = 1e-4  # of the largest difference of a logit

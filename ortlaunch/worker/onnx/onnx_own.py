@@ -12,8 +12,8 @@ from torch import nn
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import Data, stack_of
-from ortlaunch.worker.model import loss_of
-from ortlaunch.worker.own_numbers import LOSS, named
+from ortlaunch.worker.model.model import loss_of
+from ortlaunch.worker.model.own_numbers import LOSS, named
 
 Batch = dict[str, torch.Tensor]
 _SAMPLES = ((0, 1, 2), (3, 4), (5,))  # of the batches

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ortlaunch.worker.distributed import DistributedContext, side_group
-from ortlaunch.worker.requests import Ask, Requests
+from ortlaunch.worker.process_group.distributed import DistributedContext, side_group
+from ortlaunch.worker.supervision.requests import Ask, Requests
 
 
 class Agreement:

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
-from ortlaunch.run.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.units import counted
-from ortlaunch.worker import interface
-from ortlaunch.worker.flight_recorder import record_collectives
-from ortlaunch.worker.gpus import keep_compiled_kernels, show_planned_gpus, why_no_gpu
-from ortlaunch.worker.meeting_port import cannot_meet
+from ortlaunch.worker.process_group.flight_recorder import record_collectives
+from ortlaunch.worker.process_group.meeting_port import cannot_meet
+from ortlaunch.worker.supervision import interface
+from ortlaunch.worker.supervision.gpus import keep_compiled_kernels, show_planned_gpus, why_no_gpu
 
 # A gloo group that is freed joins its threads while it holds Python's lock, for which one of them may wait: seen at the
 # end of a run, when DistributedDataParallel's reference was the last. The group lives as long as the process.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 
 _ENTRIES = "2000"  # of a few hundred bytes each, on every rank
 

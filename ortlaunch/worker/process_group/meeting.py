@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.interface import own_address
-from ortlaunch.worker.pulse import Pulse
-from ortlaunch.worker.watchdog import Watchdog
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.interface import own_address
+from ortlaunch.worker.supervision.pulse import Pulse
+from ortlaunch.worker.supervision.watchdog import Watchdog
 
 _COUNT_SECONDS = 1.0
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from ortlaunch.errors import OrtlaunchError
-from ortlaunch.worker.child import die_with_parent
+from ortlaunch.worker.supervision.child import die_with_parent
 
 
 def run_alone(work: Callable[[], None]) -> None:

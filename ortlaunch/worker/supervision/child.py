@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
-from ortlaunch.run.folder import RunDir
-from ortlaunch.worker.surroundings import Surroundings
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.worker.supervision.surroundings import Surroundings
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.rank import Rank
-from ortlaunch.worker.stall import SILENT_SECONDS, Beat
+from ortlaunch.worker.supervision.stall import SILENT_SECONDS, Beat
 
 _DIGEST = 16
 _STACK_CHARACTERS = 8000  # the end of it, in a datagram

@@ -16,9 +16,9 @@ from typing import Any
 from ortlaunch import machine
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.rank import EXIT_SAVED, Rank
-from ortlaunch.run.folder import RunDir, account, is_full, write_json
-from ortlaunch.worker.pulse import Pulse
-from ortlaunch.worker.user_frames import folded, raised_at
+from ortlaunch.run_folder.folder import RunDir, account, is_full, write_json
+from ortlaunch.worker.supervision.pulse import Pulse
+from ortlaunch.worker.supervision.user_frames import folded, raised_at
 
 # A rank that loses its peers fails too; these words tell that the cause is elsewhere.
 _PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
@@ -64,7 +64,7 @@ class Account:
         text = str(error) if isinstance(error, OrtlaunchError) else traceback.format_exc()
         message = str(error)
         if "Settings." in text:  # of ortmodule/, in a later export
-            from ortlaunch.worker.ort_settings import in_recipes_words
+            from ortlaunch.recipe.fields.ort_variables import in_recipes_words  # pydantic is loaded by then
 
             text, message = in_recipes_words(text), in_recipes_words(message)
         status = _status_of(error)

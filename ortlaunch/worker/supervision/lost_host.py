@@ -16,9 +16,9 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 
-from ortlaunch.run.lost import Lost
-from ortlaunch.worker.interface import has_link, interface_with, source_address
-from ortlaunch.worker.stall import Beat
+from ortlaunch.run_folder.lost import Lost
+from ortlaunch.worker.supervision.interface import has_link, interface_with, source_address
+from ortlaunch.worker.supervision.stall import Beat
 
 _SILENT_SECONDS = 7.0
 _ANSWER_SECONDS = 2.0

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from ortlaunch.cache import cache_root
 from ortlaunch.errors import FileError
-from ortlaunch.run.folder import RunDir
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import human
 
 _LARGEST, _MOST = 1 << 20, 8 << 20  # bytes of a file, and of all: source, not data
@@ -56,7 +56,7 @@ def is_own(file: str) -> bool:
 
 
 def _foreign_folders() -> tuple[str, ...]:
-    foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[1])]
+    foreign = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parents[2])]
     foreign.append(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     with contextlib.suppress(FileError):  # a user without a home folder has none
         foreign.append(str(cache_root()))

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from ortlaunch.run.folder import progress_width
-from ortlaunch.worker.pulse import BACKWARD, FORWARD, PASSING, READING, TRAINING, Pulse
-from ortlaunch.worker.terminal import LIVE
+from ortlaunch.run_folder.folder import progress_width
+from ortlaunch.worker.supervision.pulse import BACKWARD, FORWARD, PASSING, READING, TRAINING, Pulse
+from ortlaunch.worker.supervision.terminal import LIVE
 
 Batch = TypeVar("Batch")
 _FORM = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"

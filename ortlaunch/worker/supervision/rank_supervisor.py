@@ -23,19 +23,19 @@ from ortlaunch import machine
 from ortlaunch.errors import printable
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
-from ortlaunch.run import lock
-from ortlaunch.run.folder import RunDir, progress_width
-from ortlaunch.run.folder import account as recorded
-from ortlaunch.run.lost import EXIT_STATUS as LOST_STATUS
-from ortlaunch.run.lost import LOST
-from ortlaunch.worker.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
-from ortlaunch.worker.failure import SEEN, Account, of_own_exit
-from ortlaunch.worker.lost_host import end_launcher
-from ortlaunch.worker.rank_log import RankLog
-from ortlaunch.worker.requests import ASKS, DEAF, LISTENING, Requests
-from ortlaunch.worker.stall import EXIT_STATUS as STALLED
-from ortlaunch.worker.terminal import Prefixed, Screen, Stream, Taken
-from ortlaunch.worker.watchdog import Watchdog
+from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.folder import RunDir, progress_width
+from ortlaunch.run_folder.folder import account as recorded
+from ortlaunch.run_folder.lost import EXIT_STATUS as LOST_STATUS
+from ortlaunch.run_folder.lost import LOST
+from ortlaunch.worker.supervision.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
+from ortlaunch.worker.supervision.failure import SEEN, Account, of_own_exit
+from ortlaunch.worker.supervision.lost_host import end_launcher
+from ortlaunch.worker.supervision.rank_log import RankLog
+from ortlaunch.worker.supervision.requests import ASKS, DEAF, LISTENING, Requests
+from ortlaunch.worker.supervision.stall import EXIT_STATUS as STALLED
+from ortlaunch.worker.supervision.terminal import Prefixed, Screen, Stream, Taken
+from ortlaunch.worker.supervision.watchdog import Watchdog
 
 _FINISHED = b"finished"
 _STOPS = tuple(number for number, ask in ASKS.items() if ask.stops)

@@ -1,7 +1,8 @@
 """What a rank is asked for from outside while it trains: to save, or to save and stop. Standard library only.
 
-A signal notes it here; worker/agreement.py makes it the decision of all ranks. Before a rank's first step and after its
-last it does not listen: then there is nothing to save, and the signal itself ends it at once (rank_supervisor.py).
+A signal notes it here; worker/process_group/agreement.py makes it the decision of all ranks. Before a rank's first
+step and after its last it does not listen: then there is nothing to save, and the signal itself ends it at once
+(rank_supervisor.py).
 """
 
 from __future__ import annotations

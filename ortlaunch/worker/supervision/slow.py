@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ortlaunch.worker.stall import Beat
+from ortlaunch.worker.supervision.stall import Beat
 
 _STEPS, _SECONDS = 50, 30.0  # of a look, at least
 _TIMES = 2.0  # as long as its peers

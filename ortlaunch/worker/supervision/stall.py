@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ortlaunch.units import counted
-from ortlaunch.worker.pulse import AUTO, STAGES
+from ortlaunch.worker.supervision.pulse import AUTO, STAGES
 
 EXIT_STATUS = 124  # as timeout(1)
 MEETING = "meeting the other ranks"  # has torch's own limit, and who is late tells it himself

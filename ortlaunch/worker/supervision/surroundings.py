@@ -7,8 +7,8 @@ import os
 import signal
 from pathlib import Path
 
-from ortlaunch.run import lock
-from ortlaunch.run.folder import RunDir, account
+from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.folder import RunDir, account
 
 
 class Surroundings:

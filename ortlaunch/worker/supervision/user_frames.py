@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 
 from ortlaunch.units import counted
-from ortlaunch.worker.module_copies import is_own
+from ortlaunch.worker.supervision.module_copies import is_own
 
 _FRAME = re.compile(r'  File "([^"]+)", line \d+')
 

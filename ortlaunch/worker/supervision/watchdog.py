@@ -21,15 +21,15 @@ from typing import Any
 
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
-from ortlaunch.run.folder import RunDir, write_json, write_text
-from ortlaunch.run.lines import append_line
-from ortlaunch.run.lost import Lost
-from ortlaunch.worker.child import Child
-from ortlaunch.worker.exchange import Exchange, beat_seconds
-from ortlaunch.worker.lost_host import LostHosts
-from ortlaunch.worker.pulse import AUTO, NEVER, Activity, Pulse, state_of
-from ortlaunch.worker.slow import SlowRanks
-from ortlaunch.worker.stall import EXIT_STATUS, Beat, Verdict, judge
+from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.lines import append_line
+from ortlaunch.run_folder.lost import Lost
+from ortlaunch.worker.supervision.child import Child
+from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
+from ortlaunch.worker.supervision.lost_host import LostHosts
+from ortlaunch.worker.supervision.pulse import AUTO, NEVER, Activity, Pulse, state_of
+from ortlaunch.worker.supervision.slow import SlowRanks
+from ortlaunch.worker.supervision.stall import EXIT_STATUS, Beat, Verdict, judge
 
 _JUDGE_SECONDS = 1.0  # of rank 0's guardian, which judges; the others beat (exchange.beat_seconds)
 _UNHEARD_SECONDS = 10.0  # after the ranks have met

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 
-from ortlaunch.run.folder import RunDir, json_text, read_json, write_json
-from ortlaunch.worker.comparison import compare_with_draws
-from ortlaunch.worker.differences import LEAST_LOSS, LIMITS, Comparison
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.matmul_precision import matmul_precision
-from ortlaunch.worker.memory_limits import status
-from ortlaunch.worker.metrics import measured_peak_flops, wait_for
-from ortlaunch.worker.own_numbers import loss_in
-from ortlaunch.worker.parity_steps import is_plain
+from ortlaunch.run_folder.folder import RunDir, json_text, read_json, write_json
+from ortlaunch.worker.engine.comparison import compare_with_draws
+from ortlaunch.worker.engine.differences import LEAST_LOSS, LIMITS, Comparison
+from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
+from ortlaunch.worker.engine.memory_limits import status
+from ortlaunch.worker.model.matmul_precision import matmul_precision
+from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.summary import plan_lines
 from ortlaunch.worker.tasks.train import TrainState, train_step
+from ortlaunch.worker.training.parity_steps import is_plain
+from ortlaunch.worker.training.summary import plan_lines
 
 _POLL_SECONDS = 0.02
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-from ortlaunch.run.folder import write_json
-from ortlaunch.run.records import Evaluation, as_json
+from ortlaunch.run_folder.folder import write_json
+from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker import checkpoint
-from ortlaunch.worker.evaluation import evaluate
+from ortlaunch.worker.evaluation.evaluation import evaluate
+from ortlaunch.worker.evaluation.record import record_of, table
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.summary import plan_lines
-
-_FIELDS = [each.name for each in fields(Evaluation) if each.name != "own"]
+from ortlaunch.worker.training.summary import plan_lines
 
 
 def run(session: Session) -> None:
@@ -30,17 +27,3 @@ def run(session: Session) -> None:
         write_json(session.run.evaluation, as_json(measured))
         write_json(session.run.engine, session.engine.report().to_json())
         print(*table(measured), f"written to {session.run.evaluation}", sep="\n", flush=True)
-
-
-def record_of(step: int | None, samples: int, found: dict[str, float]) -> Evaluation:
-    """What was measured, numbers of the user's own apart."""
-    known = {name: value for name, value in found.items() if name in _FIELDS}
-    own = {name: value for name, value in found.items() if name not in _FIELDS}
-    return Evaluation(step, samples, **known, own=own or None)
-
-
-def table(measured: Evaluation) -> list[str]:
-    """A line for each number that there is."""
-    rows = [(name.replace("_", " "), getattr(measured, name)) for name in _FIELDS]
-    rows += (measured.own or {}).items()
-    return [f"  {name:24}{value:>14,.6g}" for name, value in rows if value is not None]

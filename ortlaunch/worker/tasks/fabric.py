@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ortlaunch.run.folder import write_json
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.metrics import measured_peak_flops, wait_for
+from ortlaunch.run_folder.folder import write_json
+from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
 _REPEATS = 20

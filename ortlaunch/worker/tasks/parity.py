@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ortlaunch.errors import ParityError
-from ortlaunch.worker.parity_steps import ParitySteps, is_plain
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.summary import announce, say_outcome
 from ortlaunch.worker.tasks.train import TrainState, train_step
+from ortlaunch.worker.training.parity_steps import ParitySteps, is_plain
+from ortlaunch.worker.training.summary import announce, say_outcome
 
 
 def run(session: Session) -> None:

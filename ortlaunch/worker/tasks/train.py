@@ -14,26 +14,27 @@ import torch
 from ortlaunch.errors import BadStepError, InputError, LastSaveError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
-from ortlaunch.run.folder import write_json
-from ortlaunch.worker import best, checkpoint
-from ortlaunch.worker.agreement import Agreement, agreement
-from ortlaunch.worker.bad_steps import BadSteps, RollBack
-from ortlaunch.worker.evaluation import evaluate, named
-from ortlaunch.worker.finish import export_unsaved, finish
-from ortlaunch.worker.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
-from ortlaunch.worker.gpus import forward_timer
-from ortlaunch.worker.hooks import Hook
-from ortlaunch.worker.meter import Meter, sum_of
-from ortlaunch.worker.metrics import Metrics, records
-from ortlaunch.worker.parity_steps import parity_steps
-from ortlaunch.worker.pulse import STEPPING
-from ortlaunch.worker.rebuilding import tell_rebuilding
-from ortlaunch.worker.requests import Ask
-from ortlaunch.worker.schedule import factor
+from ortlaunch.run_folder.folder import write_json
+from ortlaunch.worker import checkpoint
+from ortlaunch.worker.engine.schedule import factor
+from ortlaunch.worker.engine.stepping import Stepped
+from ortlaunch.worker.evaluation.evaluation import evaluate, named
+from ortlaunch.worker.process_group.agreement import Agreement, agreement
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.stepping import Stepped
-from ortlaunch.worker.stopping import saved_for, stop
-from ortlaunch.worker.summary import announce
+from ortlaunch.worker.supervision.gpus import forward_timer
+from ortlaunch.worker.supervision.pulse import STEPPING
+from ortlaunch.worker.supervision.requests import Ask
+from ortlaunch.worker.training import best
+from ortlaunch.worker.training.bad_steps import BadSteps, RollBack
+from ortlaunch.worker.training.finish import export_unsaved, finish
+from ortlaunch.worker.training.finite import bad_losses, bad_step, require_finite_loss, require_finite_weights
+from ortlaunch.worker.training.hooks import Hook
+from ortlaunch.worker.training.meter import Meter, sum_of
+from ortlaunch.worker.training.metrics import Metrics, records
+from ortlaunch.worker.training.parity_steps import parity_steps
+from ortlaunch.worker.training.rebuilding import tell_rebuilding
+from ortlaunch.worker.training.stopping import saved_for, stop
+from ortlaunch.worker.training.summary import announce
 
 
 @dataclass

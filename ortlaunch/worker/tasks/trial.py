@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 
 from ortlaunch.errors import EngineError
-from ortlaunch.run.folder import write_json
-from ortlaunch.worker.memory_limits import RankLimits
-from ortlaunch.worker.parity_steps import ParitySteps, parity_steps
+from ortlaunch.run_folder.folder import write_json
+from ortlaunch.worker.engine.memory_limits import RankLimits
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
+from ortlaunch.worker.training.parity_steps import ParitySteps, parity_steps
 
 _MOST_STEPS = 40  # fp16 skips steps until its loss scale fits, and optimizer state comes with the first one taken
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import BadStepError, CheckpointError, LossSpikeError
-from ortlaunch.recipe.bad_step_rules import actions
-from ortlaunch.recipe.models import Spike
-from ortlaunch.run.folder import json_text, write_text
-from ortlaunch.run.lines import append_line
-from ortlaunch.run.records import BadStep
+from ortlaunch.recipe.fields.models import Spike
+from ortlaunch.recipe.rules.bad_step_rules import actions
+from ortlaunch.run_folder.folder import json_text, write_text
+from ortlaunch.run_folder.lines import append_line
+from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data.left_out import recorded
-from ortlaunch.worker.finite import bad_losses, bad_step, some
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.training.finite import bad_losses, bad_step, some
 
 _NORMAL = 1.4826  # of normal noise, the standard deviation is so many median distances from the median
 _LEAST = 0.01  # of the median: losses that hardly change jump by more than that

@@ -11,11 +11,11 @@ from typing import Any
 
 from ortlaunch.errors import HookError, InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.best import METRICS, KeepBest, StopAfter, direction
+from ortlaunch.recipe.fields.best import METRICS, KeepBest, StopAfter, direction
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.data import Samples
-from ortlaunch.worker.evaluation import evaluate
+from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.session import Session
 
 STOP = "train.stop_after"

@@ -9,20 +9,20 @@ from typing import Any, NoReturn
 
 from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.best import direction
-from ortlaunch.run.folder import RunDir, write_json
-from ortlaunch.run.records import BestEvaluation, StoppedEarly, Summary, as_json
+from ortlaunch.recipe.fields.best import direction
+from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.records import BestEvaluation, StoppedEarly, Summary, as_json
 from ortlaunch.units import duration
-from ortlaunch.worker import best
 from ortlaunch.worker.checkpoint import failures, load, samples_seen
 from ortlaunch.worker.checkpoint.damage import damage
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.data.left_out import recorded
-from ortlaunch.worker.export import export
-from ortlaunch.worker.memory_use import memory_line
-from ortlaunch.worker.metrics import EVALUATED, EVALUATION, own_names, records
+from ortlaunch.worker.engine.memory_use import memory_line
+from ortlaunch.worker.export.export import export
 from ortlaunch.worker.session import Session
-from ortlaunch.worker.summary import say_outcome
+from ortlaunch.worker.training import best
+from ortlaunch.worker.training.metrics import EVALUATED, EVALUATION, own_names, records
+from ortlaunch.worker.training.summary import say_outcome
 
 
 def finish(session: Session, step: int, memory: best.Memory) -> None:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 
 from ortlaunch.errors import NonFiniteError
-from ortlaunch.run.records import BadStep
+from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
-from ortlaunch.worker.distributed import DistributedContext
+from ortlaunch.worker.process_group.distributed import DistributedContext
 
 Named = Iterable[tuple[str, "torch.Tensor | None"]]
 _SHOWN = 16  # samples that are named, and micro batches

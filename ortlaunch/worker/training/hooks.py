@@ -13,11 +13,11 @@ import traceback
 from typing import Any
 
 from ortlaunch.errors import HookError, InputError
-from ortlaunch.run.folder import write_json
-from ortlaunch.worker.agreement import Agreement
+from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.data.own import call
-from ortlaunch.worker.requests import Ask
+from ortlaunch.worker.process_group.agreement import Agreement
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.supervision.requests import Ask
 
 _METHODS = ("on_step", "on_evaluation", "on_checkpoint")
 

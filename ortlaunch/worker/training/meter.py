@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.worker.metrics import measured_peak_flops, wait_for
+from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
 from ortlaunch.worker.session import Session
 
 

@@ -10,14 +10,14 @@ import time
 from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
-from ortlaunch.recipe.parity import Compared, compared_steps
-from ortlaunch.run.engine_report import Parity
-from ortlaunch.run.folder import RunDir, json_text, write_json, write_text
-from ortlaunch.run.records import ParityLine, as_json
-from ortlaunch.worker.comparison import compare_with_draws, dropouts
-from ortlaunch.worker.differences import LIMITS, Comparison, Difference
-from ortlaunch.worker.distributed import DistributedContext
-from ortlaunch.worker.engine import Engine
+from ortlaunch.recipe.rules.parity import Compared, compared_steps
+from ortlaunch.run_folder.engine_report import Parity
+from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
+from ortlaunch.run_folder.records import ParityLine, as_json
+from ortlaunch.worker.engine.comparison import compare_with_draws, dropouts
+from ortlaunch.worker.engine.differences import LIMITS, Comparison, Difference
+from ortlaunch.worker.engine.engine import Engine
+from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
 Record = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ortlaunch.worker.pulse import Pulse
+from ortlaunch.worker.supervision.pulse import Pulse
 
 EXPORTING, COMPILING = "exporting to ONNX Runtime", "compiling"
 
@@ -12,7 +12,7 @@ EXPORTING, COMPILING = "exporting to ONNX Runtime", "compiling"
 def tell_rebuilding(used: str, pulse: Pulse) -> None:
     """From now on the pulse shows when engine `used` builds anew, as for a batch of another shape."""
     if used == "ort":
-        from ortlaunch.ortmodule import counters
+        from ortlaunch.ortmodule.base import counters
 
         counters.while_building = lambda: pulse.aside(EXPORTING)
     if used == "inductor":

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator
 
 from ortlaunch.errors import CheckpointError, NotSaved
-from ortlaunch.run.folder import read_json, write_json
-from ortlaunch.run.records import Stopped, as_json
+from ortlaunch.run_folder.folder import read_json, write_json
+from ortlaunch.run_folder.records import Stopped, as_json
 from ortlaunch.worker.checkpoint import Saving
 from ortlaunch.worker.checkpoint.manifest import COMPLETE
-from ortlaunch.worker.requests import Ask
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.supervision.requests import Ask
 
 
 def stop(session: Session, asked: Ask, step: int) -> Ask:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from ortlaunch.run.engine_report import Binding, ChunkedLoss, EngineReport, Graph, OnnxRuntime
+from ortlaunch.run_folder.engine_report import Binding, ChunkedLoss, EngineReport, Graph, OnnxRuntime
 from ortlaunch.units import counted
 from ortlaunch.worker.length import length_line
-from ortlaunch.worker.module_copies import copy_modules
 from ortlaunch.worker.session import Session
+from ortlaunch.worker.supervision.module_copies import copy_modules
 
 
 def announce(session: Session) -> None:

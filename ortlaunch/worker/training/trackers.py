@@ -10,12 +10,13 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Protocol
+from typing import Any, Protocol
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.place import leaves
-from ortlaunch.run.folder import RunDir, write_text
+from ortlaunch.recipe.text.place import leaves
+from ortlaunch.run_folder.folder import RunDir, write_text
 
 _LEAVE_SECONDS = 60.0  # to hand over what is left, at the end
 

@@ -1,0 +1,125 @@
+"""Starts of the ranks that failed: their records, their logs kept apart, and whether a further start is in vain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ortlaunch.launch.failure import End, first_failure, ranks_that_began
+from ortlaunch.launch.record import Attempt
+from ortlaunch.plan import Plan
+from ortlaunch.rank import NO_FAULT
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.lost import LOST
+from ortlaunch.units import counted
+
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds
+_FURTHER_STEPS = 100  # that count as progress, where no checkpoint was written
+_KILLED = 137
+
+
+def in_vain(failed: Sequence[Attempt], limit: int) -> str | None:
+    """Why the ranks are not started again; None: they are."""
+    *before, last = failed
+    if before and _same(before[-1], last):
+        where = "before any rank began" if last.step is None else f"after step {last.step}"
+        return (
+            f"not started again: the same failure {where} as the time before ({last.failure}), so that it is "
+            "deterministic"
+        )
+    if restarts_without_progress(failed) >= limit:
+        return f"not started again: {counted(limit, 'restart')} without progress (launch.max_restarts: {limit})"
+    return None
+
+
+def restarts_without_progress(failed: Sequence[Attempt]) -> int:
+    """How many of the newest starts came no further than the one before each."""
+    count = 0
+    for before, after in zip(failed, failed[1:]):
+        count = 0 if _progressed(before, after) else count + 1
+    return count
+
+
+def _progressed(before: Attempt, after: Attempt) -> bool:
+    """Whether it left a new complete checkpoint, or came far."""
+    return after.checkpoint > before.checkpoint or (after.step or 0) >= (before.step or 0) + _FURTHER_STEPS
+
+
+def _same(one: Attempt, other: Attempt) -> bool:
+    """Whether the second failure is the first again; a SIGKILL comes from outside, unless memory was the reason.
+
+    So does the loss of a host.
+    """
+    if other.failure.startswith(LOST):
+        return False
+    if other.exit_status == _KILLED and "out-of-memory killer ended" not in other.cause:
+        return False
+    return (_words(one.failure), one.exit_status, one.step) == (_words(other.failure), other.exit_status, other.step)
+
+
+def _words(failure: str) -> str:
+    """Without numbers, such as process ids and addresses, which differ from start to start."""
+    return re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "#", failure)
+
+
+def wait_seconds(failed: Sequence[Attempt]) -> float:
+    """Before the next start."""
+    return float(min(_LONGEST_WAIT, _FIRST_WAIT * 2 ** min(restarts_without_progress(failed), 20)))
+
+
+def record_attempt(run: RunDir, end: End, number: int, seconds: float, checkpoint: int) -> Attempt:
+    first, began = first_failure(run), bool(ranks_that_began(run))
+    return Attempt(
+        number=number,
+        seconds=round(seconds, 1),
+        exit_status=end.status,
+        cause=end.text.rpartition("\nortlaunch: ")[2].splitlines()[0],
+        failure=_failure(first, end),
+        step=None if not began or first is None else first.get("step"),
+        checkpoint=newest_checkpoint(run),
+        resumed=checkpoint,
+    )
+
+
+def _failure(first: dict[str, Any] | None, end: End) -> str:
+    """What is compared from attempt to attempt: an exception, or a status."""
+    if first is None or first["secondary"] or first["type"] in ("Signal", "Exit"):
+        return f"exit status {end.status}"
+    message = str(first["message"]).strip().splitlines()
+    return f"{first['type']}: {message[0][:200]}" if message else first["type"]
+
+
+def newest_checkpoint(run: RunDir, before: float = float("inf")) -> int:
+    """Step of the newest checkpoint that was complete before a time in nanoseconds; 0: there is none."""
+    found = (step for step, path in run.complete_checkpoints() if (path / "COMPLETE").stat().st_mtime_ns < before)
+    return max(found, default=0)
+
+
+def failed_turn(run: RunDir, end: End, number: int, seconds: float, prepared: bool) -> Attempt | None:
+    """The record of a scheduler's turn that failed; None: its end is no fault, or its command restarts ranks itself.
+
+    Args:
+        prepared: whether rank 0 of this turn wrote the folder.
+    """
+    restarted = prepared and Plan.read(run.plan).launcher != "inside"
+    if end.status == 0 or end.status in NO_FAULT or restarted or run.stop_request.exists():
+        return None
+    if prepared:
+        return record_attempt(run, end, number, seconds, newest_checkpoint(run, run.request.stat().st_mtime_ns))
+    newest = newest_checkpoint(run)
+    return Attempt(number, round(seconds, 1), end.status, end.text, f"exit status {end.status}", None, newest, newest)
+
+
+def set_aside(run: RunDir) -> int:
+    """Keep the logs and errors of a start that failed as attempts/N; returns N, 0 where no rank left anything."""
+    if not run.errors.is_dir() or not any(run.errors.iterdir()):
+        return 0
+    taken = [int(path.name) for path in run.attempts.glob("[0-9]*") if path.name.isdigit()]
+    folder = run.attempt(number := max(taken, default=0) + 1)
+    (folder / run.logs.name).mkdir(parents=True)
+    for log in run.logs.glob("*"):
+        if not log.match("slurm-*.out"):  # a job's own output, in which this start is being told
+            log.rename(folder / run.logs.name / log.name)
+    run.errors.rename(folder / run.errors.name)
+    return number

@@ -1,0 +1,1 @@
+"""Extensions, CUDA libraries and kernels that ONNX Runtime needs before it is imported."""

@@ -1,0 +1,38 @@
+"""Rules for `checkpoint.keep_best`, `train.stop_after` and `train.metric`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ortlaunch.recipe.fields.best import metrics_of
+from ortlaunch.recipe.fields.families import LANGUAGE_TASKS, SCORED_TASKS
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.text.place import Problem
+
+
+def evaluates_with_scores(recipe: Recipe) -> bool:
+    """Whether metrics are made of more than the loss, of a task of transformers'."""
+    task = recipe.model.task
+    return task in SCORED_TASKS or (task in LANGUAGE_TASKS and recipe.train.metric is not None)
+
+
+def best_rules(recipe: Recipe) -> Iterator[Problem]:
+    """A metric that the task has not, and evaluations that there are none of."""
+    if recipe.train.metric is not None and recipe.data.evaluation is None:
+        yield ("train.metric", "data.evaluation"), "does nothing without data.evaluation; give that corpus"
+    for path, asked in (
+        ("checkpoint.keep_best", recipe.checkpoint.keep_best),
+        ("train.stop_after", recipe.train.stop_after),
+    ):
+        if asked is None:
+            continue
+        known = metrics_of(recipe.model.task)
+        own = recipe.train.metric is not None or recipe.model.task == "custom"
+        if asked.metric not in known and not own:
+            message = f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"
+            yield (f"{path}.metric", "model.task"), message
+        elif asked.metric not in known and asked.mode is None:
+            message = f"is missing: give min or max, for {asked.metric} is a number of your own"
+            yield (f"{path}.mode", f"{path}.metric"), message
+        if recipe.train.evaluate_every_steps is None:
+            yield (path, "train.evaluate_every_steps"), "does nothing without train.evaluate_every_steps; give that too"

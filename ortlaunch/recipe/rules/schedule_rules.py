@@ -1,0 +1,53 @@
+"""Rules for the section `schedule`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.schedule import Schedule
+from ortlaunch.recipe.text.place import Problem
+
+# What takes a field; the others would leave it without effect.
+_TAKEN_BY = {
+    "power": ("polynomial",),
+    "minimum_ratio": ("linear", "cosine", "wsd"),
+    "decay_ratio": ("wsd",),
+    "decay_type": ("wsd",),
+}
+
+
+def schedule_rules(recipe: Recipe) -> Iterator[Problem]:
+    """Every rule of the section that the recipe breaks."""
+    schedule = recipe.schedule
+    if schedule.warmup_steps is not None and schedule.warmup_ratio is not None:
+        yield ("schedule.warmup_ratio", "schedule.warmup_steps"), "is given beside warmup_steps; keep one"
+    steps = recipe.train.max_steps
+    if schedule.warmup_steps is not None and steps is not None and schedule.warmup_steps > steps:
+        yield (
+            ("schedule.warmup_steps", "train.max_steps"),
+            f"got {schedule.warmup_steps}, more than train.max_steps ({steps}): "
+            "the learning rate would never reach its peak",
+        )
+    yield from _without_effect(schedule)
+    yield from _overlap(schedule, steps)
+
+
+def _without_effect(schedule: Schedule) -> Iterator[Problem]:
+    """Fields of another schedule than the one that is named."""
+    for field, names in _TAKEN_BY.items():
+        if getattr(schedule, field) != Schedule.model_fields[field].default and schedule.name not in names:
+            what = "polynomial's exponent" if field == "power" else f"for {', '.join(names)}"
+            yield (f"schedule.{field}", "schedule.name"), f"does nothing with {schedule.name}: it is {what}"
+
+
+def _overlap(schedule: Schedule, steps: int | None) -> Iterator[Problem]:
+    """A decay that would begin in the warm-up."""
+    if schedule.name != "wsd":
+        return
+    field, warmup = "warmup_ratio", schedule.warmup_ratio or 0.0
+    if schedule.warmup_steps is not None and steps is not None:
+        field, warmup = "warmup_steps", schedule.warmup_steps / steps
+    if warmup <= 1 < round(warmup + schedule.decay_ratio, 9):
+        message = f"got {schedule.decay_ratio:g} of the steps beside a warm-up of {warmup:.3g} of them; they overlap"
+        yield ("schedule.decay_ratio", f"schedule.{field}", "schedule.name"), message

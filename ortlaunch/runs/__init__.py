@@ -1,0 +1,4 @@
+"""Runs of other processes: status, logs, lists, stop, cancel, and their ends.
+
+Must not import resolve.
+"""
