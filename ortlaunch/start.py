@@ -1,7 +1,7 @@
 """`python ortlaunch/start.py MODULE ARGUMENT...`: `python -m MODULE` without the current folder on the path.
 
-`python -m` looks for every import in the current folder first, where anybody's numpy.py may lie, and Python 3.9 and
-3.10 have no option -P. Python puts the folder of this file first instead, and it goes before anything is imported.
+`python -m` looks for every import in the current folder first, where anybody's numpy.py may lie, and Python 3.10 has
+no option -P. Python puts the folder of this file first instead, and it goes before anything is imported.
 """
 
 import sys

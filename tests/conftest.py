@@ -30,7 +30,8 @@ _LONGEST_FIRST = ("e2e", "launch", "worker", "ortmodule")  # and the others, who
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start whole runs first, so that no process of `make test` is left alone with one at the end."""
     folders = {name: place for place, name in enumerate(_LONGEST_FIRST)}
-    items.sort(key=lambda item: folders.get(item.path.parent.name, len(folders)))
+    root = Path(__file__).parent
+    items.sort(key=lambda item: folders.get(item.path.relative_to(root).parts[0], len(folders)))
 
 
 @functools.cache

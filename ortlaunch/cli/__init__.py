@@ -3,7 +3,7 @@
 A new verb is a function in a file of its own and a place in VERBS. Heavy modules load inside the verbs.
 """
 
-# No `from __future__ import annotations` in this folder: on Python 3.9 Typer would see texts in place of Annotated.
+# No `from __future__ import annotations` in this folder: Typer reads the annotations themselves.
 import gc
 import sys
 from typing import Annotated

@@ -1,6 +1,6 @@
 """What a layer of BERT or Llama keeps for its backward pass, in bytes a token.
 
-Counted in what transformers 5 and torch 2.13 save (tests/worker/test_activations.py compares), in the manner of
+Counted in what transformers 5 and torch 2.13 save (tests/worker/model/test_activations.py compares), in the manner of
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.1.
 """
 

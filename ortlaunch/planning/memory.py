@@ -2,8 +2,8 @@
 pretrained model's config.json where that lies here.
 
 Weights, gradients and optimizer state are exact counts, held against the live tensors of two ranks in
-tests/worker/test_memory_use_ranks.py; activations are an estimate. Only BERT and Llama configs are counted here; other
-models give None and are counted by the worker.
+tests/worker/engine/test_memory_use_ranks.py; activations are an estimate. Only BERT and Llama configs are counted
+here; other models give None and are counted by the worker.
 """
 
 from __future__ import annotations

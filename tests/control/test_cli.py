@@ -80,7 +80,7 @@ def test_version(ortlaunch: Run) -> None:
 
 
 def test_schema(ortlaunch: Run) -> None:
-    """The schema alone; tests/control/test_shipped_recipes.py holds recipes/schema.json to it."""
+    """The schema alone; tests/control/recipe/test_shipped_recipes.py holds recipes/schema.json to it."""
     assert ortlaunch("schema") == Ended(0, json_schema(), "")
     assert json.loads(json_schema())["title"] == "ortlaunch recipe"
     assert ortlaunch("schema", "--markdown") == Ended(0, markdown(), "")

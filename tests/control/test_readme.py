@@ -72,9 +72,9 @@ print("each was run")
 def test_the_tree_of_contributing_exists() -> None:
     """Files that the tree in CONTRIBUTING.md names are there."""
     tree = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The tree")[2].partition("\n## ")[0]
-    named = set(re.findall(r"(?<=\s)[\w/]+\.py|(?<=\s)[a-z]+/", tree)) - {"ortlaunch/"}
-    source = ROOT / "ortlaunch"
-    missing = [name for name in named if not (source / name).exists() and not (source / "worker" / name).exists()]
+    named = set(re.findall(r"(?<=\s)[\w/]+\.py|(?<=\s)[a-z_]+/", tree)) - {"ortlaunch/"}
+    folders = [ROOT / "ortlaunch" / name for name in ("", "recipe", "ortmodule", "worker")]
+    missing = [name for name in named if not any((folder / name).exists() for folder in folders)]
     assert named
     assert not missing
 

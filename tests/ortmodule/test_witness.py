@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
+from ortlaunch.ortmodule import witness as witnesses
 from ortlaunch.ortmodule.base.graph import size
 from ortlaunch.ortmodule.base.placement import nodes_by_provider
 from ortlaunch.ortmodule.build import cuda_libraries
@@ -119,14 +120,14 @@ def test_a_restart_keeps_what_was_built(witness: Witness) -> None:
 
 def test_each_node_is_counted_on_its_execution_provider(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
     """ORT's own format has the provider of each node of a graph with a Python function, which runs on afterwards."""
-    placed, is_efficient = [], witness._is_memory_efficient
+    placed, is_efficient = [], witnesses._is_memory_efficient
 
     def place(options: Any) -> bool:
         session = SimpleNamespace(get_provider_options=lambda: {"CPUExecutionProvider": {}})
         placed.append(nodes_by_provider(options.optimized_model_filepath, session))
         return is_efficient(options)
 
-    monkeypatch.setattr(witness, "_is_memory_efficient", place)
+    monkeypatch.setattr(witnesses, "_is_memory_efficient", place)
     module = wrapped(nn.Sequential(Words(), Reversed()))
     module(IDS).backward()
     graph = witness.counts()["training_graph"]

@@ -3,7 +3,7 @@
 timm wants torchvision, which transformers would use where it is installed: what timm finds is kept in lamb_timm.json.
 
     pip install --no-deps --target FOLDER timm==1.0.31
-    python -m tests.worker.lamb_problem FOLDER > tests/worker/lamb_timm.json
+    python -m tests.worker.lamb_problem FOLDER > tests/worker/engine/lamb_timm.json
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _install_hint() -> str:
     if sys.version_info[:2] > NEWEST_PYTHON:
         return (
             f"onnxruntime-training ends at Python 3.11 and this is Python {sys.version_info[0]}.{sys.version_info[1]}. "
-            "Use Python 3.9-3.11 for the ort engine, or another engine (engine.name: eager or inductor)"
+            "Use Python 3.10 or 3.11 for the ort engine, or another engine (engine.name: eager or inductor)"
         )
     return (
         "the ort engine needs ONNX Runtime Training. "

@@ -115,7 +115,7 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("version", "trainer"), [("2.2.1", "v2.2"), ("2.3.0", "v2.3"), ("2.3.0", "v2.2")])
 def test_kubeflow_trainer_accepts_the_manifest(version: str, trainer: str) -> None:
-    """By the schema of that version's own resource definition (tests/control/crds), strictly."""
+    """By the schema of that version's own resource definition (tests/control/commands/crds), strictly."""
     schema = json.loads((GOLDEN.with_name("crds") / f"trainjob-{version}.json").read_text(encoding="utf-8"))
     more = (f"submit.kubernetes.trainer={trainer}", "submit.kubernetes.node_selector={gpu: h100}",
             "submit.kubernetes.service_account=me", "submit.kubernetes.memory=100Gi")  # fmt: skip

@@ -107,7 +107,7 @@ def test_a_node_that_is_not_counted(environ: dict[str, str], said: str) -> None:
         number(2, environ)
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "cluster.md"
+DOCS = Path(__file__).parents[3] / "docs" / "cluster.md"
 SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2"}
 DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_GPUS_PER_NODE": "1", "DSTACK_MASTER_NODE_IP": "127.0.0.1"}
 

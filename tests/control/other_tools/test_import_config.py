@@ -16,8 +16,8 @@ from ortlaunch.recipe.fields.data import Corpus
 from tests.control.foreign import config, said
 from tests.control.typed import Run
 
-CONFIGS = Path(__file__).parents[1] / "foreign_configs"
-SHIPPED = Path(__file__).parents[2] / "recipes"
+CONFIGS = Path(__file__).parents[2] / "foreign_configs"
+SHIPPED = Path(__file__).parents[3] / "recipes"
 # file -> whose it is, and what it does not say.
 FILES: dict[str, tuple[str, tuple[str, ...]]] = {
     "axolotl.yml": ("axolotl", ()),

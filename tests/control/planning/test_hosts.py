@@ -15,7 +15,7 @@ from ortlaunch.planning import hosts
 from ortlaunch.planning.hosts import Host, HostList, parse_hostfile, read_hostfile
 from tests.makers import host
 
-EXAMPLES = Path(__file__).parents[2] / "hostfiles"
+EXAMPLES = Path(__file__).parents[3] / "hostfiles"
 BOTH = "DeepSpeed / Open MPI"
 NO_SLOTS = "Open MPI would count its cores and DeepSpeed would refuse it, so write for example"
 SEVERAL = "is several hosts; write each on a line of its own, as `scontrol show hostnames` prints them"

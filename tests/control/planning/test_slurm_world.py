@@ -10,7 +10,7 @@ from ortlaunch.errors import PlanError
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
-from tests.control.test_world import HERE, resolved
+from tests.control.planning.test_world import HERE, resolved
 from tests.makers import host
 
 pytestmark = pytest.mark.usefixtures("box")

@@ -20,7 +20,7 @@ from ortlaunch.recipe.rules.rules import device_rules
 from ortlaunch.recipe.text import yaml_text
 from ortlaunch.recipe.text.place import KeyPath, dotted
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 BASE = """
 name: base
 model: {task: masked-lm, config: {model_type: bert, hidden_size: 128, num_attention_heads: 2}}

@@ -16,8 +16,8 @@ from ortlaunch.errors import RecipeError
 from ortlaunch.recipe import load, to_yaml
 from ortlaunch.recipe.text import yaml_text
 
-FOLDER = Path(__file__).parents[1] / "recipes_broken"
-RECIPES = Path(__file__).parents[2] / "recipes"
+FOLDER = Path(__file__).parents[2] / "recipes_broken"
+RECIPES = Path(__file__).parents[3] / "recipes"
 EXPECTED = yaml.safe_load((FOLDER / "expected.yaml").read_text(encoding="utf-8"))
 CASES = {**{name: [line] for name, line in EXPECTED["typos"].items()}, **EXPECTED["files"]}
 LOADERS = {"libyaml": yaml_text._FAST_LOADER, "pyyaml": yaml.SafeLoader}

@@ -22,7 +22,7 @@ from ortlaunch.recipe.rules.resume_rules import RULES
 from ortlaunch.recipe.text import yaml_text
 from ortlaunch.recipe.text.place import dotted
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = Path(__file__).parents[3] / "recipes"
 FILES = sorted(RECIPES.rglob("*.yaml"))
 each_recipe = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 

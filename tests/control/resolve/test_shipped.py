@@ -12,7 +12,7 @@ from ortlaunch import recipe
 from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.resolve import shipped
 
-ROOT = Path(__file__).parents[2] / "recipes"
+ROOT = Path(__file__).parents[3] / "recipes"
 FILES = ("bert/base", "bert/tiny", "llama/tiny")
 
 

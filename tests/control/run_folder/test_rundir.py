@@ -164,7 +164,7 @@ def test_json_has_no_infinity(tmp_path: Path) -> None:
 
 def test_the_page_of_the_run_folder_is_current() -> None:
     """`ortlaunch schema --run-folder > docs/run-folder.md` after every change of what a run tells."""
-    page = Path(__file__).parents[2] / "docs" / "run-folder.md"
+    page = Path(__file__).parents[3] / "docs" / "run-folder.md"
     assert page.read_text(encoding="utf-8") == markdown()
 
 

@@ -21,7 +21,7 @@ from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import resolve
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
 PLAIN = {"plain": {"rows": [{"losses": [4.0, 2.0]}]}}
 
 

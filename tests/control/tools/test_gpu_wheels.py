@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "gpu_wheels.py"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "gpu_wheels.py"
 NOT_THERE = ("pydantic", "pydantic_core", "annotated-types", "ortlaunch")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "ort_suite.py"
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "ort_suite.py"
 
 
 @pytest.fixture(scope="module")

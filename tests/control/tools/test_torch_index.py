@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[2] / "tools/torch-index"
+TOOL = Path(__file__).parents[3] / "tools/torch-index"
 
 
 @pytest.mark.parametrize("there", [True, False])

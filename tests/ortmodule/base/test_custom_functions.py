@@ -292,7 +292,7 @@ import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, sys.argv[1])
 from tests.ortmodule.modules import wrapped
-from tests.ortmodule.test_custom_functions import Cube, Model, difference
+from tests.ortmodule.base.test_custom_functions import Cube, Model, difference
 import copy
 rank = int(sys.argv[3])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
@@ -320,7 +320,7 @@ os._exit(0)  # a gloo group that is freed may hang, see ortlaunch/worker/process
 @pytest.mark.ci
 def test_two_ranks_average_the_custom_gradients(tmp_path: Any) -> None:
     """Under DistributedDataParallel on two gloo ranks both ranks have eager's averaged gradients."""
-    command = [sys.executable, "-c", TWO_RANKS, str(Path(__file__).parents[2]), str(tmp_path / "store")]
+    command = [sys.executable, "-c", TWO_RANKS, str(Path(__file__).parents[3]), str(tmp_path / "store")]
     ranks = [
         subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -339,7 +339,7 @@ _CHECKPOINTED = """
 import copy, torch
 from torch.utils.checkpoint import checkpoint
 from ortlaunch.ortmodule import ORTModule
-from tests.ortmodule.test_custom_functions import Cube
+from tests.ortmodule.base.test_custom_functions import Cube
 
 class Cubed(torch.nn.Linear):
     def forward(self, x):

@@ -21,7 +21,7 @@ from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 from ortlaunch.worker.engine.engine import cast_parameters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import manager_of, wrapped
-from tests.ortmodule.test_half import Bert, Llama
+from tests.ortmodule.tracing.test_half import Bert, Llama
 
 pytestmark = needs_ort
 IDS, FIRST = torch.arange(24).reshape(3, 8) * 5 % 64, torch.tensor(4)

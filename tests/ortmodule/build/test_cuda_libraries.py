@@ -99,7 +99,7 @@ def test_the_toolkit_is_found_and_headers_come_from_the_wheels(tmp_path: Path, m
 
 
 _WHEEL = r'"((?:onnxruntime-training|nvidia-[a-z-]+-cu11)==[0-9.]+)'
-_WHEELS = re.findall(_WHEEL, (Path(__file__).parents[2] / "pyproject.toml").read_text())
+_WHEELS = re.findall(_WHEEL, (Path(__file__).parents[3] / "pyproject.toml").read_text())
 # A driver without a GPU: the functions that ONNX Runtime looks up, and cuGetProcAddress, by which the runtime does.
 _DRIVER = """
 #include <string.h>

@@ -188,7 +188,7 @@ source_guard.TORCH["torch.onnx.symbolic_opset14:scaled_dot_product_attention"] =
 repaired.import_ortmodule()
 import torch
 from ortlaunch.ortmodule import ORTModule, Settings
-from tests.ortmodule.test_attention import Scores
+from tests.ortmodule.tracing.test_attention import Scores
 x = torch.randn(2, 4, 16, 8)
 ORTModule(Scores(0.0), Settings(threads=1))(x).backward()
 assert abs(ORTModule(Scores(0.3), Settings(threads=1)).eval()(x).item() - 1) < 1e-5

@@ -20,7 +20,7 @@ from ortlaunch.worker import checkpoint
 from tests import labs
 from tests.makers import plan, recipe
 from tests.training import Trained, train_here
-from tests.worker.test_checkpoint import GROUP, flip
+from tests.worker.checkpoint.test_checkpoint import GROUP, flip
 
 ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 64, generator=torch.Generator().manual_seed(0))]
 EVERY_2 = {"every_steps": 2, "every_minutes": None, "keep": None}

@@ -20,7 +20,7 @@ from ortlaunch.worker.checkpoint.saves import records
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import Ask
 from tests.makers import recipe
-from tests.worker.test_checkpoint import GROUP, Writer, writers
+from tests.worker.checkpoint.test_checkpoint import GROUP, Writer, writers
 
 __all__ = ["writers"]  # a fixture of every test here
 

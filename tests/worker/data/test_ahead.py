@@ -23,7 +23,7 @@ from ortlaunch.worker.data.own import OwnCollate
 from ortlaunch.worker.data.reading import DataError
 from tests.makers import recipe
 from tests.training import train_here
-from tests.worker.test_train import ROWS, Line
+from tests.worker.tasks.test_train import ROWS, Line
 
 READERS = [Reader(None), Reader(0), Reader(2)]
 

@@ -18,7 +18,7 @@ from ortlaunch import cache
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data import shards, tokens
-from tests.worker.test_corpus import Letters
+from tests.worker.data.test_corpus import Letters
 
 TEXTS = [f"text {number} of many\n" for number in range(40)]
 

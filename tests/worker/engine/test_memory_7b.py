@@ -13,10 +13,10 @@ import pytest
 
 from ortlaunch.planning.memory import estimate
 from tests.makers import bert
-from tests.worker.test_memory import LLAMA_7B
+from tests.worker.engine.test_memory import LLAMA_7B
 
 pytestmark = [pytest.mark.slow, pytest.mark.ci]
-ROOT, RANKS, PARAMETERS = Path(__file__).parents[2], 8, 6_738_415_616
+ROOT, RANKS, PARAMETERS = Path(__file__).parents[3], 8, 6_738_415_616
 STATE = 8 * PARAMETERS // RANKS  # Adam's moments, which exist from the first step on
 NO_GATHER = {"zero_optimization": {"stage3_max_live_parameters": 0}}
 

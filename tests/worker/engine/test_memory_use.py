@@ -1,4 +1,4 @@
-"""What a rank counts as live memory; tests/worker/test_memory_use_ranks.py compares it with the plan."""
+"""What a rank counts as live memory; tests/worker/engine/test_memory_use_ranks.py compares it with the plan."""
 
 from __future__ import annotations
 

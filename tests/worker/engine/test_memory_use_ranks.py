@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "learning_rate": 1e-4},
     "sgd": {"name": "sgd", "learning_rate": 1e-4, "momentum": 0.9},

@@ -19,8 +19,8 @@ from ortlaunch.worker.data.own import DataError
 from ortlaunch.worker.evaluation.own_metric import OwnMetric
 from ortlaunch.worker.training import best
 from tests.training import session_here, train_here
-from tests.worker import test_evaluation
-from tests.worker.test_train import ROWS, Line
+from tests.worker.evaluation import test_evaluation
+from tests.worker.tasks.test_train import ROWS, Line
 
 SEEN: list[tuple[Any, Any]] = []
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED, OwnSamples, collate
 from ortlaunch.worker.evaluation.evaluation import evaluate
-from tests.worker.test_evaluation import SIZES, Ranks, session_of
+from tests.worker.evaluation.test_evaluation import SIZES, Ranks, session_of
 
 SEEN: list[tuple[dict[str, Any], dict[str, Any]]] = []
 

@@ -18,7 +18,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.engine.stepping import TorchStepper
-from ortlaunch.worker.export import export
+from ortlaunch.worker.export.export import export
 from ortlaunch.worker.export.export_checkpoint import _with_adapters
 from ortlaunch.worker.model.model import build_model
 from ortlaunch.worker.process_group.distributed import DistributedContext

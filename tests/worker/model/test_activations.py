@@ -10,7 +10,7 @@ import torch
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe import Recipe
 from tests.makers import bert
-from tests.worker.test_gradient_checkpointing_ranks import saved
+from tests.worker.model.test_gradient_checkpointing_ranks import saved
 
 TOKENS, LENGTH = 64, 32
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160, "vocab_size": 48}

@@ -15,7 +15,7 @@ from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.worker.model.model import LossModule, _checkpoint_gradients, _with_adapters
 from tests.ort import needs_ort
 from tests.ortmodule.modules import language_model, same, wrapped
-from tests.worker.test_gradient_checkpointing import saved
+from tests.worker.model.test_gradient_checkpointing import saved
 
 IDS = torch.arange(32).reshape(2, 16)
 

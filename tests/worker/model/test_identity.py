@@ -16,7 +16,7 @@ from ortlaunch.worker.export.export_checkpoint import require_same_frozen
 from ortlaunch.worker.model.identity import identity, of_frozen
 from tests.makers import plan, recipe
 from tests.training import train_here
-from tests.worker.test_checkpoint import GROUP
+from tests.worker.checkpoint.test_checkpoint import GROUP
 
 ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(8, 4, generator=torch.Generator().manual_seed(0))]
 

@@ -17,7 +17,7 @@ from ortlaunch.worker.model.own_numbers import Numbers, loss_in, numbers_of
 from tests.ort import needs_ort
 from tests.ortmodule.modules import wrapped
 from tests.training import train_here
-from tests.worker.test_train import ROWS, Line
+from tests.worker.tasks.test_train import ROWS, Line
 
 
 class Told(Line):

@@ -18,7 +18,7 @@ from ortlaunch.worker.process_group.agreement import agreement
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import ASKS, DEAF, LISTENING, Ask, Requests
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.timeout(60)

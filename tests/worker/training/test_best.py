@@ -18,7 +18,7 @@ from ortlaunch.worker.training import best
 from ortlaunch.worker.training.finish import finish
 from tests.makers import recipe
 from tests.training import Trained, train_here
-from tests.worker.test_train import ROWS, Line
+from tests.worker.tasks.test_train import ROWS, Line
 
 BEST = {"keep_best": {"metric": "loss"}, "keep": 1, "every_minutes": None}
 STEPS = {"max_steps": 8, "evaluate_every_steps": 1}

@@ -13,7 +13,7 @@ from ortlaunch.errors import HookError, InputError
 from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.data.own import DataError
 from tests.training import Trained, train_here
-from tests.worker.test_train import ROWS, Line
+from tests.worker.tasks.test_train import ROWS, Line
 
 SECTIONS = {"checkpoint": {"every_steps": 2, "every_minutes": None}, "log": {"every_steps": 1}}
 TOLD: list[tuple[str, int, Any]] = []

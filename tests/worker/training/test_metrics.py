@@ -22,6 +22,7 @@ from torch import nn
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import duration
+from ortlaunch.worker.engine import flops
 from ortlaunch.worker.engine.flops import flops_per_token, measured_peak_flops
 from ortlaunch.worker.training import meter as meter_module
 from ortlaunch.worker.training import metrics as metrics_module
@@ -369,6 +370,6 @@ def test_peak_is_float32s_where_another_type_is_slower(
         asked.append((dtype, size))
         return 160.0 if dtype == torch.float32 else bfloat16
 
-    monkeypatch.setattr(metrics_module, "_rate_of_products", rate)
+    monkeypatch.setattr(flops, "_rate_of_products", rate)
     assert measured_peak_flops(torch.device("cpu"), torch.bfloat16) == peak
     assert len(asked) == tried
