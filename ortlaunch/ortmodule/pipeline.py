@@ -139,7 +139,7 @@ def _traced_once(export: Export, original: Callable[..., Any], arguments: dict[s
         with contextlib.ExitStack() as contexts:
             for context in _in_force(_CONTEXTS):
                 contexts.enter_context(context(export))
-            contexts.enter_context(concatenations.padding_integers(export))
+            contexts.enter_context(concatenations.padding_exactly(export))
             contexts.enter_context(unsupported.uncompiled(export.module))
             contexts.enter_context(torch_operators.kept(export))
             contexts.enter_context(torch_modules.called(export))

@@ -1,4 +1,4 @@
-"""Tensors that a graph takes more than once, and padding of integers.
+"""Tensors that a graph takes more than once, and padding.
 
 The former are tensors without a gradient that are concatenated, such as zeros to pad with or a buffer, and a weight
 that one node takes twice.
@@ -9,7 +9,7 @@ the graph that ORT gets, each place takes a slice of its own: the whole, from a 
 other's, or ORT would make one of equal ones.
 
 Integers, such as a Llama's shifted labels, are padded by concatenation: ORT's Pad of them has no CUDA kernel, and would
-copy them to the CPU and back, with a wait, in each step.
+copy them to the CPU and back, with a wait, in each step. Negative amounts are slices.
 """
 
 from __future__ import annotations
@@ -124,16 +124,19 @@ def _trained(export: Export, graph: Any) -> set[str]:
     return trained
 
 
-def padding_integers(export: Export) -> AbstractContextManager[Any]:
-    """While open, torch.nn.functional.pad concatenates integers with constants."""
+def padding_exactly(export: Export) -> AbstractContextManager[Any]:
+    """While open, torch.nn.functional.pad concatenates integers with constants, and crops by slices."""
     parts: Any = torch._C._nn
     plain = parts.pad
 
     @functools.wraps(plain)
     def pad(x: Any, amounts: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
-        integers = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-        if not integers or mode != "constant" or min(amounts) < 0:
+        if mode != "constant" or torch.is_complex(x):
             return plain(x, amounts, mode, value)
+        x = _cropped(x, amounts)
+        amounts = [max(0, amount) for amount in amounts]
+        if x.is_floating_point() or x.dtype == torch.bool:
+            return plain(x, amounts, mode, value) if any(amounts) else x.clone()
         for place in range(0, len(amounts), 2):
             axis = x.dim() - 1 - place // 2
             one = torch.full_like(x.sum(axis, keepdim=True, dtype=x.dtype), int(value or 0))
@@ -145,3 +148,12 @@ def padding_integers(export: Export) -> AbstractContextManager[Any]:
         return x
 
     return mock.patch.object(parts, "pad", pad)
+
+
+def _cropped(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:
+    """The part that negative amounts leave: ORT's Pad reads beside a tensor of which they leave nothing."""
+    parts = [slice(None)] * x.dim()
+    for place in range(0, len(amounts), 2):
+        before, after = amounts[place : place + 2]
+        parts[x.dim() - 1 - place // 2] = slice(max(0, -before), min(0, after) or None)
+    return x[tuple(parts)] if min(amounts, default=0) < 0 else x

@@ -95,3 +95,28 @@ def test_two_normalizations_without_weights() -> None:
     wrapped(model)(x).backward()
     eager(x).backward()
     same(model, eager)
+
+
+class Padded(nn.Module):
+    """Pads the first dimension of a layer's output, whose size is the batch's."""
+
+    def __init__(self, amounts: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layer, self.amounts = nn.Linear(4, 3), amounts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(self.layer(x), (0, 1, *self.amounts), value=2.0).exp().sum()
+
+
+@pytest.mark.parametrize("amounts", [(-1, 2), (1, -1), (-1, 0)])
+def test_negative_padding_crops(amounts: tuple[int, ...]) -> None:
+    """Also all of a dimension, beside which ORT's Pad reads: -0.93 for 0."""
+    model = Padded(amounts)
+    eager = copy.deepcopy(model)
+    graph = wrapped(model)
+    for size in (2, 1, 3) if amounts[0] + amounts[1] >= 0 else (2, 3):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(graph(x), eager(x))
+        graph(x).backward()
+        eager(x).backward()
+        same(model, eager)
