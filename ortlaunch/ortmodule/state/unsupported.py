@@ -44,6 +44,11 @@ _SENTENCES = (
         f"float: give the size itself (size=...), or {_EAGER}",
     ),
     (
+        r"SqueezeBase::ComputeOutputShape",
+        "squeeze is given a dimension that had the size 1 in the first batch and has another one here, and ONNX "
+        f"Runtime's graph removes it: keep the dimension where its size varies, or {_EAGER}",
+    ),
+    (
         r"Cannot split using values in 'split'|Invalid value in 'split'",
         "split, chunk or unbind gives another number of parts than in the first batch, and ONNX Runtime's graph has "
         f"that many: split a dimension of one size, compute with the whole tensor, or {_EAGER}",

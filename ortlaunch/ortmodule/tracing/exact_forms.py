@@ -17,10 +17,11 @@ from ortlaunch.ortmodule.tracing.symbolics import Export, Graph, registered, typ
 
 # cosine_similarity, pairwise_distance and cdist: nan behind equal or vanishing vectors, p = 1 and 3 without absolute
 # values, a dimension too many. log1p: log(1 + x), nothing of a small x. embedding_bag: other sums. flip: a slice
-# backwards, which ends ORT's gradient.
+# backwards, which ends ORT's gradient. index_copy, index_fill: an empty AssertionError where the dimension is negative.
 _TORCHS = {
     f"aten::{name}"
-    for name in ("cdist", "cosine_similarity", "embedding_bag", "flip", "log1p", "pairwise_distance")
+    for name in ("cdist", "cosine_similarity", "embedding_bag", "flip", "index_copy", "index_fill", "log1p",
+                 "pairwise_distance")
 }  # fmt: skip
 _NORMS = (0.0, 1.0, 2.0, math.inf, -math.inf)
 _MASKS = (torch.bool, torch.uint8)

@@ -187,6 +187,10 @@ def in_pairs() -> nn.Module:
     return Calling(lambda h, x: torch.stack([pair.mean() for pair in h.split(2)]))
 
 
+def squeezed() -> nn.Module:
+    return Calling(lambda h, x: h.squeeze(0).exp())
+
+
 def doubled() -> nn.Module:
     return Calling(lambda h, x: nn.functional.interpolate(h[None, None], scale_factor=2, mode="area"))
 
@@ -205,6 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = 
     "complex weights": (Complex, lambda module: module(X), r"^weight is complex.* torch.view_as_complex"),
     "a bool for a number": (filled, lambda module: module(X), r"^full is called with a Python bool.* write 1 or 0"),
     "another number of parts": (in_pairs, lambda module: (module(X), module(X[:4])), r"^split.* number of parts than"),
+    "a size that is 1 no more": (squeezed, lambda module: (module(X[:1]), module(X)), r"^squeeze is given a dimension"),
     "a size as a float": (
         doubled,
         lambda module: module(X),

@@ -70,6 +70,8 @@ TORCHS: dict[str, Form] = {
         .mean()
     ),
     "backwards": lambda h, w: h.flip(-1) * h + h.flip((0, 1)),
+    "a copied column": lambda h, w: h.index_copy(-1, torch.tensor([0]), h[:, 1:2] * 3) * h,
+    "a filled column": lambda h, w: h.index_fill(-1, torch.tensor([0, 2]), -1.5).exp() * h,
     "a negative slope": lambda h, w: functional.leaky_relu(h, -0.5),
     "a picture and a half": lambda h, w: functional.interpolate(h[None, None, :5], scale_factor=1.7),
 }
