@@ -24,28 +24,29 @@ from ortlaunch.ortmodule.repaired import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.state.buffers import kept_modes
 from ortlaunch.ortmodule.state.unsupported import without_compile
-from ortlaunch.ortmodule.wrapper import wrapper_class
+from ortlaunch.ortmodule.wrapper import Wrapper
 
 
-def ORTModule(model: nn.Module, settings: Settings | None = None) -> Any:
+class ORTModule(Wrapper):
     """`model` as an `onnxruntime.training.ortmodule.ORTModule`, whose graph is made in its first forward pass.
 
     Raises:
         MissingDependency: ONNX Runtime Training or its extensions are not here; it says what to type.
         SettingError: this stack has not what a setting needs.
     """
-    settings, model = settings or Settings(), without_compile(model)
-    options.prepare(settings)
-    import_repaired()
-    deepcopy = options.settle_deepcopy(model, settings)
-    # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
-    with environment(**options.variables(settings, deepcopy)), kept_modes(model):
-        wrapped = wrapper_class()(model, options.debug_options(settings))
-    options.set_attributes(wrapped, settings)
-    settle(wrapped, settings)
-    # This logger of ORT's is under no option; it says what it guessed about shapes.
-    logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(wrapped._logger.level)
-    return wrapped
+
+    def __init__(self, model: nn.Module, settings: Settings | None = None) -> None:
+        settings, model = settings or Settings(), without_compile(model)
+        options.prepare(settings)
+        import_repaired()
+        deepcopy = options.settle_deepcopy(model, settings)
+        # ORT sets every layer to the mode of the whole, also a frozen BatchNorm's eval.
+        with environment(**options.variables(settings, deepcopy)), kept_modes(model):
+            super().__init__(model, options.debug_options(settings))
+        options.set_attributes(self, settings)
+        settle(self, settings)
+        # This logger of ORT's is under no option; it says what it guessed about shapes.
+        logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)
 
 
 def settle(wrapped: Any, settings: Settings) -> None:

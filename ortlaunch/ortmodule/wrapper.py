@@ -8,8 +8,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import types
+from types import MethodType
 from typing import Any
+
+from torch import nn
+from torch._C._dynamo import eval_frame
 
 from ortlaunch.ortmodule.base.source_guard import PACKAGE
 
@@ -17,56 +20,65 @@ _SAVING = ("save_pretrained", "push_to_hub")  # which write the names of classes
 _COMPLETE = "_ortlaunch_complete"
 
 
+class Wrapper(nn.Module):
+    """What an ORTModule adds to ORT's ORTModule, which `loaded` puts after it in the order of bases."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """For isinstance, beside type(): the class of a model that saves itself, as transformers' and peft's."""
+        own = vars(self)
+        kind = type(own["_torch_module"].module) if own.get(_COMPLETE) else None
+        return kind if kind is not None and hasattr(kind, "save_pretrained") else type(self)
+
+    def __init__(self, *args: Any) -> None:
+        # Here and not in the class statement: ORT is imported after the settings that it reads at its import are set.
+        # By the slot of object, as `__class__` is a property of this class.
+        vars(object)["__class__"].__set__(self, loaded(type(self)))  # type: ignore[arg-type]  # hashable
+        super().__init__(*args)
+        _complete(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Unseen by torch.compile(wrapped), which would trace ORT's Python code."""
+        compiling = eval_frame.set_eval_frame(None)
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(compiling)
+
+    vars(__call__)["_torchdynamo_disable"] = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new, (type(self)._ortlaunch_kind,), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key == "forward" or type(value) is not MethodType}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({name: value for name, value in state.items() if name != _COMPLETE})
+        _complete(self)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_buffers(*args, **kwargs)
+
+
 @functools.cache
-def wrapper_class() -> Any:
-    """A subclass of ORT's ORTModule, once a process."""
+def loaded(kind: type[Any]) -> Any:
+    """`kind`, a subclass of Wrapper, with ORT's ORTModule as its last base; ORT is imported by the first call."""
     base: Any = importlib.import_module(PACKAGE).ORTModule
-    eval_frame: Any = importlib.import_module("torch._C._dynamo").eval_frame
-
-    class ORTModule(base):
-        @property  # type: ignore[misc]
-        def __class__(self) -> type:
-            """For isinstance, beside type(): the class of a model that saves itself, as transformers' and peft's."""
-            own = vars(self)
-            kind = type(own["_torch_module"].module) if own.get(_COMPLETE) else None
-            return kind if kind is not None and hasattr(kind, "save_pretrained") else type(self)
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            _complete(self)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            """Unseen by torch.compile(wrapped), which would trace ORT's Python code."""
-            compiling = eval_frame.set_eval_frame(None)
-            try:
-                return super().__call__(*args, **kwargs)
-            finally:
-                eval_frame.set_eval_frame(compiling)
-
-        vars(__call__)["_torchdynamo_disable"] = True
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _new, (), self.__getstate__()
-
-        def __getstate__(self) -> dict[str, Any]:
-            bound = types.MethodType
-            return {name: value for name, value in vars(self).items() if name == "forward" or type(value) is not bound}
-
-        def __setstate__(self, state: dict[str, Any]) -> None:
-            super().__setstate__({name: value for name, value in state.items() if name != _COMPLETE})
-            _complete(self)
-
-        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module.named_parameters(*args, **kwargs)
-
-        def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-            return self.module.named_buffers(*args, **kwargs)
-
-    ORTModule.__qualname__ = "ORTModule"
-    return ORTModule
+    # `_ortlaunch_kind` is what pickles name: the class that is made here is an attribute of no module.
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "_ortlaunch_kind": kind,
+    }
+    return kind if issubclass(kind, base) else type(kind.__name__, (kind, base), names)
 
 
 def _complete(wrapped: Any) -> None:
@@ -78,6 +90,5 @@ def _complete(wrapped: Any) -> None:
     vars(wrapped)[_COMPLETE] = True
 
 
-def _new() -> Any:
-    kind = wrapper_class()
-    return kind.__new__(kind)
+def _new(kind: Any) -> Any:
+    return object.__new__(loaded(kind))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ortlaunch.ortmodule import ORTModule
+from ortlaunch.ortmodule import ORTModule, Settings
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import Layers, same
@@ -48,6 +49,34 @@ def test_a_pretrained_models_wrapper_is_of_its_class(tmp_path: Path) -> None:
     plain = ORTModule(Layers())
     assert plain.__class__ is type(plain)
     assert not isinstance(plain, Layers)
+
+
+class Regression(ORTModule):
+    """A class of a user."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, Settings(threads=1))
+
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self(x)
+
+
+def test_ortmodule_is_a_class() -> None:
+    """For isinstance, also of a model that saves itself, for subclasses, and in copies and pickles."""
+    from onnxruntime.training.ortmodule import ORTModule as Base
+
+    expected = Layers()
+    module = Regression(copy.deepcopy(expected))
+    assert not isinstance(expected, ORTModule)
+    assert isinstance(ORTModule(bert()), ORTModule)
+    for one in (module, copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert isinstance(one, Regression)
+        assert isinstance(one, ORTModule)
+        assert isinstance(one, Base)
+        assert type(one) is type(module)
+        torch.testing.assert_close(one.double(X), 2 * expected(X))
+    assert type(type(module)(Layers())) is type(module)
+    assert type(module).__name__ == "Regression"
 
 
 def assigned(module: Any, model: nn.Module) -> torch.Tensor:
