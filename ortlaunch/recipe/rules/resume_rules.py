@@ -158,7 +158,8 @@ def of_evaluation(found: list[Change], keeps_vocabulary: bool) -> list[Change]:
     """Those that concern it: refused are another model's, all others take effect.
 
     Args:
-        keeps_vocabulary: whether the run keeps its tokenizer and labels, as all do but those of an earlier version.
+        keeps_vocabulary: whether the run keeps its tokenizer and labels, as all do but a checkpoint that was copied
+            without its run folder.
     """
     hidden = (*_STEPS, *_TRAINED_ON) if keeps_vocabulary else _STEPS
     return [change._replace(rule=_rule_here(change)) for change in found if not _is_below(change.field, hidden)]

@@ -77,14 +77,9 @@ class Shards:
 
 
 def _index_of(folder: Path) -> dict[str, Any]:
-    if not (folder / INDEX).exists():
-        raise CheckpointError(
-            f"{folder} was written by an earlier version of ortlaunch, whose files are not read any more: "
-            "go on with that version, or give a new --run-dir"
-        )
     try:
         index: dict[str, Any] = dict(read_json(folder / INDEX))
-    except (ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{folder / INDEX} is no index of a checkpoint, and nothing else is read: {error}"
         ) from None

@@ -25,7 +25,6 @@ from ortlaunch.worker.data.label_rows import (
     LabelledRow,
     classified,
     labelled_rows,
-    require_class,
     scored,
     tagged,
 )
@@ -62,7 +61,6 @@ class LabelledTexts:
         self.labels: list[Any] = of_all["labels"]  # each once; words until `number_labels`
         self.counts: list[int] = of_all["counts"]  # of rows, or words, by label
         self.largest: tuple[int, str] = tuple(of_all["largest"])  # label that is a number, and where it is
-        require_class(*self.largest)  # also in what an earlier version has put into the cache
         self.names = [tuple(names) for names in of_all["names"]]  # of labels that are numbers
 
     def __len__(self) -> int:

@@ -33,7 +33,7 @@ class Vocabulary(NamedTuple):
 
 
 def of_run(run: RunDir) -> Vocabulary | None:
-    """What a run keeps; None: nothing, as one of an earlier version or one that has not begun."""
+    """What a run keeps; None: nothing, as one that has not begun."""
     if not run.vocabulary.exists():
         return None
     try:

@@ -210,10 +210,10 @@ def test_a_planted_pickle_does_not_run(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
-    """Its state.pt, or DeepSpeed's files, are not read: said, with what to do."""
+def test_a_folder_without_an_index(tmp_path: Path) -> None:
+    """Other files, such as a state.pt, are not read; the error names the missing one."""
     torch.save({}, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match=r"written by an earlier version of ortlaunch.*give a new --run-dir"):
+    with pytest.raises(CheckpointError, match=r"index\.json is no index of a checkpoint.*No such file"):
         load(tmp_path, stepper(net()).named_state(), ALONE)
 
 

@@ -55,16 +55,6 @@ def test_labelled_texts(tmp_path: Path) -> None:
 GOOD = '{"text": "a", "label": 1}\n'
 
 
-def test_a_label_from_the_cache_of_an_earlier_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has been read already, and is refused all the same."""
-    lines = GOOD + '{"text": "b", "label": 1000000000000}\n'
-    monkeypatch.setattr("ortlaunch.worker.data.label_rows.MOST_CLASSES", 10**15)
-    assert labelled(tmp_path / "x.jsonl", lines).classes == 10**12 + 1
-    monkeypatch.undo()
-    with pytest.raises(DataError, match="label 1000000000000 is too large"):
-        LabelledTexts(Corpus(format="jsonl", path=(str(tmp_path / "x.jsonl"),)), words(), 4)
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
