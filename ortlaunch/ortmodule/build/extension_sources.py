@@ -15,6 +15,18 @@ _EXECUTOR_INCLUDES = """\
 #include <torch/csrc/jit/runtime/operator.h>
 #include <ATen/ScalarOps.h>
 #include <pybind11/pybind11.h>"""
+# A view of an input, as of unfold, would be read after ORT has given the input's memory to another node.
+_OWN_MEMORY = """\
+static DLManagedTensor* own_memory(const at::Tensor& tensor, const std::vector<c10::IValue>& arguments) {
+  for (const auto& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined() && tensor.is_alias_of(argument.toTensor())) {
+      return at::toDLPack(tensor.clone(at::MemoryFormat::Contiguous));
+    }
+  }
+  return at::toDLPack(tensor.contiguous());
+}
+
+"""
 _INTEROP_INCLUDES = """\
 #include <iostream>
 #include <ATen/DLConvertor.h>
@@ -66,7 +78,11 @@ _CHANGES: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
         ),
     },
     "aten_op_executor": {
-        "aten_op_executor.cc": (("#include <torch/torch.h>", _EXECUTOR_INCLUDES),),
+        "aten_op_executor.cc": (
+            ("#include <torch/torch.h>", _EXECUTOR_INCLUDES),
+            ("void ExecuteATenOperator(", _OWN_MEMORY + "void ExecuteATenOperator("),
+            ("at::toDLPack(tensor.is_contiguous() ? tensor : tensor.contiguous())", "own_memory(tensor, arguments)"),
+        ),
     },
     "torch_interop_utils": {
         # torch 2.13 holds nodes by intrusive_ptr. Half an address, as a key, can belong to two contexts.

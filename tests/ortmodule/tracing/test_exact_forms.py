@@ -72,6 +72,7 @@ TORCHS: dict[str, Form] = {
     "backwards": lambda h, w: h.flip(-1) * h + h.flip((0, 1)),
     "a copied column": lambda h, w: h.index_copy(-1, torch.tensor([0]), h[:, 1:2] * 3) * h,
     "a filled column": lambda h, w: h.index_fill(-1, torch.tensor([0, 2]), -1.5).exp() * h,
+    "windows side by side": lambda h, w: h.exp().flatten().unfold(0, 2, 2),  # a view
     "a negative slope": lambda h, w: functional.leaky_relu(h, -0.5),
     "a picture and a half": lambda h, w: functional.interpolate(h[None, None, :5], scale_factor=1.7),
 }
