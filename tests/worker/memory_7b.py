@@ -23,7 +23,8 @@ from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.engine import engine
-from ortlaunch.worker.model.model import build_model, matmul_precision
+from ortlaunch.worker.model import matmul_precision
+from ortlaunch.worker.model.model import build_model
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import bert, plan
 from tests.worker.memory_ranks import NoData
