@@ -1,1 +1,1 @@
-"""One run on the control side: its folder, its plan settled once, its start and its verdict."""
+"""One run of this command: its choices, its start, restarts and verdict. The folder is run_folder's."""
