@@ -24,6 +24,11 @@ from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train
 from tests.makers import plan, recipe
 
+# Stage 3 takes a buffer of its bucket's size at once, 2 GB by default, and the engine may live until the process of the
+# tests ends. The kernel refuses to fork a process that has more in one piece than the machine has memory.
+ZERO_3 = {"stage": 3, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 10_000}}}
+SHARDINGS = [None, *({"stage": stage} for stage in range(3)), ZERO_3]
+
 
 class Trained(NamedTuple):
     """What a training left."""

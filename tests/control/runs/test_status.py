@@ -316,26 +316,27 @@ def test_a_record_that_is_none(text: str, run: RunDir) -> None:
         look(run)
 
 
+# A process of its own: a fork of the tests' may be refused for the memory that other tests left in it.
+AS_NOBODY = """
+import os, sys
+from ortlaunch.errors import InputError
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.runs.cancel import cancel
+from ortlaunch.runs.status import look
+os.setgroups([])
+os.setuid(65534)
+try:
+    (look if sys.argv[1] == "status" else cancel)(RunDir(sys.argv[2]))
+    print("nothing", end="")
+except InputError as error:
+    print(error, end="")
+"""
+
+
 def as_nobody(act: str, run: RunDir) -> str:
-    """What another user is told."""
-    read, write = os.pipe()
-    if os.fork() == 0:
-        said = "nothing"
-        try:
-            os.setgroups([])
-            os.setuid(65534)
-            (look if act == "status" else cancel)(run)
-        except InputError as error:
-            said = str(error)
-        except BaseException as error:
-            said = repr(error)
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    with open(read) as file:
-        text = file.read()
-    os.wait()
-    return text
+    """Return the error that another user gets, or "nothing"."""
+    argv = [sys.executable, "-c", AS_NOBODY, act, str(run)]
+    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -22,6 +22,7 @@ from ortlaunch.worker.engine.optimizer import build_optimizer
 from ortlaunch.worker.engine.stepping import DeepSpeedStepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import recipe
+from tests.training import ZERO_3
 
 CPU = torch.device("cpu")
 GROUP = DistributedContext(Rank(0, 1, 0, 1), CPU)
@@ -83,7 +84,7 @@ def test_an_offloaded_optimizer_trains_as_one_that_is_not(stage: int, parameters
     """Weights after three steps of `zero.offload` are those without, within float32's rounding."""
 
     def trained(offload: dict[str, Any] | None) -> list[torch.Tensor]:
-        made = recipe(zero={"stage": stage, "offload": offload}, optimizer={"name": "fused_adam", **ADAM})
+        made = recipe(zero={**ZERO_3, "stage": stage, "offload": offload}, optimizer={"name": "fused_adam", **ADAM})
         model, generator = Mean(), torch.Generator().manual_seed(1)
         config: Any = deepspeed_config(made, 4, 1, 1)
         chosen = build_optimizer(made.optimizer, model, "eager", CPU, config, 1)

@@ -21,10 +21,9 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.checkpoint import saving as savings
 from ortlaunch.worker.data import Batches, OwnSamples, collate
 from ortlaunch.worker.tasks.train import run as run_task
-from tests.training import records, session_here, train_here
+from tests.training import SHARDINGS, records, session_here, train_here
 
 STEPS = {"max_steps": 6}
-SHARDINGS = [None, *({"stage": stage} for stage in range(4))]
 ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
 
 

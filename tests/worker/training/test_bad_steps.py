@@ -26,9 +26,8 @@ from ortlaunch.worker.data.left_out import LeftOut
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.training.bad_steps import Spikes, recorded
 from ortlaunch.worker.training.finite import require_finite_loss
-from tests.training import Trained, records, train_here
+from tests.training import SHARDINGS, Trained, records, train_here
 
-SHARDINGS = [None, *({"stage": stage} for stage in range(4))]
 ROWS = [{"x": row, "y": row.sum()} for row in torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
 STEPS, BAD_STEP, SIZE = 6, 3, 4  # of two passes of two samples
 ORDER = Batches(OwnSamples(ROWS), BatchPlan(SIZE, 2, 2, 1, None), 42)
