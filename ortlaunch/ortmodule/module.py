@@ -24,7 +24,7 @@ from ortlaunch.ortmodule.repaired import import_ortmodule
 from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.state.buffers import kept_modes
 from ortlaunch.ortmodule.state.unsupported import without_compile
-from ortlaunch.ortmodule.wrapper import Wrapper
+from ortlaunch.ortmodule.wrapper import Wrapper, loaded
 
 
 class ORTModule(Wrapper):
@@ -47,6 +47,17 @@ class ORTModule(Wrapper):
         settle(self, settings)
         # This logger of ORT's is under no option; it says what it guessed about shapes.
         logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        settings = settings_of(self._torch_module._execution_manager(True))
+        return _reconstruct, (type(self)._ortlaunch_kind, settings), self.__getstate__()
+
+
+def _reconstruct(kind: Any, settings: Settings) -> Any:
+    """An instance without state, for pickle, whose process may not have imported ONNX Runtime yet."""
+    options.prepare(settings)
+    import_repaired()
+    return object.__new__(loaded(kind))
 
 
 def settle(wrapped: Any, settings: Settings) -> None:

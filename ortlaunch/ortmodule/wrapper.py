@@ -47,9 +47,6 @@ class Wrapper(nn.Module):
 
     vars(__call__)["_torchdynamo_disable"] = True
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _new, (type(self)._ortlaunch_kind,), self.__getstate__()
-
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key == "forward" or type(value) is not MethodType}
 
@@ -88,7 +85,3 @@ def _complete(wrapped: Any) -> None:
         if name in _SAVING or isinstance(inspect.getattr_static(kind, name, None), classmethod):
             del vars(wrapped)[name]
     vars(wrapped)[_COMPLETE] = True
-
-
-def _new(kind: Any) -> Any:
-    return object.__new__(loaded(kind))

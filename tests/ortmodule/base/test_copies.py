@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.ort import needs_ort
-from tests.ortmodule.modules import same, wrapped
+from tests.ortmodule.modules import python, same, wrapped
 
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
@@ -46,3 +47,23 @@ def test_a_copy_of_a_built_module_trains_apart(copied: Callable[[Any], Any]) -> 
     same(twin.module, eager)
     assert not any(ours is theirs for ours, theirs in zip(model.parameters(), twin.module.parameters()))
     assert twin(X).item() == pytest.approx(1.5 * module(X).item(), rel=1e-5)
+
+
+_LOADS = """
+import pickle, sys, torch
+with open(sys.argv[1], "rb") as file:
+    module = pickle.load(file)
+loss = module(torch.ones(2, 4)).sum()
+loss.backward()
+print(loss.item(), module.module.weight.grad.sum().item())
+"""
+
+
+def test_a_fresh_process_loads_a_pickle(tmp_path: Path) -> None:
+    """Nothing but the pickle makes it import ONNX Runtime, which on torch 2.9 and later takes repairs."""
+    module, path = wrapped(nn.Linear(4, 2)), tmp_path / "module.pickle"
+    loss = module(torch.ones(2, 4)).sum()
+    path.write_bytes(pickle.dumps(module))
+    process = python(_LOADS, str(path))
+    assert process.returncode == 0, process.stderr
+    assert [float(number) for number in process.stdout.split()[-2:]] == pytest.approx([loss.item(), 16.0])
