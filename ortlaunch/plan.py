@@ -20,9 +20,9 @@ LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def is_this_host(name: str) -> bool:
-    """Whether the name of a host, without a user before it, is one of this machine's."""
+    """Whether a host's name is one of this machine's; a user before it (`user@host`) does not matter."""
     own = socket.gethostname()
-    return name in (*LOCAL_NAMES, own, own.partition(".")[0])
+    return name.rpartition("@")[2] in (*LOCAL_NAMES, own, own.partition(".")[0])
 
 
 class Node(NamedTuple):

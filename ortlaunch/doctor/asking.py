@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.doctor import probe
-from ortlaunch.plan import is_this_host
+from ortlaunch.launch.ssh import needs_no_ssh, ssh
 
-_SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
+_CONNECT_SECONDS = 8
 # What is imported must not come from the folder where this starts; then the probe itself, of so many bytes.
 _PYTHON = "import sys; sys.path[:] = filter(None, sys.path); exec(sys.stdin.buffer.read(int(sys.argv[1])))"
 _SECONDS, _AGAIN_SECONDS = 12.0, 6.0
@@ -170,7 +169,7 @@ class _Call:
 
     def _first(self, program: bytes) -> Answer | Silence:
         remote = [sys.executable, "-c", _PYTHON, str(len(program))]
-        command = remote if is_this_host(self.host) else _at(self.host, remote)
+        command = remote if needs_no_ssh(self.host) else _at(self.host, remote)
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
@@ -277,4 +276,4 @@ def _at(host: str, remote: list[str]) -> list[str]:
     """A command on another host: by ssh, or inside a job of Slurm's as a step of it."""
     if "SLURM_JOB_ID" in os.environ:
         return ["srun", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1", f"--nodelist={host}", *remote]
-    return [*_SSH, host, shlex.join(remote)]
+    return ssh(host, remote, _CONNECT_SECONDS)

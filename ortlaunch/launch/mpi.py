@@ -18,7 +18,7 @@ from pathlib import Path
 from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
-from ortlaunch.plan import LOCAL_NAMES, Node, Plan
+from ortlaunch.plan import Node, Plan, is_this_host
 from ortlaunch.run_folder.folder import RunDir
 
 __all__ = ["argv_mpich", "argv_open_mpi", "cancel", "family", "request", "state", "submit", "wait"]
@@ -126,7 +126,7 @@ def _with_abi(plan: Plan, mpi: str) -> Plan:
 
 
 def _spans_hosts(plan: Plan) -> bool:
-    return any(node.host not in LOCAL_NAMES for node in plan.nodes)
+    return not all(is_this_host(node.host) for node in plan.nodes)
 
 
 def _root(plan: Plan) -> dict[str, str]:

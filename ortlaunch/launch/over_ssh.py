@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,16 +19,15 @@ from typing import Any
 from ortlaunch import start
 from ortlaunch.launch.host_agent import BEAT, BEAT_SECONDS
 from ortlaunch.launch.orphans import send
-from ortlaunch.plan import Plan, is_this_host
+from ortlaunch.launch.ssh import needs_no_ssh, ssh
+from ortlaunch.plan import Plan
 from ortlaunch.process import heeded
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lost import Lost
 
-SSH = (
-    "ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=4",
-    "-o", "ServerAliveCountMax=3",
-)  # fmt: skip
+_CONNECT_SECONDS = 10
+_ALIVE_SECONDS = 4
 _LOST = 255  # what ssh itself ends with
 _MORE_SECONDS = 6.0  # than an agent and its launcher have to end
 
@@ -39,9 +37,9 @@ class Agent:
 
     def __init__(self, host: str, argv: list[str]) -> None:
         self.host, self.argv = host, argv
-        command = [*start.command("ortlaunch.launch.host_agent", argv[0])]
+        command = start.command("ortlaunch.launch.host_agent", argv[0])
         self._process = subprocess.Popen(
-            command if is_this_host(host) else [*SSH, host, shlex.join(command)],
+            command if needs_no_ssh(host) else ssh(host, command, _CONNECT_SECONDS, _ALIVE_SECONDS),
             stdin=subprocess.PIPE,
             start_new_session=True,
         )

@@ -18,7 +18,8 @@ from ortlaunch.errors import PlanError
 from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
-from ortlaunch.plan import Plan, is_this_host
+from ortlaunch.launch.ssh import needs_no_ssh
+from ortlaunch.plan import Plan
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
 
@@ -39,7 +40,7 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
         **_error_file(run_dir),
         **dict(plan.env),
     }
-    if len(plan.nodes) > 1 or not is_this_host(plan.nodes[0].host):
+    if len(plan.nodes) > 1 or not needs_no_ssh(plan.nodes[0].host):
         return _on_hosts(plan, run_dir, env)
     private = private_folder(run_dir)
     rendezvous = private / run_dir.rendezvous.name

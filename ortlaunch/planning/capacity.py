@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
 from ortlaunch.machine import cores, tightest_limit
-from ortlaunch.plan import PROCESS, Node, Plan
-from ortlaunch.planning.world import is_this_host
+from ortlaunch.plan import PROCESS, Node, Plan, is_this_host
 from ortlaunch.units import human
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ortlaunch import machine, plan
+from ortlaunch import machine
 from ortlaunch.errors import PlanError
+from ortlaunch.plan import is_this_host
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_step
 from ortlaunch.rank import Rank, detect
@@ -253,11 +254,6 @@ def _check_job(recipe: Recipe, hosts: tuple[Host, ...], options: LaunchOptions, 
 def _count(environ: Mapping[str, str], *names: str) -> int:
     """The first of these variables that is a number, or 0."""
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 0)
-
-
-def is_this_host(name: str) -> bool:
-    """Whether a host file's name means this machine, whoever its user is."""
-    return plan.is_this_host(name.rpartition("@")[2])
 
 
 def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, options: LaunchOptions) -> Iterator[str]:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from ortlaunch import machine, recipe, start
 from ortlaunch.errors import PlanError, RecipeError
-from ortlaunch.plan import Plan
+from ortlaunch.plan import Plan, is_this_host
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.hosts import hostfile_text
 from ortlaunch.planning.make_plan import make_plan
-from ortlaunch.planning.world import LaunchOptions, World, is_this_host, resolve_world
+from ortlaunch.planning.world import LaunchOptions, World, resolve_world
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.fields.ort_variables import contradictions, seen
 from ortlaunch.recipe.rules.rules import device_rules, task_rules

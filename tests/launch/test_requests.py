@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -244,6 +245,7 @@ def test_open_mpi_as_root(installed: Any) -> None:
         (BOTH, MPIRUN, ()),
         ((host("localhost", 2),), OWN_MPIRUN, ()),
         ((host("::1", 2),), OWN_MPIRUN, ()),
+        ((host(socket.gethostname(), 2),), OWN_MPIRUN, ()),
     ],
 )
 def test_other_hosts_are_told_where_open_mpi_is(

@@ -1,6 +1,6 @@
 """The network interface that ranks of several hosts meet on: the one told, else that of the route to the others.
 
-What a host's own name leads to is no guide: Debian has it at 127.0.1.1. Linux; standard library and errors only.
+What a host's own name leads to is no guide: Debian has it at 127.0.1.1. Linux; standard library, errors and plan only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, MutableMapping
 
 from ortlaunch.errors import LaunchError
+from ortlaunch.plan import is_this_host
 
 _SIOCGIFADDR, _SIOCGIFFLAGS, _IFF_RUNNING = 0x8915, 0x8913, 0x40
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -30,7 +31,7 @@ def own_address(hosts: Iterable[str], environ: MutableMapping[str, str]) -> str:
         return _address_of(told)
     here = socket.gethostname()
     names = [name.rpartition("@")[2] for name in hosts]
-    for host in [name for name in names if name not in (here, here.split(".")[0])][:_ASKED]:
+    for host in [name for name in names if not is_this_host(name)][:_ASKED]:
         address = source_address(host)
         if address is not None:
             return address

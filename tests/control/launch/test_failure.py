@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,8 @@ def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
     [
         (None, "localhost", " (often the kernel's out-of-memory killer: see dmesg there)"),
         (0, "localhost", ""),
+        (0, socket.gethostname(), ""),
+        (0, f"me@{socket.gethostname()}", ""),
         (2, "localhost", "; the kernel's out-of-memory killer ended 2 of this control group's processes meanwhile"),
         (0, "b", " (often the kernel's out-of-memory killer: see dmesg there)"),
     ],

@@ -1,0 +1,36 @@
+"""The ssh of every part, to the letter, and the hosts that need none."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from ortlaunch.launch.ssh import needs_no_ssh, ssh
+from ortlaunch.plan import is_this_host
+
+OWN = socket.gethostname()
+
+
+def test_command() -> None:
+    """No question, no terminal; the connection is checked only where that is wanted."""
+    plain = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8"]
+    assert ssh("me@b", ["ls", "a b"], 8) == [*plain, "me@b", "ls 'a b'"]
+    checked = ["-o", "ServerAliveInterval=4", "-o", "ServerAliveCountMax=3"]
+    assert ssh("b", ["ls"], 8, 4) == [*plain, *checked, "b", "ls"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_here", "no_ssh"),
+    [
+        ("localhost", True, True),
+        ("::1", True, True),
+        (OWN, True, True),
+        (OWN.partition(".")[0], True, True),
+        (f"me@{OWN}", True, False),
+        (f"{OWN}.elsewhere", False, False),
+    ],
+)
+def test_a_name_of_this_host(name: str, is_here: bool, no_ssh: bool) -> None:
+    """Its own names; another user's session on it takes ssh all the same."""
+    assert (is_this_host(name), needs_no_ssh(name)) == (is_here, no_ssh)
