@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch._C._dynamo import eval_frame
@@ -22,6 +22,9 @@ _COMPLETE = "_ortlaunch_complete"
 
 class Wrapper(nn.Module):
     """What an ORTModule adds to ORT's ORTModule, which `loaded` puts after it in the order of bases."""
+
+    _ortlaunch_kind: ClassVar[type[Wrapper]]
+    module: nn.Module  # a property of ORT's class
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -44,7 +44,7 @@ def _with_booleans(default_export: Callable[..., Any]) -> Callable[..., Any]:
         if not gives:
             return outputs
         values = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        values = [g.op("Cast", v, to_i=int(Kind.BOOL)) if i in gives else v for i, v in enumerate(values)]
+        values = [g.op("Cast", v, to_i=Kind.BOOL.value) if i in gives else v for i, v in enumerate(values)]
         return tuple(values) if isinstance(outputs, (list, tuple)) else values[0]
 
     return export

@@ -20,6 +20,28 @@ Function = Callable[..., Sequence[torch.Tensor]]
 _numbers = itertools.count()
 
 
+def getter(name: str) -> Callable[..., Any]:
+    """The function with which torch reads a property of tensors, as `__torch_function__` receives it."""
+    return getattr(torch.Tensor, name).__get__  # type: ignore[no-any-return]
+
+
+def setter(name: str) -> Callable[..., Any]:
+    """The function with which torch sets a property of tensors, as `__torch_function__` receives it."""
+    return getattr(torch.Tensor, name).__set__  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Calls of torch inside are neither traced nor given to `__torch_function__`."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]  # not in torch's stub
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
 @dataclass
 class Calls:
     """How often one operator or layer was called from ORT's graphs, and how long that took on this rank's thread."""

@@ -9,13 +9,16 @@ gradient are of another tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.gradients import reached
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 from ortlaunch.ortmodule.graph_repairs.broadcasts import hide
+
+if TYPE_CHECKING:
+    import onnx
 
 _END = 2**63 - 1
 
@@ -78,7 +81,7 @@ def _sum(split: Any, number: int, made: str) -> list[Any]:
     return [
         _constant(f"{made}_these", [int(place < number) for place in range(len(split.output))]),
         _node("Mul", [split.input[1], f"{made}_these"], f"{made}_sizes"),
-        _node("ReduceSum", [f"{made}_sizes"], made, keepdims=1),
+        _node("ReduceSum", [f"{made}_sizes"], made),
     ]
 
 
@@ -103,10 +106,10 @@ def _cut(given: str, made: str, axis: int, rank: int, start: str, end: str) -> l
     ]
 
 
-def _node(operator: str, given: list[str], made: str, **attributes: int) -> Any:
+def _node(operator: str, given: list[str], made: str, axis: int | None = None) -> onnx.NodeProto:
     from onnx import helper
 
-    return helper.make_node(operator, given, [made], made, **attributes)
+    return helper.make_node(operator, given, [made], made, axis=axis)
 
 
 def _constant(name: str, numbers: list[int]) -> Any:

@@ -11,6 +11,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -91,20 +92,16 @@ def _frozen_norms_written_out(training: bool) -> Iterator[None]:
     """In a training graph ORT would run a BatchNorm in evaluation mode as if it were training: export arithmetic."""
     forward = _BatchNorm.forward
 
-    def written_out(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        if norm.training or norm.running_var is None:
+    def written_out(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+        if norm.training or norm.running_var is None or norm.running_mean is None:
             return forward(norm, x)
         shape = [1, -1, *[1] * (x.dim() - 2)]
         scale = (norm.running_var + norm.eps).rsqrt()
         y = (x - norm.running_mean.view(shape)) * scale.view(shape)
         return y * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else y
 
-    if training:
-        _BatchNorm.forward = written_out
-    try:
+    with mock.patch.object(_BatchNorm, "forward", written_out) if training else contextlib.nullcontext():
         yield
-    finally:
-        _BatchNorm.forward = forward
 
 
 @contextlib.contextmanager
@@ -155,7 +152,7 @@ def kept_buffers(module: nn.Module, changed: dict[str, int] | None = None) -> It
 def _changed(kept: dict[str, _Kept], passes: int) -> Iterator[tuple[str, int]]:
     for name, old in kept.items():
         new = old.owner._buffers[old.name]
-        if _differs(old.value, new):
+        if new is not None and _differs(old.value, new):
             counts = old.value.dtype == torch.long and old.value.numel() == 1
             yield name, int(new - old.value) // max(1, passes) if counts else 0
 

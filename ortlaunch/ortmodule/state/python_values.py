@@ -24,12 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export, seen_of
 from ortlaunch.ortmodule.base.settings import settings_of
+from ortlaunch.ortmodule.base.torch_calls import getter
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing import aliases, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
 
 _T = torch.Tensor
-_SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, _T.shape.__get__, _T.__len__}
+_SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, getter("shape"), _T.__len__}
 _TAKEN = {_T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.item, _T.tolist, _T.numpy,
           _T.__array__, _T.is_nonzero, torch.is_nonzero, torch.equal, _T.equal, torch.allclose,
           _T.allclose}  # fmt: skip

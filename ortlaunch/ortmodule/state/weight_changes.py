@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.source_guard import PACKAGE
+from ortlaunch.ortmodule.base.torch_calls import setter
 from ortlaunch.ortmodule.state.python_values import innermost, user_frame
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 
-_SET_DATA = torch.Tensor.data.__set__
+_SET_DATA = setter("data")
 _PLAIN_PASS = "parse_outputs_for_onnx_export_and_extract_schema"
 
 

@@ -164,9 +164,9 @@ class Call:
         self._tensors.append(new)
         if _is_complex(old):
             return lambda tensors: torch.view_as_complex(tensors[place].contiguous())
-        kind = _KINDS.get(_kind(old) or "")
-        if kind and _kind(new) != _kind(old):  # the exporter's form of what made it has another type
-            return lambda tensors: tensors[place].to(kind)
+        dtype = _KINDS.get(_kind(old) or "")
+        if dtype and _kind(new) != _kind(old):  # the exporter's form of what made it has another type
+            return lambda tensors: tensors[place].to(dtype)
         return lambda tensors: tensors[place]
 
 

@@ -24,7 +24,7 @@ from ortlaunch.errors import EngineError
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.settings import SettingError, settings_of
-from ortlaunch.ortmodule.base.torch_calls import as_function
+from ortlaunch.ortmodule.base.torch_calls import as_function, untraced
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.tracing import python_state
 
@@ -128,15 +128,12 @@ def is_running() -> bool:
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Nothing that runs is traced, noted or watched, and numbers drawn by Python's generators are given back."""
-    tracing = torch._C._get_tracing_state()
     python, array = random.getstate(), numpy.random.get_state()
     _running.append(None)
-    torch._C._set_tracing_state(None)
     try:
-        with torch._C.DisableTorchFunction(), python_state.unnoted():
+        with untraced(), python_state.unnoted():
             yield
     finally:
-        torch._C._set_tracing_state(tracing)
         _running.pop()
         random.setstate(python)
         numpy.random.set_state(array)

@@ -18,12 +18,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ortlaunch.ortmodule.base.torch_calls import getter, untraced
 from ortlaunch.ortmodule.tracing.grad_mode import CHANGED, CHANGED_WEIGHT, Export, tensors, versions_of
 
 View = Callable[[Tensor], Tensor]
 # What is asked of a tensor's form; a change is of no account.
-_FORMS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.shape.__get__,
-          Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_floating_point}  # fmt: skip
+_FORMS = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, getter("shape"),
+          getter("ndim"), getter("dtype"), getter("device"), Tensor.is_floating_point}  # fmt: skip
 # Called with one of Python's bools, which TorchScript takes for no number.
 _WITH_BOOL = {
     Tensor.__and__, Tensor.__rand__, Tensor.__or__, Tensor.__ror__, Tensor.__xor__, Tensor.__rxor__, Tensor.__eq__,
@@ -31,7 +32,7 @@ _WITH_BOOL = {
     torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor, Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill,
     Tensor.fill_, Tensor.where, torch.where, Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul,
 }  # fmt: skip
-_DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}
+_DETACHED = {Tensor.detach, torch.detach, getter("data")}
 
 
 def following_changes(export: Export) -> Export:
@@ -120,13 +121,8 @@ class _Aliases(TorchFunctionMode):
     def _copied(self, tensor: Tensor, value: Tensor, source: Tensor, *rest: Any, **named: Any) -> Tensor:
         """`view.copy_(source)`: torch's exporter takes the whole for the view afterwards."""
         new = source.to(value.dtype).expand(value.shape)
-        tracing = torch._C._get_tracing_state()
-        torch._C._set_tracing_state(None)
-        try:
-            with torch._C.DisableTorchFunction():
-                value.copy_(source, *rest, **named)
-        finally:
-            torch._C._set_tracing_state(tracing)
+        with untraced():
+            value.copy_(source, *rest, **named)
         self._changed(tensor, new)
         return tensor
 

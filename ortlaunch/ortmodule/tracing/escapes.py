@@ -42,7 +42,7 @@ class StaleTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(next(one.message for one in tree_leaves((args, kwargs)) if isinstance(one, StaleTensor)))
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument of its own
         return f"StaleTensor({self.message!r})"
 
     def __deepcopy__(self, memo: Any) -> StaleTensor:

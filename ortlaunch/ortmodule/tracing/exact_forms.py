@@ -86,7 +86,7 @@ def _index(g: Any, x: Any, indices: Any) -> Any:
         given += [one] if symbolic_helper._is_none(one) or type_of(one) not in _MASKS else _places(g, one)
     tensors = [dim for dim, one in enumerate(given) if not symbolic_helper._is_none(one)]
     for dim in tensors if len(tensors) > 1 else ():
-        place = g.op("Cast", given[dim], to_i=int(torch.onnx.TensorProtoDataType.INT64))
+        place = g.op("Cast", given[dim], to_i=torch.onnx.TensorProtoDataType.INT64.value)
         from_end = g.op("Add", place, g.op("Gather", g.op("Shape", x), _integers(g, dim)))
         given[dim] = g.op("Where", g.op("Less", place, _integers(g, 0)), from_end, place)
         indices = g.op("prim::ListConstruct", *given)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base import export as ort_export
+from ortlaunch.ortmodule.base.torch_calls import getter
 
 _T = torch.Tensor
 _GRAD_MODE = torch.autograd.grad_mode.__file__
@@ -123,11 +124,11 @@ class _GradMode(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             self._enabled = args[0]
             return None
-        if func == _T.requires_grad.__get__ and args[0] in self._trained:
+        if func == getter("requires_grad") and args[0] in self._trained:
             return self._trained[args[0]] and args[0] not in self._stopped
         if func is _T.register_hook and self._has_gradient(args[0]):
             raise RuntimeError("the forward pass gives a tensor a hook, and ONNX Runtime's backward pass calls none")
-        if func == _T.data.__get__:
+        if func == getter("data"):
             func, args = _T.detach, args[:1]  # a trace has .data as a constant
         if any(isinstance(value, complex) for value in args) and (given := tensors(args)):
             # A trace refuses Python's complex numbers, as 1j * x has.
@@ -163,9 +164,10 @@ class _GradMode(TorchFunctionMode):
     def _detached(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in self._stopped:
             return tensor
-        if self._stopped[tensor] is None:
-            self._stopped[tensor] = tensor.detach()
-        return self._stopped[tensor]
+        stopped: torch.Tensor | None = self._stopped[tensor]
+        if stopped is None:
+            stopped = self._stopped[tensor] = tensor.detach()
+        return stopped
 
 
 def tensors(values: Any) -> list[torch.Tensor]:

@@ -132,7 +132,7 @@ def _empty_rows(g: Any, mask: Any) -> Any:
     """The rows, as a mask of one column, of which a mask leaves nothing."""
     from torch.onnx import symbolic_helper
 
-    numbers = g.op("Cast", mask, to_i=int(torch.onnx.TensorProtoDataType.FLOAT))
+    numbers = g.op("Cast", mask, to_i=torch.onnx.TensorProtoDataType.FLOAT.value)
     left = symbolic_helper._reducesum_helper(g, numbers, axes_i=[-1], keepdims_i=1)
     return g.op("Equal", left, g.op("Constant", value_t=torch.tensor(0.0)))
 
@@ -283,7 +283,8 @@ def _zeros(g: Any, like: Any) -> Any:
 def type_of(value: Any) -> torch.dtype:
     from torch.onnx._type_utils import JitScalarType
 
-    return JitScalarType.from_value(value).dtype()
+    dtype: torch.dtype = JitScalarType.from_value(value).dtype()
+    return dtype
 
 
 def _diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
@@ -301,7 +302,7 @@ def _diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
 
 def _cumsum(cumsum: Callable[..., Any], g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
     if _is_bool(x):
-        x = g.op("Cast", x, to_i=int(torch.onnx.TensorProtoDataType.INT64))
+        x = g.op("Cast", x, to_i=torch.onnx.TensorProtoDataType.INT64.value)
     return cumsum(g, x, dim, dtype)
 
 

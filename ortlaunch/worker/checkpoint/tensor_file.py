@@ -124,7 +124,7 @@ def read_range(entry: Entry, start: int, count: int) -> torch.Tensor:
     if count:
         with open(entry.path, "rb", buffering=0) as file:
             file.seek(entry.begin + start * entry.dtype.itemsize)
-            _fill(file, memoryview(values.view(torch.uint8).numpy()), entry.path)
+            _fill(file, values.view(torch.uint8).numpy().data, entry.path)
     return values
 
 

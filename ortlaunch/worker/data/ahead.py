@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from ortlaunch.errors import HookError, InputError, OrtlaunchError
 from ortlaunch.worker.supervision.child import PASSED_ON, die_with_parent
@@ -119,7 +120,7 @@ def _by_processes(read: Read, ahead: Iterator[Places], reader: Reader) -> Iterat
                 worker.kill()
 
 
-class _Reads:
+class _Reads(Dataset[Batch | OrtlaunchError]):
     """What a process of DataLoader's does."""
 
     def __init__(self, read: Read) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -102,10 +102,11 @@ class _Template:
     def _marked(self, chat: Chat) -> Rendered:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, answers = render_jinja_template(
+        rendered: object = render_jinja_template(
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )  # fmt: skip
+        texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)  # annotated as str
         return Rendered(texts[0], [(first, after) for first, after in answers[0]])
 
     def _compared(self, chat: Chat) -> Rendered:

@@ -32,7 +32,7 @@ def draws(seed: int, places: Places, count: int) -> _Floats:
     """
     found: _Floats = np.empty((len(places), count))
     for row, (index, epoch) in zip(found, places):
-        np.random.Generator(np.random.Philox(_Key(seed, epoch, index))).random(out=row)
+        np.random.Generator(np.random.Philox(_Key(seed, epoch, index))).random(out=row)  # type: ignore[arg-type]  # no ISeedSequence in its stub
     return found
 
 

@@ -48,7 +48,7 @@ def _on_cpu(tensors: Sequence[Tensor]) -> Tensor:
 
 def _on_accelerator(tensors: Sequence[Tensor]) -> Tensor:
     """One kernel over all tensors, which itself sums pieces of 64k elements in a tree."""
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double().square().sum()
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float32)).double().square().sum()
 
 
 def _in_double(tensors: Sequence[Tensor]) -> Tensor:

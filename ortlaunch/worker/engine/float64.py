@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ortlaunch.ortmodule.base.torch_calls import getter, setter
+
 _T = torch.Tensor
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS = {_T.float, _T.half, _T.bfloat16}
-_AS_IT_IS = {_T.requires_grad.__get__, _T.is_leaf.__get__, _T.shape.__get__, _T.device.__get__, _T.size, _T.dim}
+_AS_IT_IS = {getter("requires_grad"), getter("is_leaf"), getter("shape"), getter("device"), _T.size, _T.dim}
 
 
 @contextlib.contextmanager
@@ -46,7 +48,7 @@ class _InFloat64(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _AS_IT_IS:
             return func(*args, **kwargs)
-        if func == _T.data.__set__:
+        if func == setter("data"):
             self._known.pop(args[0], None)
             return func(args[0], args[1].to(args[0].dtype))
         narrow = [value for value in tree_leaves((args, kwargs)) if _is_narrow(value)]

@@ -17,7 +17,8 @@ def flops_per_token(model: torch.nn.Module, sequence_length: int | None) -> floa
     if config is None or sequence_length is None or not hasattr(config, "num_hidden_layers"):
         return None
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    output_embeddings = getattr(model, "get_output_embeddings", None)
+    head = output_embeddings() if output_embeddings else None
     tied = {id(head.weight)} if head is not None else set()
     looked_up = {id(table) for table in tables} - tied
     weights = sum((6 if p.requires_grad else 4) * p.numel() for p in model.parameters() if id(p) not in looked_up)

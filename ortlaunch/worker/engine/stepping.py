@@ -265,10 +265,10 @@ def _piece(parameter: Any) -> torch.Tensor | None:
         local: torch.Tensor | None = safe_get_local_grad(parameter)
         return local
     mapping = getattr(parameter, "_hp_mapping", None)
-    if parameter.grad is not None or mapping is None:
-        return parameter.grad
-    fragment: torch.Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
-    return fragment
+    gradient: torch.Tensor | None = parameter.grad
+    if gradient is None and mapping is not None:
+        gradient = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+    return gradient
 
 
 def _forget_averaged(optimizer: Any) -> None:

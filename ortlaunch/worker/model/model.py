@@ -133,8 +133,9 @@ def build_model(recipe: Recipe, data: Data) -> LossModule:
 
 def _train_without_cache(model: nn.Module) -> bool | None:
     """Keys and values are kept for generation only; returns the model's own choice, which the export gets back."""
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    own = [config.use_cache for config in configs.values() if hasattr(config, "use_cache")]
+    found = (getattr(part, "config", None) for part in model.modules())
+    configs = {id(config): config for config in found if config is not None}
+    own: list[bool | None] = [config.use_cache for config in configs.values() if hasattr(config, "use_cache")]
     _set_use_cache(list(configs.values()), False)
     return own[0] if own else None
 
@@ -156,14 +157,12 @@ def _set_use_cache(configs: Iterable[Any], value: bool) -> None:
 def _checkpoint_gradients(model: nn.Module) -> None:
     """Let the model recompute its layers. Not reentrant, so that gradients need no input that has one (LoRA)."""
     try:
-        if hasattr(model, "supports_gradient_checkpointing"):  # transformers' own
-            name = "activation_checkpointing_enable"  # from 5.23 on
-            enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
-        elif hasattr(model, "gradient_checkpointing_enable"):
-            model.gradient_checkpointing_enable()
-        else:
+        is_transformers = hasattr(model, "supports_gradient_checkpointing")
+        newer = getattr(model, "activation_checkpointing_enable", None) if is_transformers else None  # from 5.23 on
+        enable = newer or getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None:
             raise ValueError(f"{type(model).__name__} has no method gradient_checkpointing_enable; leave it out")
+        enable(*([{"use_reentrant": False}] if is_transformers else []))
     except ValueError as error:
         raise InputError(f"model.gradient_checkpointing: {error}") from None
 

@@ -8,6 +8,7 @@ it listens on the one address that the others use.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -199,7 +200,7 @@ def _device(plan: Plan, rank: Rank) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _file_store(path: Path, ranks: int) -> Any:
+def _file_store(path: Path, ranks: int) -> dist.Store:
     """The store of ranks on one host; its file is for its owner alone before torch opens it."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     path.chmod(0o600)
@@ -239,7 +240,7 @@ def _join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> No
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **backend)
         return
     if _on_one_host(rank):
-        store: Any = _file_store(run.store, rank.world_size)
+        store: dist.Store | None = _file_store(run.store, rank.world_size)
     elif launcher == "torchrun" and plan.launcher != "torchrun":
         store = None  # of the user's own torchrun, on the address that it was given
         interface.use(interface.source_address(os.environ["MASTER_ADDR"]) or "", os.environ)
@@ -251,8 +252,9 @@ def _join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> No
             store.set(_ARRIVED.format(rank.rank), "")
             if rank.rank == 0:
                 threading.Thread(target=_report_late_ranks, args=(plan, store.host, store.port), daemon=True).start()
-        world = {"rank": rank.rank, "world_size": rank.world_size, "timeout": JOIN_TIMEOUT}
-        dist.init_process_group(store=store, **world, **backend)
+        dist.init_process_group(
+            store=store, rank=rank.rank, world_size=rank.world_size, timeout=JOIN_TIMEOUT, **backend
+        )
     except dist.DistNetworkError as error:
         if store is not None:
             raise
@@ -283,7 +285,7 @@ def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
         environ.setdefault(variable, value)
 
 
-def _through_mpi(rank: Rank) -> Any:
+def _through_mpi(rank: Rank) -> dist.Store:
     """The store of rank 0, whose place is told through MPI."""
     try:
         from mpi4py import MPI
@@ -312,7 +314,7 @@ def _meeting(run: RunDir, launcher: str) -> Path:
     return run.ready / f"rendezvous-{'.'.join(os.environ.get(name, '') for name in names)}"
 
 
-def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> Any:
+def _through_folder(rank: Rank, path: Path, hosts: Sequence[str]) -> dist.Store:
     """The store of rank 0, whose place is told through a file (torchrun on each host; Slurm's steps without MPI)."""
     if rank.rank == 0:
         listener = _listener(interface.own_address(hosts, os.environ))
@@ -335,15 +337,15 @@ def _listener(address: str) -> socket.socket:
     return listener
 
 
-def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None) -> Any:
+def _tcp_store(rank: Rank, where: Sequence[Any], listener: socket.socket | None) -> dist.Store:
     """The store at (address, port), held by the rank that has the listener."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where[0], str(where[1])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     interface.use(where[0] if listener else interface.source_address(where[0]) or "", os.environ)
-    held = {"master_listen_fd": listener.detach()} if listener else {}
-    return dist.TCPStore(
-        where[0], where[1], rank.world_size, is_master=bool(held), timeout=JOIN_TIMEOUT, wait_for_workers=False, **held
-    )
+    store = functools.partial(dist.TCPStore, where[0], where[1], rank.world_size, wait_for_workers=False)
+    if listener:
+        return store(is_master=True, timeout=JOIN_TIMEOUT, master_listen_fd=listener.detach())
+    return store(is_master=False, timeout=JOIN_TIMEOUT)
 
 
 def _export(rank: Rank, device: torch.device) -> None:
