@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
@@ -34,6 +34,9 @@ from ortlaunch.worker.data.tokens import Documents, Tell, begin_of_text, silent,
 from ortlaunch.worker.data.vocabulary import Vocabulary, labels_of_model
 from ortlaunch.worker.data.windows import Blocks, SeparateDocuments
 from ortlaunch.worker.process_group.distributed import DistributedContext
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "IGNORED", "Batches", "Blocks", "Conversations", "Data", "LabelledTexts", "MaskedBlocks", "Masking", "Mixture",
@@ -132,7 +135,7 @@ def reader(recipe: Recipe, device: str) -> Reader:
     return Reader(workers or None, device == "cuda")
 
 
-def _training(recipe: Recipe, tokenizer: Any, tell: Tell) -> Samples:
+def _training(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tell: Tell) -> Samples:
     parts = recipe.data.parts
     if not isinstance(recipe.data.train, tuple):
         return make_samples(recipe, recipe.data.train, tokenizer, tell=tell)
@@ -146,7 +149,7 @@ def _training(recipe: Recipe, tokenizer: Any, tell: Tell) -> Samples:
 def make_samples(
     recipe: Recipe,
     source: str | Corpus,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     seed: int | None = None,
     tell: Tell = silent,
     key: str = "data.train",
@@ -172,7 +175,7 @@ def make_samples(
     return samples
 
 
-def _of_text(recipe: Recipe, documents: Documents, tokenizer: Any, seed: int) -> Samples:
+def _of_text(recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerBase, seed: int) -> Samples:
     length, task = recipe.data.sequence_length or 0, recipe.model.task
     if task in ("causal-lm", "custom"):
         if not recipe.data.attend_across_documents:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ortlaunch.cache import note
 from ortlaunch.recipe.fields.data import Corpus
@@ -21,6 +22,9 @@ from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.shards import Tokens
 from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, stored, vocabulary_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ANSWER = 1 << 31  # set in the tokens of answers
 _CHATS_AT_ONCE = 256
@@ -35,7 +39,7 @@ class Rendered(NamedTuple):
     """First letter of each, and after the last."""
 
 
-def tokenized_chats(source: str | Corpus, tokenizer: Any, tell: Tell) -> Documents:
+def tokenized_chats(source: str | Corpus, tokenizer: PreTrainedTokenizerBase, tell: Tell) -> Documents:
     """A chat each, the tokens of answers with the bit ANSWER.
 
     Raises:
@@ -67,7 +71,7 @@ def _marked(encoded: Any, answers: list[tuple[int, int]]) -> Sequence[int]:
 class _Template:
     """The tokenizer's chat template."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
             raise DataError("data.tokenizer: does not tell where its tokens are in a text, as fast tokenizers do")
         if not tokenizer.chat_template:
@@ -104,7 +108,7 @@ class _Template:
 
         rendered: object = render_jinja_template(
             conversations=[chat.messages], chat_template=self.text, return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
+            **self.tokenizer.special_tokens_map,  # type: ignore[arg-type]  # variables of the template
         )  # fmt: skip
         texts, answers = cast("tuple[list[str], list[list[tuple[int, int]]]]", rendered)  # annotated as str
         return Rendered(texts[0], [(first, after) for first, after in answers[0]])
@@ -134,8 +138,7 @@ class _Template:
     def _text(self, messages: list[dict[str, Any]], **options: Any) -> str:
         if not messages:
             return ""
-        found: str = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        return found
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
 class Conversations:
@@ -166,9 +169,7 @@ class Conversations:
     def sample(self, index: int, epoch: int) -> dict[str, torch.Tensor]:
         chat = int(self.kept[index])
         begin = int(self.ends[chat - 1]) if chat else 0
-        marked: np.ndarray[Any, Any] = self.tokens[begin : min(int(self.ends[chat]), begin + self.length)].astype(
-            np.int64
-        )
+        marked = self.tokens[begin : min(int(self.ends[chat]), begin + self.length)].astype(np.int64)
         found, empty = len(marked), self.length - len(marked)
         ids = np.pad(marked & (ANSWER - 1), (0, empty), constant_values=self.pad)
         labels = np.pad(np.where(marked & ANSWER, marked & (ANSWER - 1), IGNORED), (0, empty), constant_values=IGNORED)
@@ -177,9 +178,9 @@ class Conversations:
         return {name: torch.from_numpy(value) for name, value in tensors.items()}
 
 
-def _has_answer(tokens: Tokens, begins: Any, sizes: Any) -> np.ndarray[Any, Any]:
+def _has_answer(tokens: Tokens, begins: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Of each chat, whether so many of its tokens have one of an answer, the first aside, which nothing predicts."""
-    found: np.ndarray[Any, Any] = np.zeros(len(begins), bool)
+    found = np.zeros(len(begins), bool)
     (long,) = np.nonzero(sizes > 1)
     for first in range(0, len(long), _CHATS_AT_ONCE):
         chats = long[first : first + _CHATS_AT_ONCE]

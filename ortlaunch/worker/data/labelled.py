@@ -13,10 +13,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import fingerprint
@@ -32,9 +33,12 @@ from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED, Samples
 from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, silent, stored, vocabulary_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _SHOWN = 6  # classes in a line
 _SOME = 4096  # rows that tell one data set from another: so many, or up to twice as many
-_Ints = np.ndarray[Any, Any]
+_Ints = NDArray[np.uint32]
 
 
 class LabelledTexts:
@@ -45,7 +49,9 @@ class LabelledTexts:
     behind = 1
     """Numbers behind the tokens of a row."""
 
-    def __init__(self, source: str | Corpus, tokenizer: Any, length: int, tell: Tell = silent) -> None:
+    def __init__(
+        self, source: str | Corpus, tokenizer: PreTrainedTokenizerBase, length: int, tell: Tell = silent
+    ) -> None:
         assert isinstance(source, Corpus)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -73,7 +79,7 @@ class LabelledTexts:
             yield row, row.share
         yield json.dumps({**vars(found), "labels": [*found.labels]}), 1.0
 
-    def _encoder(self, tokenizer: Any) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
+    def _encoder(self, tokenizer: PreTrainedTokenizerBase) -> Callable[[list[Any]], Iterator[Sequence[int]]]:
         """Rows -> documents; by a copy, for a call changes what a fast tokenizer is saved with."""
         own = functools.cache(lambda: copy.deepcopy(tokenizer) if tokenizer.is_fast else tokenizer)
 
@@ -85,11 +91,11 @@ class LabelledTexts:
 
         return encode
 
-    def _encoded(self, tokenizer: Any, rows: list[LabelledRow]) -> Iterator[Sequence[int]]:
+    def _encoded(self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]) -> Iterator[Sequence[int]]:
         found = self._called(tokenizer, rows)["input_ids"]
         return ([*ids, *row.numbers] for ids, row in zip(found, rows))
 
-    def _called(self, tokenizer: Any, rows: list[LabelledRow], **options: Any) -> Any:
+    def _called(self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow], **options: Any) -> Any:
         """As the tokenizer has texts that are cut, before they are padded."""
         return tokenizer(
             [row.text for row in rows], truncation=True, max_length=self.length,
@@ -170,12 +176,14 @@ class TaggedWords(LabelledTexts):
     read = staticmethod(tagged)
     varies = True
 
-    def __init__(self, source: str | Corpus, tokenizer: Any, length: int, tell: Tell = silent) -> None:
+    def __init__(
+        self, source: str | Corpus, tokenizer: PreTrainedTokenizerBase, length: int, tell: Tell = silent
+    ) -> None:
         if not tokenizer.is_fast:
             raise DataError("data.tokenizer: does not tell which word a piece is of, as fast tokenizers do")
         super().__init__(source, tokenizer, length, tell)
 
-    def _encoded(self, tokenizer: Any, rows: list[LabelledRow]) -> Iterator[Sequence[int]]:
+    def _encoded(self, tokenizer: PreTrainedTokenizerBase, rows: list[LabelledRow]) -> Iterator[Sequence[int]]:
         """Behind the tokens a number for each: 0, or of a word's first piece one more than its tag's."""
         try:
             found = self._called(tokenizer, rows, is_split_into_words=True)
@@ -199,7 +207,7 @@ class TaggedWords(LabelledTexts):
         return [self.labels[number] for number in numbers]
 
 
-def _decides(tokenizer: Any) -> str:
+def _decides(tokenizer: PreTrainedTokenizerBase) -> str:
     """All that decides on the tokens of a text but where it is cut."""
     if tokenizer.is_fast:
         known = plain_backend(tokenizer).to_str()  # of its own say where it last cut and padded

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import MaskedLm
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.shards import Tokens
 
-_Ints = np.ndarray[Any, Any]
-_Floats = np.ndarray[Any, Any]
-_Bools = np.ndarray[Any, Any]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_Ints = NDArray[np.int64]
+_Floats = NDArray[np.float64]
+_Bools = NDArray[np.bool_]
 _NEVER = 2.0  # above all draws
 
 
@@ -42,16 +46,15 @@ class _Key(ISeedSequence):
     def __init__(self, seed: int, epoch: int, index: int) -> None:
         self.words = (seed % (1 << 64), (epoch % (1 << 24) << 40) + index)
 
-    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> _Ints:
+    def generate_state(self, n_words: int, dtype: object = np.uint32) -> NDArray[np.uint64]:
         """What Philox asks for: two words of 64 bits."""
-        words: _Ints = np.array(self.words, dtype=np.uint64)
-        return words
+        return np.array(self.words, dtype=np.uint64)
 
 
 class Masking:
     """`data.masked_lm`, for a tokenizer."""
 
-    def __init__(self, tokenizer: Any, settings: MaskedLm) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: MaskedLm) -> None:
         missing = [name for name in ("cls_token", "sep_token", "mask_token") if getattr(tokenizer, name) is None]
         if missing:
             raise DataError(
@@ -117,14 +120,14 @@ def _lowest(turns: _Floats, counts: list[int]) -> _Bools:
     return chosen
 
 
-def _pieces(tokenizer: Any) -> np.ndarray[Any, Any]:
+def _pieces(tokenizer: PreTrainedTokenizerBase) -> _Bools:
     """(words,) bool: which pieces go on a word.
 
     Raises:
         DataError: none is marked.
     """
-    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    found: _Ints = np.array([name.startswith("##") for name in names])
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    found: _Bools = np.array([name.startswith("##") for name in names])
     if not found.any():
         raise DataError(
             "data.masked_lm.whole_words: data.tokenizer marks no piece of a word by ##, as wordpiece does; leave it out"

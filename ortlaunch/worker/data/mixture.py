@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ortlaunch.worker.data.order import Order, permutation
 from ortlaunch.worker.data.samples import Samples
 
 BLOCK = 1 << 16
-_Ints = np.ndarray[Any, Any]
+_Ints = NDArray[np.int64]
 
 
 def source_seed(seed: int, number: int) -> int:

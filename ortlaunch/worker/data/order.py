@@ -9,9 +9,10 @@ arbitrary finite domains"). Constant memory, the same time for every place, noth
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 SHUFFLE, FEISTEL = "shuffle", "feistel"  # what a checkpoint calls them
 _MOST_SHUFFLED = 1 << 16  # with few samples a network of eight rounds would prefer some orders
@@ -23,7 +24,7 @@ _HALF, _DROPPED = np.uint64(32), np.uint64(24)
 class Permutation(Protocol):
     """The order of one epoch."""
 
-    def __call__(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]: ...
+    def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 
 def order_name(samples: int) -> str:
@@ -58,7 +59,7 @@ def permutation(samples: int, seed: int, epoch: int) -> Permutation:
     """Of the places 0 to `samples` - 1, in this epoch."""
     if order_name(samples) == FEISTEL:
         return Feistel(samples, seed, epoch)
-    order: np.ndarray[Any, Any] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(samples)
+    order: NDArray[np.int64] = np.random.Generator(np.random.Philox([seed, epoch])).permutation(samples)
     return lambda places: order[places]
 
 
@@ -70,26 +71,25 @@ class Feistel:
         self.samples, self.across, self.down = np.uint64(samples), np.uint64(across), np.uint64(-(-samples // across))
         self.keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
 
-    def __call__(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         found = self._once(places.astype(np.uint64))
         while (beside := found >= self.samples).any():
             found[beside] = self._once(found[beside])
-        indices: np.ndarray[Any, Any] = found.astype(np.int64)
-        return indices
+        return found.astype(np.int64)
 
-    def _once(self, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _once(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Within the rectangle: each half in turn is moved round by a hash of the other, which can be undone."""
         row, column = np.divmod(numbers, self.across)
         for key, other in zip(self.keys[::2], self.keys[1::2]):
             row = (row + _hash(column, key)) % self.down
             column = (column + _hash(row, other)) % self.across
-        found: np.ndarray[Any, Any] = row * self.across + column
+        found: NDArray[np.uint64] = row * self.across + column
         return found
 
 
-def _hash(numbers: np.ndarray[Any, Any], key: np.uint64) -> np.ndarray[Any, Any]:
+def _hash(numbers: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """40 well mixed bits."""
-    mixed: np.ndarray[Any, Any] = (numbers ^ key) * _FIRST  # of arrays: wraps round
+    mixed: NDArray[np.uint64] = (numbers ^ key) * _FIRST  # of arrays: wraps round
     mixed ^= mixed >> _HALF
     mixed *= _SECOND
     mixed >>= _DROPPED

@@ -6,17 +6,16 @@ that are as long as a sample can be, the last one moved back to end with it; a s
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ortlaunch.worker.data.masking import MaskedSamples, Masking, Places, draws
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.samples import IGNORED
 from ortlaunch.worker.data.tokens import Documents
 
-_Ints = np.ndarray[Any, Any]
+_Ints = NDArray[np.int64]
 _DRAWS = 32  # of another document that is long enough
 _NAMES = ("input_ids", "labels", "attention_mask", "token_type_ids")
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ortlaunch.cache import changed, own_seal, seal
 
 SHARD = 1 << 28
 """Tokens of a shard, 1 GiB."""
 
-_Ints = np.ndarray[Any, Any]
+_Ints = NDArray[np.uint32]
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 _BYTES = 4
 
 
@@ -52,7 +54,7 @@ def joined(base: Path) -> Tokens:
     return shards[0] if len(shards) == 1 else _Joined(shards)
 
 
-def mapped(path: Path, dtype: Any) -> _Ints:
+def mapped(path: Path, dtype: type[_Scalar]) -> NDArray[_Scalar]:
     """A file as an array; a plain one, for slices of a memmap take five times as long."""
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) if path.stat().st_size else np.zeros(0, dtype)
 

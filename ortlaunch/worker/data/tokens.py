@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
 
 from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import DamagedFile
@@ -26,6 +27,9 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import read_json, write_json
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
 from ortlaunch.worker.data.shards import SHARD, ShardWriter, Tokens, joined, mapped, shard_paths, wrong
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Tell = Callable[[str], None]
 _DOCUMENTS_AT_ONCE, _LETTERS_AT_ONCE = 1000, 4_000_000
@@ -42,7 +46,7 @@ class Documents(NamedTuple):
 
     tokens: Tokens
     """(tokens,) uint32, document after document."""
-    ends: np.ndarray[Any, Any]
+    ends: NDArray[np.int64]
     """(documents,) int64: where each ends in the tokens. One without tokens ends where it begins."""
 
 
@@ -66,7 +70,7 @@ class Chunk(NamedTuple):
 class Encoded(NamedTuple):
     """Their tokens, one after another, and how many each has."""
 
-    tokens: np.ndarray[Any, Any]
+    tokens: NDArray[np.uint32]
     sizes: list[int]
     chunk: Chunk
 
@@ -78,7 +82,7 @@ class Written(NamedTuple):
     tokens: int = 0
 
 
-def begin_of_text(tokenizer: Any) -> list[int]:
+def begin_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """What the tokenizer itself puts before a text, as Llama's <s>; its models have seen no text without."""
     whole, alone = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     starts = (start for start in range(len(whole)) if whole[start : start + len(alone)] == alone)
@@ -87,14 +91,22 @@ def begin_of_text(tokenizer: Any) -> list[int]:
 
 
 def tokenized(
-    source: str | Corpus, tokenizer: Any, end_of_text: bool, begin: Sequence[int] = (), tell: Tell = silent
+    source: str | Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    end_of_text: bool,
+    begin: Sequence[int] = (),
+    tell: Tell = silent,
 ) -> Tokens:
     """Token ids of a corpus, (tokens,) uint32 on disk."""
     return tokenized_documents(source, tokenizer, end_of_text, begin, tell).tokens
 
 
 def tokenized_documents(
-    source: str | Corpus, tokenizer: Any, end_of_text: bool, begin: Sequence[int] = (), tell: Tell = silent
+    source: str | Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    end_of_text: bool,
+    begin: Sequence[int] = (),
+    tell: Tell = silent,
 ) -> Documents:
     """The same, with the places where documents end."""
     end = [tokenizer.eos_token_id] if end_of_text and tokenizer.eos_token_id is not None else []
@@ -107,7 +119,7 @@ def tokenized_documents(
     return stored(Work(key, lambda: documents_read(source), between_marks), tell)
 
 
-def vocabulary_of(tokenizer: Any) -> str:
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """All that a tokenizer does to a text, as text."""
     return tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else str(sorted(tokenizer.get_vocab().items()))
 
@@ -206,7 +218,7 @@ def _encoded(chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Seq
             yield found.result()
 
 
-def _encoder(tokenizer: Any) -> Callable[[list[str]], Iterable[Sequence[int]]]:
+def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterable[Sequence[int]]]:
     """Texts -> token ids without special ones; a copy, for the tokenizer's own may cut off or pad."""
     if not tokenizer.is_fast:
         options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
@@ -215,7 +227,7 @@ def _encoder(tokenizer: Any) -> Callable[[list[str]], Iterable[Sequence[int]]]:
     return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False))
 
 
-def plain_backend(tokenizer: Any) -> Any:
+def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     """A copy of a fast tokenizer's own, which neither cuts off nor pads."""
     from tokenizers import Tokenizer
 

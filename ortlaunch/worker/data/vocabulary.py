@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ortlaunch.errors import DamagedFile
 from ortlaunch.recipe import Recipe
@@ -19,6 +19,9 @@ from ortlaunch.recipe.fields.families import LABELLED_TASKS
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import Vocabulary as Record
 from ortlaunch.run_folder.records import as_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 class Vocabulary(NamedTuple):
@@ -69,14 +72,15 @@ def _source(run: RunDir) -> RunDir | None:
     return RunDir(Path(asked).parents[1]) if asked else None
 
 
-def of_config(config: Any, task: str) -> Vocabulary:
+def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
     """Of a model of transformers, whose config.json names its classes; of any other one, None, nothing is known."""
     if config is None or task not in LABELLED_TASKS or task == "sequence-regression":
         return Vocabulary(None, {})
-    return Vocabulary(None, {str(word): int(number) for word, number in config.label2id.items()}, config.num_labels)
+    numbers = {str(word): int(number) for word, number in (config.label2id or {}).items()}
+    return Vocabulary(None, numbers, config.num_labels or 0)
 
 
-def keep(run: RunDir, recipe: Recipe, tokenizer: Any, labels: list[str], classes: int) -> None:
+def keep(run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels: list[str], classes: int) -> None:
     """Write what is trained with, unless that is there since checkpoints were written (rank 0)."""
     record = Record(trained_tokenizer=_asked(recipe.data), labels=labels, classes=classes)
     if run.complete_checkpoints() and run.vocabulary.exists() and read_json(run.vocabulary) == as_json(record):

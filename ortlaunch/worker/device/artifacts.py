@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,9 @@ from ortlaunch.worker.model.model import LossModule, give_back_cache
 from ortlaunch.worker.onnx.onnx_export import largest
 from ortlaunch.worker.supervision.module_copies import own_modules
 from ortlaunch.worker.supervision.module_copies import place as beside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LIMIT = 1e-4  # of the largest difference of the loss, or of a logit
 _MOST = 2**31 - 2**20  # bytes that a graph may have while its gradient is made: protobuf's 2 GiB
@@ -156,7 +159,7 @@ def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifa
     )
 
 
-def _save_surroundings(whole: LossModule, folder: Path, tokenizer: Any) -> None:
+def _save_surroundings(whole: LossModule, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     model: Any = whole.model
     if hasattr(model, "config"):
         give_back_cache(model, whole.generates_with_cache)

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ortlaunch.errors import HookError
 from ortlaunch.worker.data.own import find
 from ortlaunch.worker.model.own_numbers import LOSS, named
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
-Arrays = dict[str, np.ndarray[Any, Any]]
+Arrays = dict[str, NDArray[np.int64]]
 
 
 class Piece(NamedTuple):
@@ -99,7 +100,7 @@ def _joined(parts: list[Arrays]) -> dict[str, Any]:
     return {name: _rows([part[name] for part in parts if name in part]) for name in parts[0]} if parts else {}
 
 
-def _rows(parts: list[np.ndarray[Any, Any]]) -> Any:
+def _rows(parts: list[NDArray[np.int64]]) -> Any:
     if len({part.shape[1:] for part in parts}) == 1:
         return np.concatenate(parts)
     return [row for part in parts for row in part]

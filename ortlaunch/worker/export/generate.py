@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.supervision.alone import run_alone
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ANSWER = "ortlaunch"  # in the place of an answer, to see what follows on one
 
@@ -45,7 +48,7 @@ def _model(place: str, step: int | None) -> tuple[Any, Any]:
     return whole.model, data.tokenizer
 
 
-def text(model: Any, tokenizer: Any, asked: dict[str, Any]) -> str:
+def text(model: Any, tokenizer: PreTrainedTokenizerBase, asked: dict[str, Any]) -> str:
     """The prompt and what follows it.
 
     Raises:
@@ -74,11 +77,11 @@ def text(model: Any, tokenizer: Any, asked: dict[str, Any]) -> str:
     given = torch.tensor([ids])
     (found,) = model.float().eval().generate(given, attention_mask=torch.ones_like(given), generation_config=how)
     if chat:
-        return f"{prompt}\n\n{tokenizer.decode(found[len(ids) :], skip_special_tokens=True).strip()}"
+        return f"{prompt}\n\n{str(tokenizer.decode(found[len(ids) :], skip_special_tokens=True)).strip()}"
     return str(tokenizer.decode(found, skip_special_tokens=True))
 
 
-def _message(tokenizer: Any, prompt: str) -> tuple[list[int], list[int]]:
+def _message(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[list[int], list[int]]:
     """Of the prompt as training writes a user's message, up to the answer; and the tokens that end an answer.
 
     Raises:
@@ -88,7 +91,7 @@ def _message(tokenizer: Any, prompt: str) -> tuple[list[int], list[int]]:
     answered = [*messages, {"role": "assistant", "content": _ANSWER}]
     try:
         asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template(answered, tokenize=False)
+        whole = str(tokenizer.apply_chat_template(answered, tokenize=False))
     except Exception as error:  # Jinja's, and whatever a template's own code raises
         why = " ".join(str(error).split())
         raise InputError(f"the chat template does not take the prompt: {why}; --raw leaves it out") from None
@@ -99,7 +102,7 @@ def _message(tokenizer: Any, prompt: str) -> tuple[list[int], list[int]]:
     return ids, [token for token in after[:1] if token in special]
 
 
-def _tokens(tokenizer: Any, prompt: str) -> list[int]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     """Of the prompt, after the begin mark where the tokenizer puts one, and without an end."""
     from ortlaunch.worker.data.tokens import begin_of_text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.model.own_numbers import LOSS, numbers_of
 from ortlaunch.worker.model.pretrained import Loaded, load_pretrained
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _AUTO_CLASSES = {
     "pretraining": "AutoModelForPreTraining",
@@ -226,7 +229,7 @@ def config_of(recipe: Recipe, data: Data) -> Any:
     return config
 
 
-def _refuse_unknown(fields: dict[str, Any], config: Any) -> None:
+def _refuse_unknown(fields: dict[str, Any], config: PreTrainedConfig) -> None:
     """transformers takes any name without a word; here an unknown one is an error."""
     known = {*config.to_dict(), *getattr(config, "attribute_map", {}), "num_labels", "tie_word_embeddings", "head_dim"}
     for name in fields:
@@ -235,7 +238,7 @@ def _refuse_unknown(fields: dict[str, Any], config: Any) -> None:
             raise InputError(f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else ""))
 
 
-def _from_data(data: Data, config: Any, fresh: bool) -> dict[str, Any]:
+def _from_data(data: Data, config: PreTrainedConfig, fresh: bool) -> dict[str, Any]:
     """What the tokenizer and the labels decide, unless the recipe does."""
     found: dict[str, Any] = {}
     for name in _SPECIAL_WORDS if data.tokenizer is not None else ():
@@ -248,11 +251,11 @@ def _from_data(data: Data, config: Any, fresh: bool) -> dict[str, Any]:
         found["id2label"] = dict(enumerate(data.class_names))
         found["label2id"] = {word: number for number, word in found["id2label"].items()}
     elif data.classes:
-        found["num_labels"] = max(config.num_labels, data.classes)
+        found["num_labels"] = max(config.num_labels or 0, data.classes)
     return found
 
 
-def refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
+def refuse_too_small(recipe: Recipe, data: Data, config: PreTrainedConfig) -> None:
     """A word, a place or a class that the model has not would end the run in the middle of a pass."""
     words = getattr(config.get_text_config(), "vocab_size", None)
     if data.tokenizer is not None and words is not None and words < len(data.tokenizer):
@@ -262,7 +265,7 @@ def refuse_too_small(recipe: Recipe, data: Data, config: Any) -> None:
     places, length = getattr(config, "max_position_embeddings", None), recipe.data.sequence_length
     if places is not None and length is not None and length > places:
         raise InputError(f"data.sequence_length: got {length}, and the model has max_position_embeddings: {places}")
-    if config.num_labels < data.classes:
+    if (config.num_labels or 0) < data.classes:
         label, place = max((getattr(samples, "largest", (-1, "")) for samples in data.read), default=(-1, ""))
         told = f"{place} has label {label}" if place else f"the data has {data.classes} classes"
         raise InputError(f"model.config.num_labels: got {config.num_labels}, and {told}")

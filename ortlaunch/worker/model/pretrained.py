@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ortlaunch.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Names of weights: `missing` in the source, `unexpected` there; what was `resized`; a head `relabelled`.
 Loaded = Mapping[str, list[str]]
@@ -24,7 +27,7 @@ _NAMED = 6
 
 
 def load_pretrained(
-    auto: Any, source: str, config: Any, *, new_head: bool, partial: bool, **options: Any
+    auto: Any, source: str, config: PreTrainedConfig, *, new_head: bool, partial: bool, **options: Any
 ) -> tuple[nn.Module, Loaded]:
     """The model of an auto class with the weights of `source`.
 
@@ -72,7 +75,7 @@ def _config_of(source: str) -> Any:
     return AutoConfig.from_pretrained(source)
 
 
-def _vocabulary(config: Any) -> int | None:
+def _vocabulary(config: PreTrainedConfig) -> int | None:
     """Words of a model."""
     return getattr(config.get_text_config(), "vocab_size", None)
 

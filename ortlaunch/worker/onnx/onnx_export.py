@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from ortlaunch.run_folder.export_records import OnnxCheck
 from ortlaunch.worker.data import Data, collate
 from ortlaunch.worker.model.model import LossModule, give_back_cache
 from ortlaunch.worker.onnx.onnx_own import Outputs, own_outputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OPSET = 17
 LIMIT = 1e-4  # of the largest difference of a logit
@@ -242,7 +245,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(apart.masked_fill(one == other, 0.0).max())  # of infinities, too
 
 
-def _save_surroundings(trained: LossModule, model: Any, folder: Path, tokenizer: Any) -> None:
+def _save_surroundings(trained: LossModule, model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """What says how to use it, as beside transformers' weights."""
     give_back_cache(model, trained.generates_with_cache)
     if hasattr(getattr(model, "config", None), "save_pretrained"):

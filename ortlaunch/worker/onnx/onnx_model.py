@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.nn import functional
 from ortlaunch.errors import InputError, MissingDependency
 from ortlaunch.worker.data import IGNORED
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 Batch = dict[str, torch.Tensor]
 _ABSENT = {"attention_mask": 1, "token_type_ids": 0}  # what a model takes where the data say nothing
 
@@ -20,7 +23,7 @@ _ABSENT = {"attention_mask": 1, "token_type_ids": 0}  # what a model takes where
 class OnnxModel(nn.Module):
     """`forward(**batch)` -> logits by transformers' names and, where the batch has labels, the loss."""
 
-    def __init__(self, path: Path, task: str, config: Any = None) -> None:
+    def __init__(self, path: Path, task: str, config: PreTrainedConfig | None = None) -> None:
         """path: of a model.onnx; config: the one of transformers' that lies beside it.
 
         Raises:
