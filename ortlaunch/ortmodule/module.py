@@ -46,7 +46,7 @@ class ORTModule(Wrapper):
         options.set_attributes(self, settings)
         settle(self, settings)
         # This logger of ORT's is under no option; it says what it guessed about shapes.
-        logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)  # type: ignore[union-attr,arg-type]
+        logging.getLogger("onnxruntime.tools.symbolic_shape_infer").setLevel(self._logger.level)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         settings = settings_of(self._torch_module._execution_manager(True))

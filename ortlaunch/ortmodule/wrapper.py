@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -24,7 +25,10 @@ class Wrapper(nn.Module):
     """What an ORTModule adds to ORT's ORTModule, which `loaded` puts after it in the order of bases."""
 
     _ortlaunch_kind: ClassVar[type[Wrapper]]
-    module: nn.Module  # a property of ORT's class
+    # Attributes of ORT's class.
+    module: nn.Module
+    _torch_module: Any
+    _logger: logging.Logger
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
