@@ -10,7 +10,7 @@ from ortlaunch.launch.failure import End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
 from ortlaunch.plan import Plan
 from ortlaunch.rank import NO_FAULT
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.lost import LOST
 from ortlaunch.units import counted
 
@@ -92,7 +92,7 @@ def _failure(first: dict[str, Any] | None, end: End) -> str:
 
 def newest_checkpoint(run: RunDir, before: float = float("inf")) -> int:
     """Step of the newest checkpoint that was complete before a time in nanoseconds; 0: there is none."""
-    found = (step for step, path in run.complete_checkpoints() if (path / "COMPLETE").stat().st_mtime_ns < before)
+    found = (step for step, path in run.complete_checkpoints() if (path / COMPLETE).stat().st_mtime_ns < before)
     return max(found, default=0)
 
 

@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from typing import Any, TypeVar
 
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.process import Process
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
-
-_T = TypeVar("_T")
-_NONE = type(None)
-# What the fields below may hold.
-_KINDS: dict[str, Any] = {
-    "str": str, "int": int, "float": (int, float), "str | None": (str, _NONE), "int | None": (int, _NONE),
-    "JobState": JobState, "tuple[Attempt, ...]": tuple,
-}  # fmt: skip
+from ortlaunch.run_folder.records import from_json
 
 
 @dataclass(frozen=True)
@@ -114,8 +106,8 @@ class JobRecord:
         """
         try:
             value = read_json(run.job)
-            attempts = tuple(_checked(Attempt, attempt) for attempt in value.get("attempts", ()))
-            record = _checked(cls, {**value, "state": JobState(value["state"]), "attempts": attempts})
+            attempts = tuple(from_json(Attempt, attempt) for attempt in value.get("attempts", ()))
+            record = from_json(cls, {**value, "state": JobState(value["state"]), "attempts": attempts})
             for time in filter(None, (record.started, record.ended)):
                 datetime.fromisoformat(time)
             if record.began:
@@ -138,19 +130,6 @@ class JobRecord:
     def at_end(self, state: JobState, exit_status: int, verdict: str) -> JobRecord:
         """The same job, ended now."""
         return replace(self, state=state, ended=now(), exit_status=exit_status, verdict=verdict)
-
-
-def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
-    """A record of these values; those that a later version may have more are left out.
-
-    Raises:
-        TypeError: a value is missing, or none that the record has.
-    """
-    known: list[Any] = [*fields(kind)]  # type: ignore[arg-type]
-    for each in known:
-        if each.name in values and not isinstance(values[each.name], _KINDS[each.type]):
-            raise TypeError(f"{each.name} is {values[each.name]!r:.80}")
-    return kind(**{each.name: values[each.name] for each in known if each.name in values})
 
 
 def now() -> str:

@@ -13,6 +13,7 @@ from ortlaunch.errors import DamagedFile, InputError, OrtlaunchError
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, without_secrets
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.runs import status
 from ortlaunch.runs.status import Status
 
@@ -100,7 +101,7 @@ def _read(run: RunDir, label: str) -> Record:
         saves=files.lines(run.saves), bad_steps=files.lines(run.bad_steps),
         slow_ranks=files.lines(run.slow_ranks), commands=files.lines(run.commands), exports=files.lines(run.exports),
         evaluations=[files.json(path) for path in folders],
-        resumed=int(number(files.json(run.resume).get("step")) or 0),
+        resumed=files.resumed(run),
         kept=[step for step, _ in run.complete_checkpoints()],
         unreadable=files.unreadable,
     )  # fmt: skip
@@ -115,6 +116,14 @@ class _Files:
     def json(self, path: Path) -> dict[str, Any]:
         """A mapping; empty where there is none."""
         return self._mapping(path, read_json)
+
+    def resumed(self, run: RunDir) -> int:
+        """The step that the newest start began after."""
+        try:
+            return ResumeRecord.read(run).step
+        except DamagedFile as error:
+            self._remember([str(error)])
+            return 0
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """The same of the recipe, without what must not be seen."""

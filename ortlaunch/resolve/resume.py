@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ortlaunch.errors import DamagedFile, InputError, PlanError
+from ortlaunch.errors import InputError, PlanError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.resume_rules import NAMES, Change, leaves
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json
+from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
+from ortlaunch.run_folder.resume_record import ResumeRecord
 
 AUTO, NEVER = "auto", "never"
 
@@ -100,15 +101,13 @@ def incomplete(folder: Path) -> Iterator[str]:
             yield f"{path}: incomplete: its writing was cut off"
         elif path.suffix.startswith(".broken"):
             yield f"{path}: damaged, as an earlier start found"
-        elif not path.suffix and not (path / "COMPLETE").exists():
-            yield f"{path}: incomplete: it has no COMPLETE"
+        elif not path.suffix and not (path / COMPLETE).exists():
+            yield f"{path}: incomplete: it has no {COMPLETE}"
 
 
 def _source(run: RunDir) -> Path | None:
     """Where this folder's run came from, as its first start wrote down."""
-    found = read_json(run.resume).get("source") if run.resume.exists() else None
-    if found is not None and not isinstance(found, str):
-        raise DamagedFile(f"{run.resume}: is damaged: source is {found!r:.80}")
+    found = ResumeRecord.read(run).source
     return Path(found) if found else None
 
 
@@ -130,7 +129,7 @@ def _number(path: Path) -> int:
 def _elsewhere(source: Path) -> Chosen:
     """The newest of another run's folder, or one checkpoint."""
     source = Path(os.path.abspath(source))
-    if (source / "COMPLETE").exists():
+    if (source / COMPLETE).exists():
         return Chosen(source, _step_of(source), source, exact=True)
     other = RunDir(source)
     found, skipped = other.complete_checkpoints(), tuple(incomplete(other.checkpoints))
@@ -142,9 +141,9 @@ def _elsewhere(source: Path) -> Chosen:
 
 def _step_of(folder: Path) -> int:
     try:
-        step = read_json(folder / "manifest.json")["step"]
+        step = read_json(folder / MANIFEST)["step"]
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"--resume {folder}: its manifest.json cannot be read: {error}") from None
+        raise InputError(f"--resume {folder}: its {MANIFEST} cannot be read: {error}") from None
     return int(step)
 
 
@@ -227,19 +226,16 @@ def apply(run: RunDir, begun: Beginning, options: ResumeOptions) -> None:
     chosen = begun.chosen
     for path in chosen.aside:
         os.replace(path, _free(path))
-    write_json(
-        run.resume,
-        {
-            "choice": options.choice,
-            "allow": list(options.allow),
-            "checkpoint": None if chosen.folder is None else os.path.abspath(chosen.folder),
-            "step": chosen.step,
-            "exact": chosen.exact,
-            "source": None if chosen.source is None else os.path.abspath(chosen.source),
-            "skipped": list(chosen.skipped),
-            "changes": [change.line(options.allow) for change in begun.changes],
-        },
-    )
+    ResumeRecord(
+        choice=options.choice,
+        allow=options.allow,
+        checkpoint=None if chosen.folder is None else os.path.abspath(chosen.folder),
+        step=chosen.step,
+        exact=chosen.exact,
+        source=None if chosen.source is None else os.path.abspath(chosen.source),
+        skipped=chosen.skipped,
+        changes=tuple(change.line(options.allow) for change in begun.changes),
+    ).write(run)
 
 
 def _free(path: Path) -> Path:

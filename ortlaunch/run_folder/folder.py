@@ -42,6 +42,9 @@ from typing import Any
 
 from ortlaunch.errors import DamagedFile
 
+# Files of a checkpoint: its list of files with their checksums, and the mark that it was written to its end.
+MANIFEST = "manifest.json"
+COMPLETE = "COMPLETE"
 PROGRESS_VARIABLE = "ORTLAUNCH_PROGRESS"  # the terminal's columns, where the command's output is one
 
 
@@ -205,7 +208,7 @@ class RunDir:
         """
         names = os.listdir(self.checkpoints) if _exists(self.checkpoints) else []
         found = [(int(match[1]), self.checkpoints / match[0]) for match in map(_STEP.fullmatch, names) if match]
-        return sorted((step, path) for step, path in found if _exists(path / "COMPLETE"))
+        return sorted((step, path) for step, path in found if _exists(path / COMPLETE))
 
 
 def _exists(path: Path) -> bool:

@@ -11,9 +11,7 @@ import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ortlaunch.run_folder.folder import RunDir
-
-_MARK = "COMPLETE"
+from ortlaunch.run_folder.folder import COMPLETE, RunDir
 
 
 @contextlib.contextmanager
@@ -23,7 +21,7 @@ def held(run: RunDir, choose: Callable[[], int]) -> Iterator[int]:
         while True:
             step = choose()
             with contextlib.suppress(OSError):
-                fcntl.flock(stack.enter_context(open(run.checkpoint(step) / _MARK, "rb")), fcntl.LOCK_SH)
+                fcntl.flock(stack.enter_context(open(run.checkpoint(step) / COMPLETE, "rb")), fcntl.LOCK_SH)
             if step in dict(run.complete_checkpoints()):
                 break
         yield step
@@ -32,7 +30,7 @@ def held(run: RunDir, choose: Callable[[], int]) -> Iterator[int]:
 def is_held(folder: Path) -> bool:
     """Whether a command reads this checkpoint."""
     try:
-        with open(folder / _MARK, "r+b") as mark:  # NFS locks exclusively only what may be written
+        with open(folder / COMPLETE, "r+b") as mark:  # NFS locks exclusively only what may be written
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

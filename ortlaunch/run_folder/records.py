@@ -6,8 +6,22 @@ default is left out of the file where it has no value.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_NONE = type(None)
+# Annotation of a field -> what JSON may hold there. Fields of other types are not checked.
+_TYPES: dict[str, Any] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "str | None": (str, _NONE),
+    "int | None": (int, _NONE),
+}
+_TEXTS = "tuple[str, ...]"
 
 
 def as_json(record: Any) -> Any:
@@ -18,6 +32,30 @@ def as_json(record: Any) -> Any:
     if isinstance(record, dict):
         return {name: as_json(value) for name, value in record.items()}
     return [as_json(value) for value in record] if isinstance(record, (list, tuple)) else record
+
+
+def from_json(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    """A record of values from JSON; names that a later version may have added are left out.
+
+    Raises:
+        TypeError: a value is missing, or of another type than the field.
+    """
+    known: list[Any] = [*fields(kind)]  # type: ignore[arg-type]
+    found = {each.name: values[each.name] for each in known if each.name in values}
+    for each in known:
+        if each.name in found and not fits(each.type, found[each.name]):
+            raise TypeError(f"{each.name} is {found[each.name]!r:.80}")
+    for each in known:
+        if each.type == _TEXTS and each.name in found:
+            found[each.name] = tuple(found[each.name])
+    return kind(**found)
+
+
+def fits(annotation: str, value: Any) -> bool:
+    """Whether a value from JSON has the type of a field."""
+    if annotation == _TEXTS:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, _TYPES.get(annotation, object))
 
 
 @dataclass

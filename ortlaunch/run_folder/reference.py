@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 
 from ortlaunch import plan
-from ortlaunch.run_folder import engine_report, export_records, folder, records
+from ortlaunch.run_folder import engine_report, export_records, folder, records, resume_record
 
 _HEAD = """\
 # The run folder, field by field
@@ -29,6 +29,7 @@ _FILES = {
     "memory.json": "MemoryReport",
     "summary.json": "Summary",
     "stopped.json": "Stopped",
+    "resume.json": "ResumeRecord",
     "metrics.jsonl": "MetricsLine",
     "metrics.jsonl, evaluations": "EvaluationLine",
     "saves.jsonl": "SaveLine",
@@ -42,7 +43,8 @@ _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, fal
 
 def markdown() -> str:
     """The whole page."""
-    bodies = [ast.parse(inspect.getsource(module)).body for module in (plan, engine_report, records, export_records)]
+    modules = (plan, engine_report, records, resume_record, export_records)
+    bodies = [ast.parse(inspect.getsource(module)).body for module in modules]
     types = {each.name: each for body in bodies for each in body if isinstance(each, ast.ClassDef)}
     parts = [_HEAD.format(folder=_folder())]
     told = set[str]()

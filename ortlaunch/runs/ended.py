@@ -19,7 +19,7 @@ from ortlaunch.launch.attempts import failed_turn, in_vain, restarts_without_pro
 from ortlaunch.launch.failure import End, explain_end, first_failure
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
-from ortlaunch.run_folder.folder import RunDir, read_json, write_text
+from ortlaunch.run_folder.folder import COMPLETE, RunDir, read_json, write_text
 from ortlaunch.runs.queued import is_prepared
 
 
@@ -63,7 +63,7 @@ def _is_in_vain(run: RunDir) -> bool:
     if run.stopped.exists() or first is None or first.get("signal") != signal.SIGUSR1:
         return False
     began = run.request.stat().st_mtime_ns
-    return all((path / "COMPLETE").stat().st_mtime_ns < began for _, path in run.complete_checkpoints())
+    return all((path / COMPLETE).stat().st_mtime_ns < began for _, path in run.complete_checkpoints())
 
 
 def _was_stopped_by_a_person(run: RunDir) -> bool:

@@ -14,9 +14,10 @@ from ortlaunch.errors import CheckpointError
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
+from ortlaunch.run_folder.resume_record import ResumeRecord
 from ortlaunch.worker.checkpoint.damage import damage, newest_of_all, set_aside_damaged
-from ortlaunch.worker.checkpoint.manifest import MANIFEST, samples_seen
+from ortlaunch.worker.checkpoint.manifest import samples_seen
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
@@ -38,29 +39,31 @@ def choose(run: RunDir, group: DistributedContext) -> Found | None:
     Raises:
         CheckpointError: what was asked for is damaged, or all are.
     """
-    asked = read_json(run.resume) if run.resume.exists() else {}
+    requested = ResumeRecord.read(run)
     set_aside_damaged(run, group)
     own = newest_of_all(run, group)
     if own is not None:
-        if asked.get("exact") and own[0] < asked["step"]:
-            raise CheckpointError(f"the checkpoint of step {asked['step']} was asked for (--resume), and it is damaged")
+        if requested.exact and own[0] < requested.step:
+            raise CheckpointError(
+                f"the checkpoint of step {requested.step} was asked for (--resume), and it is damaged"
+            )
         return Found(*own)
-    return _elsewhere(asked, group) if asked.get("source") else None
+    return _elsewhere(requested, group) if requested.source else None
 
 
-def _elsewhere(asked: Mapping[str, Any], group: DistributedContext) -> Found:
+def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> Found:
     """Another run's, which is left as it is, down to the last file."""
-    folder = Path(asked["checkpoint"])
+    folder = Path(requested.checkpoint or "")
     there = [folder, *(path for _, path in reversed(_older(folder)))]
     lines = []
-    for path in there[:1] if asked["exact"] else there:
+    for path in there[:1] if requested.exact else there:
         wrong = damage(path, group)
         if not wrong:
             return Found(int(read_json(path / MANIFEST)["step"]), path)
         lines.append(f"{path} is damaged: {wrong}")
         if group.rank == 0:
             print(f"  skipped: {lines[-1]}", flush=True)
-    raise CheckpointError("\n".join([*lines, f"No whole checkpoint was found in {asked['source']}"]))
+    raise CheckpointError("\n".join([*lines, f"No whole checkpoint was found in {requested.source}"]))
 
 
 def _older(folder: Path) -> list[tuple[int, Path]]:
@@ -78,17 +81,17 @@ def explain(run: RunDir, recipe: Recipe, found: Found, identity: Mapping[str, An
     Raises:
         CheckpointError: it would be another training, and nobody has allowed that.
     """
-    asked, made = read_json(run.resume) if run.resume.exists() else {}, origin.read(found.folder)
+    requested, made = ResumeRecord.read(run), origin.read(found.folder)
     if made is None or not run.plan.exists():
         return
     now = {**origin.of_run(run, recipe), **identity}
     changes = origin.differences(made, now)
     if Plan.read(run.plan).task == "evaluate":
         changes = origin.of_evaluation(found.folder, changes)
-    if asked.get("checkpoint") == os.path.abspath(found.folder):
+    if requested.checkpoint == os.path.abspath(found.folder):
         unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}
         changes = [change for change in changes if change.field in unknown]
-    allow = tuple(asked.get("allow", ()))
+    allow = requested.allow
     if group.rank == 0:
         print(*(f"  changed: {change.line(allow)}" for change in changes), sep="\n", end="\n" if changes else "")
     refused = [change.line(allow) for change in changes if change.is_refused(allow)]

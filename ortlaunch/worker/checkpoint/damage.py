@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, sum_of, sum_up
+from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json
+from ortlaunch.worker.checkpoint.manifest import File, newest, sum_of, sum_up
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)  # other errors of reading say nothing of a file

@@ -9,9 +9,8 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.folder import MANIFEST, RunDir, read_json
 
-COMPLETE, MANIFEST = "COMPLETE", "manifest.json"
 _BLOCK = 1 << 22
 File = dict[str, int]  # bytes, crc32
 

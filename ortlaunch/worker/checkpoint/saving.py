@@ -15,12 +15,11 @@ from typing import Any
 from ortlaunch.errors import CheckpointError, LastSaveError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.held import is_held
 from ortlaunch.run_folder.records import SaveLine
 from ortlaunch.worker.checkpoint import saves
 from ortlaunch.worker.checkpoint.background import Background
-from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.checkpoint.transaction import save, snapshot, write
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.agreement import Agreement

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json, write_json, write_text
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.units import human
-from ortlaunch.worker.checkpoint.manifest import COMPLETE, MANIFEST, File, newest, sum_of, sum_up
+from ortlaunch.worker.checkpoint.manifest import File, newest, sum_of, sum_up
 from ortlaunch.worker.checkpoint.snapshot import Snapshot, take
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext

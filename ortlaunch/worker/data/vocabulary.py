@@ -19,6 +19,7 @@ from ortlaunch.recipe.fields.families import LABELLED_TASKS
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import Vocabulary as Record
 from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.resume_record import ResumeRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -68,8 +69,8 @@ def _source(run: RunDir) -> RunDir | None:
     """The run whose checkpoint is taken."""
     if run.complete_checkpoints():
         return run
-    asked = read_json(run.resume).get("checkpoint") if run.resume.exists() else None
-    return RunDir(Path(asked).parents[1]) if asked else None
+    taken = ResumeRecord.read(run).checkpoint
+    return RunDir(Path(taken).parents[1]) if taken else None
 
 
 def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:

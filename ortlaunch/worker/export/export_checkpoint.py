@@ -15,7 +15,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.export_records import DeviceArtifacts, ExportLine, OnnxCheck
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.lines import append_line
 from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker.supervision.alone import run_alone
@@ -65,7 +65,6 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
 
     from ortlaunch.user_modules import make_importable
     from ortlaunch.worker.checkpoint.damage import damage
-    from ortlaunch.worker.checkpoint.manifest import COMPLETE
     from ortlaunch.worker.checkpoint.restore import load_weights
     from ortlaunch.worker.data import load_data
     from ortlaunch.worker.data.vocabulary import of_run

@@ -12,7 +12,7 @@ from typing import Any
 from ortlaunch.errors import HookError, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.best import METRICS, KeepBest, StopAfter, direction
-from ortlaunch.worker.checkpoint.manifest import COMPLETE
+from ortlaunch.run_folder.folder import COMPLETE
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.data import Samples
 from ortlaunch.worker.evaluation.evaluation import evaluate

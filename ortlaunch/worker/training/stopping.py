@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 from ortlaunch.errors import CheckpointError, NotSaved
-from ortlaunch.run_folder.folder import read_json, write_json
+from ortlaunch.run_folder.folder import COMPLETE, read_json, write_json
 from ortlaunch.run_folder.records import Stopped, as_json
 from ortlaunch.worker.checkpoint import Saving
-from ortlaunch.worker.checkpoint.manifest import COMPLETE
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.supervision.requests import Ask
 

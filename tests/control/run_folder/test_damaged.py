@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ortlaunch.resolve import resume
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
 from ortlaunch.run_folder.lines import append_line, json_lines
+from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.runs import listing, logs, registry, status
 from ortlaunch.runs.finished import nothing_left
 from tests.control.test_report import made, steps
@@ -42,12 +44,12 @@ VERBS: dict[str, Callable[[RunDir], Any]] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that failed, with a file of each kind."""
     folder = made(tmp_path_factory.mktemp("whole") / "run", steps(3.0, 2.0, 1.0), verdict="ortlaunch: rank 1 failed")
-    run, zero = RunDir(folder), {"step": 20, "checkpoint": None, "source": None}
+    run = RunDir(folder)
     job = {**read_json(run.job), "state": "failed", "exit_status": 1}
     write_json(run.job, job)
     write_json(run.summary, {"steps": 20, "seconds": {"training": 1.0}, "best": None})
     write_json(run.steps, {"epochs": 1.0, "samples": 10, "max_steps": 20})
-    write_json(run.resume, zero)
+    replace(FROM_THE_BEGINNING, step=20).write(run)
     write_json(run.environment, {"host": "a", "packages": {}})
     account = {"rank": 1, "host": "a", "type": "ValueError", "summary": "rank 1 failed", "message": "no", "time": 1.0}
     write_json(run.error(1), {**account, "traceback": "", "secondary": False, "exit_status": 1, "signal": None})

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 from ortlaunch.errors import CheckpointError
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
+from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint
 from tests import labs
 from tests.makers import plan, recipe
@@ -100,7 +102,7 @@ def test_after_damage_the_same_steps_are_taken_again(whole: Trained, tmp_path: P
 def test_a_damaged_step_that_was_asked_for(whole: Trained, tmp_path: Path) -> None:
     """`--resume 6` takes no other step in its place."""
     run = copy(whole, tmp_path)
-    write_json(run.resume, {"exact": True, "step": 6, "checkpoint": str(run.checkpoint(6))})
+    replace(FROM_THE_BEGINNING, exact=True, step=6, checkpoint=str(run.checkpoint(6))).write(run)
     assert checkpoint.choose(run, GROUP) == (6, run.checkpoint(6))
     os.truncate(run.checkpoint(6) / "manifest.json", 3)
     with pytest.raises(CheckpointError, match=r"^the checkpoint of step 6 was asked for .*, and it is damaged$"):
@@ -114,7 +116,7 @@ def test_another_runs_damaged_checkpoint_stays_where_it_is(
     """It is named; the one before it is taken, unless that one alone was asked for. Nothing there is renamed."""
     other, new = copy(whole, tmp_path / "other"), RunDir(tmp_path / "new")
     os.truncate(other.checkpoint(6) / "manifest.json", 3)
-    write_json(new.resume, {"exact": exact, "step": 6, "checkpoint": str(other.checkpoint(6)), "source": "other"})
+    replace(FROM_THE_BEGINNING, exact=exact, step=6, checkpoint=str(other.checkpoint(6)), source="other").write(new)
     if exact:
         with pytest.raises(CheckpointError, match="No whole checkpoint was found in other"):
             checkpoint.choose(new, GROUP)
@@ -133,7 +135,7 @@ def test_changed_data_are_found_by_those_who_read_them(
 ) -> None:
     """Other samples than the checkpoint was trained on need --allow data."""
     run = copy(whole, tmp_path)
-    write_json(run.resume, {"allow": allow, "step": 6, "checkpoint": str(run.checkpoint(6))})  # absolute
+    replace(FROM_THE_BEGINNING, allow=tuple(allow), step=6, checkpoint=str(run.checkpoint(6))).write(run)  # absolute
     found = checkpoint.choose(run, GROUP)
     assert found is not None
     made = recipe(train={"max_steps": 6}, optimizer={"name": "adamw", "learning_rate": 0.01})
@@ -150,7 +152,7 @@ def test_an_evaluation_takes_weights_whatever_they_would_be_trained_on(
 ) -> None:
     """Where the run keeps tokenizer and labels; else they may be made of the changed data."""
     run = copy(whole, tmp_path)
-    write_json(run.resume, {"step": 6, "checkpoint": str(run.checkpoint(6))})
+    replace(FROM_THE_BEGINNING, step=6, checkpoint=str(run.checkpoint(6))).write(run)
     write_text(run.plan, run.plan.read_text().replace('"task": "train"', '"task": "evaluate"'))
     if keeps:
         write_json(run.vocabulary, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from ortlaunch.errors import DamagedFile, InputError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.vocabulary import Vocabulary, goes_on_with, keep, of_run
@@ -124,7 +126,7 @@ def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:
     run.path.mkdir()
     chosen = classifier(tmp_path, [*NEWS])
     keep(other, chosen, None, [*NEWS], 3)
-    write_json(run.resume, {"checkpoint": str(other.checkpoint(4)), "source": str(other)})
+    replace(FROM_THE_BEGINNING, checkpoint=str(other.checkpoint(4)), source=str(other)).write(run)
     found = goes_on_with(run, chosen)
     assert found is not None
     assert dict(found.labels) == NEWS

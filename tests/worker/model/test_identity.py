@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
-from ortlaunch.run_folder.folder import RunDir, write_json, write_text
+from ortlaunch.run_folder.folder import RunDir, write_text
+from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.data import OwnSamples
 from ortlaunch.worker.export.export_checkpoint import require_same_frozen
@@ -48,7 +50,7 @@ def test_another_base_needs_a_word(allow: list[str], tmp_path: Path, capsys: pyt
     run, sections = RunDir(tmp_path), {"train": {"max_steps": 1}}
     write_text(run.plan, plan(recipe(**sections)).to_json())
     train_here(run.path, Adapted(1), ROWS, **sections)
-    write_json(run.resume, {"allow": allow, "step": 1, "checkpoint": str(run.checkpoint(1))})
+    replace(FROM_THE_BEGINNING, allow=tuple(allow), step=1, checkpoint=str(run.checkpoint(1))).write(run)
     found = checkpoint.choose(run, GROUP)
     assert found is not None
     checkpoint.explain(run, recipe(**sections), found, identity(OwnSamples(ROWS), Adapted(1)), GROUP)
