@@ -1,4 +1,4 @@
-"""What this machine is, and whether it is busy with something else; read from /proc. Standard library only."""
+"""What this machine is, and whether it is busy with something else; read from /proc and /sys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ortlaunch.process import all_processes
 
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -238,19 +240,14 @@ def _kernel_log() -> Iterator[str]:
 
 def others_at_work() -> list[str]:
     """`name (pid): share of a core` of every process that works now, this one apart; the busiest first."""
-    before, begun = dict(_ticks()), time.perf_counter()
+    before, begun = _ticks(), time.perf_counter()
     time.sleep(_WATCH_SECONDS)
     passed = (time.perf_counter() - begun) * os.sysconf("SC_CLK_TCK")
-    shares = [((used - before.get(who, used)) / passed, who) for who, used in _ticks()]
+    shares = [((used - before.get(who, used)) / passed, who) for who, used in _ticks().items()]
     busy = sorted(((share, who) for share, who in shares if share >= _BUSY_SHARE), reverse=True)
     return [f"{name} ({pid}): {share:.0%} of a core" for share, (pid, name) in busy]
 
 
-def _ticks() -> Iterator[tuple[tuple[int, str], int]]:
-    """((pid, name), processor time in ticks) of every process but this one."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError):
-            head, _, tail = path.read_text(errors="replace").rpartition(")")
-            pid, _, name = head.partition(" (")
-            if int(pid) != os.getpid():
-                yield (int(pid), name), sum(map(int, tail.split()[11:13]))
+def _ticks() -> dict[tuple[int, str], int]:
+    """(pid, name) -> processor time in ticks, of every process but this one."""
+    return {(one.pid, one.name): one.ticks for one in all_processes() if one.pid != os.getpid()}

@@ -7,8 +7,6 @@ known to have started the other. Shared by the control side and the worker; impo
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -50,7 +48,7 @@ EXIT_SAVED = 85
 NO_FAULT = (2, EXIT_SAVED, 129, 130, 143)
 # Set for the ranks of a job that `ortlaunch submit` queued: SCHEDULER:ID.
 JOB_VARIABLE = "ORTLAUNCH_JOB"
-# Set by ortlaunch's own launchers for what they start on this host: process_space() and the launcher's process id.
+# Set by ortlaunch's own launchers for their processes on this host: process.process_space() and the launcher's id.
 LAUNCHER_VARIABLE = "ORTLAUNCH_LAUNCHER"
 
 
@@ -67,13 +65,6 @@ class Rank(NamedTuple):
         """The rank that ``env`` describes; rank 0 of a world of one where no launcher left a variable."""
         found = detect(env)
         return found[0] if found else cls(0, 1, 0, 1)
-
-
-def process_space() -> str:
-    """Where a process id means one process: the host and, on Linux, the namespace of process ids."""
-    with contextlib.suppress(OSError):
-        return f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}"
-    return os.uname().nodename
 
 
 class _Set(NamedTuple):

@@ -25,7 +25,7 @@ from typing import Any
 import warm
 import yaml
 
-from ortlaunch.launch.orphans import descendants_of
+from ortlaunch.process import descendants_of
 from ortlaunch.run_folder.folder import RunDir
 
 MODULE = '''

@@ -9,18 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+
+from ortlaunch.process import all_processes
 
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class Process(NamedTuple):
-    """What the kernel says of one."""
-
-    parent: int
-    ended: bool  # and not yet waited for
 
 
 class Orphans:
@@ -31,7 +23,7 @@ class Orphans:
     def __init__(self) -> None:
         self._launcher = 0
         _be_the_reaper(True)
-        self._before = {pid for pid, one in _processes() if one.parent == os.getpid()}
+        self._before = {one.pid for one in all_processes() if one.parent == os.getpid()}
 
     def belong_to(self, launcher: int) -> None:
         """Say which process the job began with."""
@@ -40,23 +32,23 @@ class Orphans:
 
     def left(self) -> dict[int, bool]:
         """pid -> whether nothing of the job stands above it, of all that are alive; those that ended are reaped."""
-        everything = dict(_processes())
+        everything = {one.pid: one for one in all_processes()}
         roots = {
             pid
             for pid, one in everything.items()
             if one.parent == os.getpid() and pid not in self._before | self._launchers - {self._launcher}
         }
-        for pid in [pid for pid in roots if everything[pid].ended and pid != self._launcher]:
+        for pid in [pid for pid in roots if everything[pid].has_ended and pid != self._launcher]:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         found = dict.fromkeys(roots, True)
         while more := {pid for pid, one in everything.items() if one.parent in found} - set(found):
             found.update(dict.fromkeys(more, False))
-        return {pid: is_root for pid, is_root in found.items() if not everything[pid].ended}
+        return {pid: is_root for pid, is_root in found.items() if not everything[pid].has_ended}
 
     def children_of(self, parent: int) -> list[int]:
         """Living processes that this one started."""
-        return [pid for pid, one in _processes() if one.parent == parent and not one.ended]
+        return [one.pid for one in all_processes() if one.parent == parent and not one.has_ended]
 
     def done(self) -> None:
         """Nothing is left of the job."""
@@ -65,24 +57,8 @@ class Orphans:
             _be_the_reaper(False)
 
 
-def descendants_of(parent: int) -> list[int]:
-    """Living processes that this one started, and those that they did."""
-    living = {pid: one.parent for pid, one in _processes() if not one.ended}
-    found = [parent]
-    for above in found:
-        found += [pid for pid, its_parent in living.items() if its_parent == above]
-    return found[1:]
-
-
-def _processes() -> Iterator[tuple[int, Process]]:
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has gone meanwhile
-            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]
-            yield int(path.parent.name), Process(int(parent), state in "ZX")
-
-
 def _be_the_reaper(wanted: bool) -> None:
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 

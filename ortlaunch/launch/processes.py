@@ -17,33 +17,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from ortlaunch import machine
+from ortlaunch import die_with_parent, machine
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
-from ortlaunch.launch.orphans import Orphans, descendants_of, send
+from ortlaunch.launch.orphans import Orphans, send
 from ortlaunch.launch.private import make_private
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launch.stop import Stop
-from ortlaunch.process import Process, heeded
-from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
+from ortlaunch.process import Process, descendants_of, heeded, process_space
+from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import write_text
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
 _MORE_SECONDS = 2.0  # a rank's guardian ends it after the grace, and says so, before the guardian itself is ended
 _LOOK_SECONDS, _LOST_SECONDS = 0.5, 2.0
-# Becomes the command after asking the kernel for SIGTERM when the parent ends, as after `kill -9` of ortlaunch. Between
-# fork and exec (preexec_fn) only async-signal-safe code is allowed, so that this takes a process image of its own.
-# torchrun would die of a notice: what is ignored stays so in what it executes, until that handles it.
-_DIE_WITH_PARENT = f"""\
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-os.environ[{LAUNCHER_VARIABLE!r}] = f"{{sys.argv[2]}} {{os.getpid()}}"
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[3], sys.argv[4:])
-"""
 
 
 class Job:
@@ -87,8 +75,9 @@ def submit(request: Request, output: Path | None = None) -> Job:
     program = shutil.which(request.argv[0])
     if program is None:
         raise LaunchError(f"cannot start {request.argv[0]}: there is no such program")
-    argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), process_space(), program]
-    argv += request.argv
+    # The command gets SIGTERM when this process ends, also after `kill -9`.
+    dying = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), LAUNCHER_VARIABLE, process_space()]
+    argv = [*dying, program, *request.argv]
     environ = {**os.environ, **dict(request.env)}
     orphans = Orphans()
     with open(output, "ab") if output else contextlib.nullcontext() as sink:

@@ -15,6 +15,7 @@ from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.attempts import set_aside
 from ortlaunch.plan import Plan
+from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import seen
@@ -47,8 +48,8 @@ def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
     """What all ranks of this launch share and no other launch has, or None where the launcher gives no such thing."""
     if rank.local_world_size == rank.world_size:
         parent = os.getppid()
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        return f"{parent}-{started}"
+        stat = read_stat(parent)
+        return f"{parent}-{stat.started if stat else 0}"
     if environ.get("SLURM_STEP_ID"):
         return f"slurm-{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     for name in ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID"):

@@ -12,11 +12,10 @@ import fcntl
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import PlanError
-from ortlaunch.process import Process
+from ortlaunch.process import Process, flock_holders
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
 
@@ -136,17 +135,5 @@ def command_at(run: RunDir) -> Process | None:
 
 
 def alive_at(run: RunDir) -> list[int]:
-    """Living processes of the run on this host, command and ranks: those that hold a part of the lock (Linux)."""
-    lock, found = os.path.realpath(run.lock), set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or it has gone meanwhile
-            if any(_holds(process, link, lock) for link in os.listdir(process / "fd")):
-                found.add(int(process.name))
-    return sorted(found - {os.getpid()})
-
-
-def _holds(process: Path, descriptor: str, lock: str) -> bool:
-    with contextlib.suppress(OSError):  # it was closed meanwhile
-        opened = os.readlink(process / "fd" / descriptor)
-        return opened == lock and "FLOCK" in (process / "fdinfo" / descriptor).read_text()
-    return False
+    """Living processes of the run on this host, command and ranks: those that hold a part of the lock."""
+    return sorted(flock_holders(run.lock) - {os.getpid()})

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
 # What both sides and every package may import: the ground floor.
-GROUND = {"__init__", "errors", "rank", "process", "machine", "units", "launchers", "start"}
+GROUND = {"__init__", "errors", "rank", "process", "machine", "units", "launchers", "start", "die_with_parent"}
 # What the worker may import beside itself and ortmodule: the ground floor, and what crosses to it.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
           "ortmodule.build.extensions"}  # fmt: skip
@@ -34,9 +34,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "cache": ({"errors", "run_folder"}, set()),
     "file_errors": ({"errors", "cache"}, set()),
     "output": ({"errors"}, set()),
-    "machine": (set(), set()),
+    "machine": ({"process"}, set()),
     "start": (set(), set()),
-    "process": ({"rank"}, set()),
+    "process": (set(), set()),
+    "die_with_parent": (set(), set()),
     "units": (set(), set()),
     "launchers": (set(), set()),
     "user_modules": ({"errors", "recipe"}, set()),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from ortlaunch.process import Process, heeded
+from ortlaunch.process import Process, all_processes, descendants_of, family, heeded, read_stat
 
 
 def test_a_process_is_more_than_its_id() -> None:
@@ -16,12 +17,28 @@ def test_a_process_is_more_than_its_id() -> None:
     me = Process.this()
     assert (me.lives(), me._replace(began="then 1").lives(), me.is_here) == (True, False, True)
     child = subprocess.Popen(["true"])
-    there = me._replace(pid=child.pid, began="")
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert there.lives()  # all that can be seen where the system does not say more
     assert not Process.of(child.pid).lives()
     child.wait()
-    assert not there.lives()
+    assert read_stat(child.pid) is None
+
+
+def test_the_kernels_file_of_a_process(tmp_path: Path) -> None:
+    """A name may hold spaces and parentheses; parents and children are read alike by both lists."""
+    (tmp_path / "a) Z (b").symlink_to("/bin/sleep")
+    with subprocess.Popen([tmp_path / "a) Z (b", "60"]) as child:
+        try:
+            stat = read_stat(child.pid)
+            assert stat is not None
+            while stat.name != "a) Z (b":  # not executed yet
+                stat = read_stat(child.pid)
+                assert stat is not None
+            assert (stat.pid, stat.parent, stat.has_ended) == (child.pid, os.getpid(), False)
+            assert stat.started in {one.started for one in all_processes() if one.pid == child.pid}
+            assert child.pid in family(os.getpid())
+            assert child.pid in descendants_of(os.getpid())
+        finally:
+            child.kill()
 
 
 @pytest.mark.parametrize(("handler", "expected"), [(signal.SIG_IGN, False), (signal.SIG_DFL, True)])

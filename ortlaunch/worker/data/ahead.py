@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import HookError, InputError, OrtlaunchError
-from ortlaunch.worker.supervision.child import PASSED_ON, die_with_parent
+from ortlaunch.worker.supervision.child import PASSED_ON
 
 Batch = dict[str, torch.Tensor]
 Places = list[tuple[int, int]]  # (sample, epoch)

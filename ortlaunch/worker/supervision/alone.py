@@ -7,8 +7,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import OrtlaunchError
-from ortlaunch.worker.supervision.child import die_with_parent
 
 
 def run_alone(work: Callable[[], None]) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE, process_space
+from ortlaunch.process import process_space, read_stat
+from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.supervision.surroundings import Surroundings
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler's, to be told before the time is over
 PASSED_ON = (*ENDING, *NOTICES)
-_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.5  # between two looks into the run folder
 _OTHERS_SECONDS = 5.0  # between two looks at the other ranks' ends: all ranks look
 
@@ -157,24 +156,10 @@ class Child:
                 os.kill(self.pid, number)
 
 
-def die_with_parent(number: int, parent: int) -> None:
-    """Ask the kernel to signal this process when its parent ends.
-
-    Raises:
-        SystemExit: the parent ended before that, for the kernel does not look back.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(128 + number)
-
-
 def launcher_is_gone(environ: Mapping[str, str], launcher: str) -> bool:
     """Whether ortlaunch's own launcher ended before this process could ask to be told."""
     space, _, pid = environ.get(LAUNCHER_VARIABLE, "").rpartition(" ")
     if launcher == "inside" or space != process_space():  # of another host, which started this one's launcher
         return launcher == "mpi" and os.getppid() == 1
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
+    stat = read_stat(int(pid))
+    return stat is None or stat.has_ended

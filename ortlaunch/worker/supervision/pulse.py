@@ -13,8 +13,9 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from ortlaunch.process import bytes_moved, family, read_stat
 
 STAGES = ("", "reading a batch", "a pass", "the forward pass", "the backward pass", "the optimizer step")
 READING, PASSING, FORWARD, BACKWARD, STEPPING = range(1, len(STAGES))
@@ -187,34 +188,8 @@ class Activity:
     def _used(self) -> tuple[float, int] | None:
         """Seconds of processor time and bytes passed to and from files and sockets; None where nothing says."""
         try:
-            both = [(_cpu_seconds(pid), _bytes_moved(pid)) for pid in _family(self.pid)]
-        except (OSError, ValueError, IndexError):
+            both = [(read_stat(pid), bytes_moved(pid)) for pid in family(self.pid)]
+        except (OSError, ValueError):
             return None
-        return sum(seconds for seconds, _ in both), sum(moved for _, moved in both)
-
-
-def state_of(pid: int) -> str:
-    """The kernel's letter for what a process does: T stopped, t traced, D waiting for a disk, ...; "" if unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Of the process, and of its children that have ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-def _bytes_moved(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines[:2])
-
-
-def _family(pid: int) -> Iterator[int]:
-    """The process and its living descendants."""
-    yield pid
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in path.read_text().split():
-            yield from _family(int(child))
+        ticks = sum(stat.ticks + stat.children_ticks for stat, _ in both if stat is not None)
+        return ticks / os.sysconf("SC_CLK_TCK"), sum(moved for _, moved in both)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ortlaunch import machine
+from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import printable
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
@@ -28,7 +29,7 @@ from ortlaunch.run_folder.folder import RunDir, progress_width
 from ortlaunch.run_folder.folder import account as recorded
 from ortlaunch.run_folder.lost import EXIT_STATUS as LOST_STATUS
 from ortlaunch.run_folder.lost import LOST
-from ortlaunch.worker.supervision.child import NOTICES, PASSED_ON, Child, die_with_parent, launcher_is_gone
+from ortlaunch.worker.supervision.child import NOTICES, PASSED_ON, Child, launcher_is_gone
 from ortlaunch.worker.supervision.failure import SEEN, Account, of_own_exit
 from ortlaunch.worker.supervision.lost_host import end_launcher
 from ortlaunch.worker.supervision.rank_log import RankLog

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.plan import Plan
+from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.run_folder.lines import append_line
@@ -27,7 +28,7 @@ from ortlaunch.run_folder.lost import Lost
 from ortlaunch.worker.supervision.child import Child
 from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
 from ortlaunch.worker.supervision.lost_host import LostHosts
-from ortlaunch.worker.supervision.pulse import AUTO, NEVER, Activity, Pulse, state_of
+from ortlaunch.worker.supervision.pulse import AUTO, NEVER, Activity, Pulse
 from ortlaunch.worker.supervision.slow import SlowRanks
 from ortlaunch.worker.supervision.stall import EXIT_STATUS, Beat, Verdict, judge
 
@@ -131,9 +132,10 @@ class Watchdog:
 
     def _seen(self, pid: int) -> Beat:
         self._activity = self._activity or Activity(pid)
-        seen, host = self.pulse.read(), socket.gethostname()
+        seen, host, stat = self.pulse.read(), socket.gethostname(), read_stat(pid)
+        state = stat.state if stat else ""
         return Beat(self.rank.rank, host, pid, seen.step, seen.phase, seen.moves, seen.collectives, seen.still,
-                    self._activity.idle(), state_of(pid), seen.warm, seen.step_seconds, seen.own_seconds)  # fmt: skip
+                    self._activity.idle(), state, seen.warm, seen.step_seconds, seen.own_seconds)  # fmt: skip
 
     def _begin_ending(self, verdict: Verdict, child: Child) -> None:
         self.verdict = verdict

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ortlaunch.rank import LAUNCHER_VARIABLE, process_space
+from ortlaunch.process import process_space
+from ortlaunch.rank import LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.supervision import rank_supervisor
 from ortlaunch.worker.supervision.child import Child
