@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 
+from ortlaunch.metrics import METRICS, metrics_of
 from ortlaunch.other_tools.draft import Draft, number, word
-from ortlaunch.recipe.fields.best import METRICS, metrics_of
 from ortlaunch.recipe.text.tree import Tree
 
 _EVERY = "train.evaluate_every_steps"
 _USUAL = 500  # steps, where Trainer is told none
 _AVERAGED = "the mean over the classes"
-# A name of Trainer's or its scripts', without `eval_` -> ours, of which a task has one at most.
-_NAMES = {
-    "accuracy": ("classification_accuracy", "masked_word_accuracy"),
-    "f1": ("entity_f1", "f1_macro"),  # run_ner.py's is seqeval's
-    "macro_f1": ("f1_macro",),
-    "pearsonr": ("pearson",),
-}
 
 
 def convert(draft: Draft) -> None:
@@ -94,11 +87,12 @@ def _best(draft: Draft, why: str) -> None:
         draft.left.pop("greater_is_better", None),
     )
     theirs = word(metric).removeprefix("eval_") if metric is not None else "loss"
-    task, any_task = draft.expected("model.task"), tuple(name for names in METRICS.values() for name in names)
-    known = metrics_of(task) if task in METRICS else any_task
-    ours = next((name for name in (theirs, *_NAMES.get(theirs, ())) if name in known), None)
+    task = draft.expected("model.task")
+    any_task = {name: metric for name, metric in METRICS.items() if metric.always}
+    known = any_task if task is None else metrics_of(task)
+    ours = next((name for name in reversed(known) if theirs in (name, *known[name].trainer)), None)
     if not why and ours is None and metric is not None:
-        why = f"no metric is called {word(metric)}; there are {', '.join(dict.fromkeys(known))}"
+        why = f"no metric is called {word(metric)}; there are {', '.join(known)}"
     elif not why and draft.expected(_EVERY) is None:
         why = f"there is no {_EVERY}; give that, too"
     for key, node, path, value in (

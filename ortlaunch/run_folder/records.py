@@ -331,27 +331,12 @@ class Evaluation:
     """Of the checkpoint; of `device evaluate` the steps on devices; null: a model's, by `evaluate MODEL --json`."""
     samples: int
     """Each counts once."""
-    loss: float
-    """By the run's engine, weighted as in training."""
-    perplexity: float | None = None
-    """e to the mean negative log likelihood of a word: of masked ones in masked language models."""
-    masked_word_accuracy: float | None = None
-    """Share of the masked words that the model gives most weight."""
-    next_sentence_accuracy: float | None = None
-    """Share of the sentence pairs."""
-    classification_accuracy: float | None = None
-    """Share of the samples; of token-classification, of the words."""
-    f1_macro: float | None = None
-    """Mean of the classes' F1, over those that were given or meant."""
-    entity_precision: float | None = None
-    """Of token-classification by tags (B-X, I-X, O): share of the given entities, right with all words and type."""
-    entity_recall: float | None = None
-    """Share of the meant ones."""
-    entity_f1: float | None = None
-    """Harmonic mean of both, as conlleval and seqeval have it."""
-    mse: float | None = None
-    """Mean squared error of sequence-regression."""
-    pearson: float | None = None
-    """Its correlation with the labels; "nan" where either is constant."""
+    metrics: dict[str, float]
+    """Each under its own name."""
     own: dict[str, float] | None = None
     """Numbers of `train.metric`, and those that a custom model returns beside its loss, by name."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The metrics as fields."""
+        own = {"own": self.own} if self.own else {}
+        return {"step": self.step, "samples": self.samples, **self.metrics, **own}

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 
 from ortlaunch import plan
+from ortlaunch.metrics import METRICS
 from ortlaunch.run_folder import engine_report, export_records, folder, records, resume_record
 
 _HEAD = """\
@@ -79,9 +80,19 @@ def _section(types: dict[str, ast.ClassDef], name: str) -> list[str]:
     body = types[name].body
     lines = [_plain(ast.get_docstring(types[name]) or ""), "", "| field | value | meaning |", "|---|---|---|"]
     for field, manual in zip(body, body[1:]):
-        if isinstance(field, ast.AnnAssign):
+        if name == "Evaluation" and isinstance(field, ast.AnnAssign) and ast.unparse(field.target) == "metrics":
+            lines += _metrics()
+        elif isinstance(field, ast.AnnAssign):
             lines.append(f"| `{ast.unparse(field.target)}` | {_value(types, field)} | {_manual(manual)} |")
     return [*lines, ""]
+
+
+def _metrics() -> Iterator[str]:
+    """A line for each row of the table."""
+    for name, metric in METRICS.items():
+        tasks = f" Of {', '.join(metric.measures)}." if metric.measures else ""
+        value = "number or absent" if metric.measures else "number"
+        yield f"| `{name}` | {value} | {metric.manual}{tasks} Best: {metric.better}. |"
 
 
 def _value(types: dict[str, ast.ClassDef], field: ast.AnnAssign) -> str:

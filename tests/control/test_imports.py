@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
 # What both sides and every package may import: the ground floor.
-GROUND = {"__init__", "errors", "rank", "process", "machine", "units", "launchers", "start", "die_with_parent"}
+GROUND = {"__init__", "errors", "rank", "process", "machine", "units", "launchers", "metrics", "start",
+          "die_with_parent"}  # fmt: skip
 # What the worker may import beside itself and ortmodule: the ground floor, and what crosses to it.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
           "ortmodule.build.extensions"}  # fmt: skip
@@ -40,9 +41,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "die_with_parent": (set(), set()),
     "units": (set(), set()),
     "launchers": (set(), set()),
+    "metrics": (set(), set()),
     "user_modules": ({"errors", "recipe"}, set()),
     "plan": ({"errors", "rank"}, set()),
-    "recipe": ({"errors", "recipe", "units"}, {"pydantic", "pydantic_core", "yaml"}),
+    "recipe": ({"errors", "recipe", "units", "metrics"}, {"pydantic", "pydantic_core", "yaml"}),
     "run_folder": ({*GROUND, "plan", "recipe", "run_folder"}, set()),
     "run_folder.records": (set(), set()),
     "run_folder.export_records": (set(), set()),
@@ -81,7 +83,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
          "resolve", "run", "runs", "commands"},
         set(),
     ),
-    "other_tools": ({"errors", "recipe", "other_tools"}, set()),
+    "other_tools": ({"errors", "recipe", "metrics", "other_tools"}, set()),
     "report": ({*GROUND, "recipe", "run_folder", "runs", "report"}, {"yaml", "jinja2", "markupsafe"}),
     "cli": ({*SHARED, *CONTROL, "cli"}, {"typer"}),
     "ortmodule": ({"errors", "cache", "machine", "ortmodule"}, ANY),

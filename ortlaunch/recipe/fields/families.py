@@ -62,7 +62,6 @@ LLAMA: dict[str, Any] = {
 # Tasks whose head is over the vocabulary, and those whose samples are rows with labels.
 LANGUAGE_TASKS = ("pretraining", "masked-lm", "causal-lm")
 LABELLED_TASKS = ("sequence-classification", "sequence-regression", "token-classification")
-SCORED_TASKS = ("pretraining", "masked-lm", *LABELLED_TASKS)  # an evaluation measures more than their loss
 FAMILIES = {"bert": BERT, "llama": LLAMA}
 CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
 # Linear layers that can get a low-rank adapter.

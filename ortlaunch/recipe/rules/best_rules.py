@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.recipe.fields.best import metrics_of
-from ortlaunch.recipe.fields.families import LANGUAGE_TASKS, SCORED_TASKS
+from ortlaunch.metrics import measures_of, metrics_of
+from ortlaunch.recipe.fields.families import LANGUAGE_TASKS
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.text.place import Problem
 
@@ -13,7 +13,8 @@ from ortlaunch.recipe.text.place import Problem
 def evaluates_with_scores(recipe: Recipe) -> bool:
     """Whether metrics are made of more than the loss, of a task of transformers'."""
     task = recipe.model.task
-    return task in SCORED_TASKS or (task in LANGUAGE_TASKS and recipe.train.metric is not None)
+    needed = any(measure.needs_scores for measure in measures_of(task))
+    return needed or (task in LANGUAGE_TASKS and recipe.train.metric is not None)
 
 
 def best_rules(recipe: Recipe) -> Iterator[Problem]:

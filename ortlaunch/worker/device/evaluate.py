@@ -13,7 +13,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.held_out import no_evaluation
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import write_json
-from ortlaunch.run_folder.records import Evaluation, as_json
+from ortlaunch.run_folder.records import Evaluation
 from ortlaunch.worker.data import Data
 from ortlaunch.worker.device.device import STEPS, Device, number
 from ortlaunch.worker.evaluation.evaluate_model import measured
@@ -40,6 +40,6 @@ def evaluate(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path) 
     device, group = Device(place, checkpoint), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     whole = LossModule(_OnDevice(device))
     found = measured(recipe, whole, data.evaluation, group, number(device.state, STEPS))
-    write_json(place.evaluation, as_json(found))
+    write_json(place.evaluation, found.to_json())
     print(*table(found), f"written to {place.evaluation}", sep="\n")
     return found

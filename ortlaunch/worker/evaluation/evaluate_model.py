@@ -16,7 +16,7 @@ from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
 from ortlaunch.run_folder.folder import json_text
-from ortlaunch.run_folder.records import Evaluation, as_json
+from ortlaunch.run_folder.records import Evaluation
 from ortlaunch.worker.supervision.alone import run_alone
 
 
@@ -25,7 +25,7 @@ def _evaluate() -> None:
     asked = json.loads(sys.argv[1])
     found = evaluated(parse_resolved(asked["recipe"]), Path(asked["model"]), Path(asked["modules"]))
     if asked["json"]:
-        print(json_text(as_json(found), indent=2))
+        print(json_text(found.to_json(), indent=2))
     else:
         from ortlaunch.worker.evaluation.record import table
 

@@ -8,27 +8,30 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED
+from ortlaunch.worker.engine.engine import Engine
 from ortlaunch.worker.evaluation.entities import Entities, are_tags
+from ortlaunch.worker.evaluation.measure import logits_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 class Scores:
     """Of one evaluation, whose first batch tells of what kind they are."""
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        """names: of the classes, where the model knows them."""
-        self._names = names
+    def __init__(self, engine: Engine) -> None:
+        names = getattr(getattr(engine.plain.model, "config", None), "id2label", None) or {}
+        self._names = [names[number] for number in sorted(names)]  # of the classes, where the model knows them
         self._kind: Classes | Values | None = None
 
-    def add(self, logits: torch.Tensor | None, labels: torch.Tensor | None, counts: bool = True) -> None:
+    def add(self, output: Any, labels_by_name: Mapping[str, torch.Tensor], counts: bool) -> None:
         """A batch; one that does not count only fills a rank's turn."""
+        logits, labels = logits_of(output), labels_by_name.get("labels")
         if logits is None or labels is None:
             return
         numbers = labels.is_floating_point()
@@ -41,8 +44,8 @@ class Scores:
         if counts:
             self._kind.add(logits, labels)
 
-    def read(self, group: DistributedContext) -> dict[str, float]:
-        """By the names of `Evaluation` (collective); none where nothing could be right."""
+    def read(self, group: DistributedContext, loss: float) -> dict[str, float]:
+        """By their names in the table (collective); none where nothing could be right."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is nan, and a rank without samples
             return self._kind.read(group) if self._kind is not None else {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ortlaunch.metrics import METRICS
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.text.place import without_secrets
@@ -23,10 +24,6 @@ _PIPELINES = {
     "masked-lm": "fill-mask", "pretraining": "fill-mask", "causal-lm": "text-generation",
     "sequence-classification": "text-classification", "sequence-regression": "text-classification",
     "token-classification": "token-classification",
-}  # fmt: skip
-_METRICS = {
-    "classification_accuracy": "accuracy", "f1_macro": "f1",
-    "entity_f1": "f1", "entity_precision": "precision", "entity_recall": "recall",
 }  # fmt: skip
 
 
@@ -84,10 +81,11 @@ def _results(recipe: Recipe, lines: list[dict[str, Any]]) -> list[EvalResult] | 
         return None
     about = _about(recipe.data.evaluation)
     names = {name.removeprefix("evaluation_"): value for name, value in last.items() if name.startswith("evaluation_")}
+    hub = {name: metric.hub for name, metric in METRICS.items()}
     return [
         EvalResult(
             task_type=_PIPELINES[recipe.model.task], dataset_type=about.split(" ")[0], dataset_name=about,
-            metric_type=_METRICS.get(name, name), metric_name=name.replace("_", " "), metric_value=value,
+            metric_type=hub.get(name) or name, metric_name=name.replace("_", " "), metric_value=value,
         )
         for name, value in names.items()
     ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ortlaunch.run_folder.folder import write_json
-from ortlaunch.run_folder.records import as_json
 from ortlaunch.worker import checkpoint
 from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.evaluation.record import record_of, table
@@ -24,6 +23,6 @@ def run(session: Session) -> None:
         assert found_metrics is not None, "nobody was asked to stop"
     if group.rank == 0:
         measured = record_of(found.step, len(samples), found_metrics)
-        write_json(session.run.evaluation, as_json(measured))
+        write_json(session.run.evaluation, measured.to_json())
         write_json(session.run.engine, session.engine.report().to_json())
         print(*table(measured), f"written to {session.run.evaluation}", sep="\n", flush=True)

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ortlaunch.errors import HookError, InputError
+from ortlaunch.metrics import metrics_of
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.best import METRICS, KeepBest, StopAfter, direction
+from ortlaunch.recipe.fields.best import KeepBest, StopAfter, direction
 from ortlaunch.run_folder.folder import COMPLETE
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.data import Samples
@@ -50,7 +51,8 @@ def require_metrics(session: Session) -> None:
         InputError: evaluations have no such number (collective).
     """
     recipe, samples = session.recipe, session.data.evaluation
-    if samples is None or all(asked.metric in METRICS[recipe.model.task] for _, asked in _wishes(recipe)):
+    always = {name for name, metric in metrics_of(recipe.model.task).items() if metric.always}
+    if samples is None or all(asked.metric in always for _, asked in _wishes(recipe)):
         return
     with session.progress.during("evaluating"):
         try:

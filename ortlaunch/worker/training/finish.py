@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ortlaunch.errors import CheckpointError, LastSaveError
+from ortlaunch.metrics import METRICS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.best import direction
 from ortlaunch.run_folder.folder import RunDir, write_json
@@ -21,7 +22,7 @@ from ortlaunch.worker.engine.memory_use import memory_line
 from ortlaunch.worker.export.export import export
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.training import best
-from ortlaunch.worker.training.metrics import EVALUATED, EVALUATION, own_names, records
+from ortlaunch.worker.training.metrics import EVALUATION, own_names, records
 from ortlaunch.worker.training.summary import say_outcome
 
 
@@ -120,7 +121,7 @@ def summarize(run: RunDir, samples: int, seconds: dict[str, float]) -> Summary:
 
 def _evaluated(last: Mapping[str, Any]) -> dict[str, float]:
     """The last evaluation beside its loss, the user's own numbers among it."""
-    names = [*(EVALUATION + name for name in EVALUATED), *own_names(last)]
+    names = [*(EVALUATION + name for name in METRICS if name != "loss"), *own_names(last)]
     return {name.removeprefix(EVALUATION): last[name] for name in names if name in last and name.startswith(EVALUATION)}
 
 
@@ -131,8 +132,9 @@ def summary_lines(summary: Summary) -> list[str]:
         for loss, words in ((summary.loss, "final loss"), (summary.evaluation_loss, "evaluation loss"))
         if loss is not None
     ]
-    forms = ((EVALUATED.get(name, f"{name} {{:.4g}}"), value) for name, value in (summary.evaluation or {}).items())
-    losses += [form.format(float(value)) for form, value in forms]
+    for name, value in (summary.evaluation or {}).items():
+        form = METRICS[name].shown if name in METRICS else f"{name} {{:.4g}}"
+        losses.append(form.format(float(value)))
     return [
         f"trained {summary.steps:,} steps: {summary.samples:,} samples, {summary.epochs:.3g} epochs, "
         f"in {duration(summary.training_seconds)}",

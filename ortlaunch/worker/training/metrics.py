@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from ortlaunch.metrics import METRICS
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, json_text, write_text
 from ortlaunch.run_folder.lines import json_lines
@@ -14,17 +15,7 @@ from ortlaunch.run_folder.records import MetricsLine
 from ortlaunch.units import duration
 from ortlaunch.worker.training.trackers import Beside
 
-# Of an evaluation, beside its loss.
-EVALUATED = {
-    "perplexity": "perplexity {:,.4g}", "masked_word_accuracy": "masked words {:.2%}",
-    "next_sentence_accuracy": "sentence pairs {:.2%}", "classification_accuracy": "accuracy {:.2%}",
-    "f1_macro": "F1 {:.4f}", "entity_precision": "precision {:.4f}", "entity_recall": "recall {:.4f}",
-    "entity_f1": "entity F1 {:.4f}", "mse": "MSE {:.4g}", "pearson": "Pearson {:.4f}",
-}  # fmt: skip
-
-
 EVALUATION = "evaluation_"
-KNOWN = {each.name for each in fields(MetricsLine)} | {f"{EVALUATION}{name}" for name in ("loss", *EVALUATED)}
 
 
 class Metrics:
@@ -64,10 +55,10 @@ class Metrics:
 
 def _shown(values: dict[str, Any]) -> list[str]:
     forms = {
-        "epoch": "epoch {:.2f}", "loss": "loss {:.4f}", "evaluation_loss": "evaluation loss {:.4f}",
+        "epoch": "epoch {:.2f}", "loss": "loss {:.4f}",
         "learning_rate": "lr {:.3g}", "gradient_norm": "grad norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
         "samples_per_second": "{:,.1f} samples/s", "mfu": "MFU {:.1%}",
-        **{f"evaluation_{name}": form for name, form in EVALUATED.items()},
+        **{EVALUATION + name: metric.shown for name, metric in METRICS.items()},
     }  # fmt: skip
     if values.get("tokens_per_second") is not None:  # one speed is enough for a line
         del forms["samples_per_second"]
@@ -77,7 +68,8 @@ def _shown(values: dict[str, Any]) -> list[str]:
 
 def own_names(values: Mapping[str, Any]) -> list[str]:
     """Of those numbers that the user's own model or metric gave."""
-    return [name for name, value in values.items() if name not in KNOWN and value is not None]
+    known = {*(each.name for each in fields(MetricsLine)), *(EVALUATION + name for name in METRICS)}
+    return [name for name, value in values.items() if name not in known and value is not None]
 
 
 def _cut_after(run: RunDir, step: int) -> float:

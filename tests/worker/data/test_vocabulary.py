@@ -80,7 +80,7 @@ def test_a_model_is_evaluated_by_its_own_labels(foreign: str, words: list[str], 
     classify: Any = pipeline("text-classification", foreign)
     found = evaluated(classifier(tmp_path, ["x", "y"], words, pretrained=foreign), Path(foreign), tmp_path)
     right = [classify(f"about {word}")[0]["label"] == word for word in words]
-    assert found.classification_accuracy == pytest.approx(sum(right) / len(right))
+    assert found.metrics["classification_accuracy"] == pytest.approx(sum(right) / len(right))
 
 
 def test_a_client_has_some_of_the_labels(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from ortlaunch.recipe.fields.best import KeepBest
 from ortlaunch.worker.data import IGNORED, Batches, OwnSamples, collate
 from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.evaluation.entities import spans
-from ortlaunch.worker.evaluation.evaluation import counts_of, evaluate, said_of
+from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.evaluation.scores import Scores
+from ortlaunch.worker.evaluation.word_scores import MaskedWords, SentencePairs, word_outputs
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.progress import Progress
@@ -47,13 +48,19 @@ def test_words_and_pairs() -> None:
         pairs = output.seq_relationship_logits.argmax(-1)
         pairs[0] = 1 - pairs[0]
         told = {"labels": labels, "next_sentence_label": pairs}
-        found = counts_of(said_of(output, told), told)
+        given = word_outputs(output, told)
     counted = int((labels != IGNORED).sum())
     right = sum(int(words[i, j].argmax() == labels[i, j]) for i in range(4) for j in range(9))
     lost = torch.nn.functional.cross_entropy(words.transpose(1, 2), labels, reduction="mean") * counted
-    assert found["words"].tolist() == pytest.approx([right, counted, float(lost)], rel=1e-6)
+    found = {}
+    for measure in (MaskedWords(None), SentencePairs(None)):
+        measure.add(given, told, True)
+        measure.add(given, told, False)
+        found |= measure.read(Alone(), 0.0)
+    assert found["perplexity"] == pytest.approx(math.exp(float(lost) / counted), rel=1e-6)
+    assert found["masked_word_accuracy"] == right / counted
     assert 0 < right < counted
-    assert found["pairs"].tolist() == [3, 4]
+    assert found["next_sentence_accuracy"] == 3 / 4
 
 
 class Alone:
@@ -65,10 +72,11 @@ class Alone:
 
 def scored(*batches: tuple[torch.Tensor, torch.Tensor], names: tuple[str, ...] = ()) -> dict[str, float]:
     """Of a whole evaluation on one rank."""
-    scores = Scores(names)
+    config = SimpleNamespace(id2label=dict(enumerate(names)))
+    scores = Scores(SimpleNamespace(plain=SimpleNamespace(model=SimpleNamespace(config=config))))
     for logits, labels in batches:
-        scores.add(logits, labels)
-    return scores.read(Alone())
+        scores.add({"logits": logits}, {"labels": labels}, True)
+    return scores.read(Alone(), 0.0)
 
 
 def test_classes() -> None:

@@ -1,0 +1,122 @@
+"""The table of an evaluation's metrics: where each is measured, how it is shown, and which way is better.
+
+Standard library only, for every side. A new metric takes one row here, and the class that measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The class that counts one or more metrics over an evaluation."""
+
+    by: str
+    """`module:class`; the class is made with the engine (`worker/evaluation/measure.py`)."""
+    needs_scores: bool = True
+    """Whether it reads the model's scores, which otherwise stay inside the engine's module."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row."""
+
+    manual: str
+    """For docs/run-folder.md."""
+    better: str
+    """`min` or `max`."""
+    shown: str
+    """In a line of the log."""
+    measures: Mapping[str, Measure]
+    """By model task; {}: every task's, by the engine itself."""
+    always: bool = True
+    """Whether every evaluation of these tasks has it."""
+    hub: str = ""
+    """Its name in a model card of the Hugging Face hub; "": its own."""
+    trainer: tuple[str, ...] = ()
+    """Names in configs of Hugging Face's Trainer and its scripts, without `eval_`; where two metrics of a task share
+    one, it means the later row."""
+
+
+_WORDS = Measure("ortlaunch.worker.evaluation.word_scores:MaskedWords")
+_MASKED = {"masked-lm": _WORDS, "pretraining": _WORDS}
+_LOSS = Measure("ortlaunch.worker.evaluation.word_scores:LossPerplexity", needs_scores=False)
+_PAIRS = Measure("ortlaunch.worker.evaluation.word_scores:SentencePairs")
+_SCORES = Measure("ortlaunch.worker.evaluation.scores:Scores")
+_CLASSES = {"sequence-classification": _SCORES, "token-classification": _SCORES}
+_TAGS = {"token-classification": _SCORES}
+_VALUES = {"sequence-regression": _SCORES}
+
+METRICS = {
+    "loss": Metric("By the run's engine, weighted as in training.", "min", "evaluation loss {:.4f}", {}),
+    "perplexity": Metric(
+        "e to the mean negative log likelihood of a word: of masked ones in masked language models.",
+        "min",
+        "perplexity {:,.4g}",
+        {"causal-lm": _LOSS, **_MASKED},
+    ),
+    "masked_word_accuracy": Metric(
+        "Share of the masked words that the model gives most weight.",
+        "max",
+        "masked words {:.2%}",
+        _MASKED,
+        trainer=("accuracy",),
+    ),
+    "next_sentence_accuracy": Metric(
+        "Share of the sentence pairs.", "max", "sentence pairs {:.2%}", {"pretraining": _PAIRS}
+    ),
+    "classification_accuracy": Metric(
+        "Share of the samples; of token-classification, of the words.",
+        "max",
+        "accuracy {:.2%}",
+        _CLASSES,
+        hub="accuracy",
+        trainer=("accuracy",),
+    ),
+    "f1_macro": Metric(
+        "Mean of the classes' F1, over those that were given or meant.",
+        "max",
+        "F1 {:.4f}",
+        _CLASSES,
+        hub="f1",
+        trainer=("f1", "macro_f1"),
+    ),
+    "entity_precision": Metric(
+        "By tags (B-X, I-X, O): share of the given entities, right with all words and type.",
+        "max",
+        "precision {:.4f}",
+        _TAGS,
+        always=False,
+        hub="precision",
+    ),
+    "entity_recall": Metric("Share of the meant ones.", "max", "recall {:.4f}", _TAGS, always=False, hub="recall"),
+    "entity_f1": Metric(
+        "Harmonic mean of both, as conlleval and seqeval have it.",
+        "max",
+        "entity F1 {:.4f}",
+        _TAGS,
+        always=False,
+        hub="f1",
+        trainer=("f1",),  # run_ner.py's is seqeval's
+    ),
+    "mse": Metric("Mean squared error.", "min", "MSE {:.4g}", _VALUES),
+    "pearson": Metric(
+        'Correlation with the labels; "nan" where either is constant.',
+        "max",
+        "Pearson {:.4f}",
+        _VALUES,
+        trainer=("pearsonr",),
+    ),
+}
+
+
+def metrics_of(task: str) -> dict[str, Metric]:
+    """The rows of what an evaluation of this model task may measure."""
+    return {name: metric for name, metric in METRICS.items() if not metric.measures or task in metric.measures}
+
+
+def measures_of(task: str) -> list[Measure]:
+    """What measures them, each once."""
+    return list(dict.fromkeys(metric.measures[task] for metric in METRICS.values() if task in metric.measures))

@@ -1,0 +1,82 @@
+"""One row in a table adds a metric: it is measured, recorded, documented and chosen by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ortlaunch.metrics import METRICS, Measure, Metric
+from ortlaunch.rank import Rank
+from ortlaunch.recipe import Recipe, to_yaml
+from ortlaunch.run_folder.folder import RunDir, read_json
+from ortlaunch.run_folder.reference import markdown
+from ortlaunch.worker import __main__ as worker
+from ortlaunch.worker.supervision.watchdog import Watchdog
+from tests.makers import BERT, bert, plan
+
+SMALL = {**BERT, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+class LabelCount:
+    """How many labels were evaluated."""
+
+    def __init__(self, engine: Any) -> None:
+        self.count = 0.0
+
+    def add(self, output: Any, labels: Mapping[str, Any], counts: bool) -> None:
+        self.count += float((labels["labels"] != -100).sum()) if counts else 0.0
+
+    def read(self, group: Any, loss: float) -> dict[str, float]:
+        return {"label_count": sum(count for (count,) in group.gather_numbers([self.count]))}
+
+
+FAKE = Metric(
+    "How many labels there were.", "max", "labels {:.0f}", {"masked-lm": Measure(f"{__name__}:LabelCount", False)}
+)
+
+
+def run_of(folder: Path, recipe: Recipe, task: str = "train") -> RunDir:
+    """Runs a recipe's one rank in this process."""
+    run = RunDir(folder)
+    run.path.mkdir(exist_ok=True)
+    run.recipe.write_text(to_yaml(recipe))
+    run.plan.write_text(replace(plan(recipe), task=task).to_json())
+    rank = Rank(0, 1, 0, 1)
+    assert worker.live(run, rank, Watchdog(rank, run)) == 0
+    return run
+
+
+def small(tmp_path: Path, task: str = "masked-lm", **sections: Any) -> Recipe:
+    """Three steps of a tiny BERT on eight lines of text."""
+    text = tmp_path / "words.txt"
+    text.write_text("\n\n".join(f"the cat {i} saw a dog {i % 3} times" for i in range(40)))
+    corpus = {"format": "text", "path": [str(text)]}
+    data = {"train": corpus, "evaluation": corpus, "tokenizer": {"train": "wordpiece", "vocab_size": 400}}
+    return bert(
+        model={"task": task, "config": SMALL},
+        data={**data, "sequence_length": 16},
+        train={"max_steps": 3, "evaluate_every_steps": 1},
+        **sections,
+    )
+
+
+def test_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row of METRICS: metrics.jsonl, the log, evaluation.json, docs/run-folder.md and keep_best have it."""
+    assert "label_count" not in markdown()
+    monkeypatch.setitem(METRICS, "label_count", FAKE)
+    recipe = small(tmp_path, checkpoint={"keep_best": {"metric": "label_count"}})
+    run = run_of(tmp_path / "run", recipe)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    (count,) = {line["evaluation_label_count"] for line in lines if "evaluation_loss" in line}
+    assert count > 0
+    assert f"labels {count:.0f}" in capsys.readouterr().out
+    best = read_json(run.summary)["best"]
+    assert (best["metric"], best["value"], best["step"]) == ("label_count", count, 1)  # more is better, and none was
+    run_of(run.path, recipe, "evaluate")
+    assert read_json(run.evaluation)["label_count"] == count
+    assert "| `label_count` | number or absent | How many labels there were. Of masked-lm. Best: max. |" in markdown()
