@@ -24,13 +24,14 @@ class Gate:
     def __init__(self, steps: int) -> None:
         self.steps, self.done, self.started = steps, -1, 0.0
 
-    def step(self) -> None:
-        """Call at the beginning of each training step."""
+    def step(self, value: float | None = None) -> None:
+        """Call at the beginning of each step; a `value` is reported in place of its predecessor's time."""
         self.done += 1
         if self.done % self.steps:
             return
         now = time.perf_counter()
-        print(json.dumps({"seconds": (now - self.started) / self.steps if self.done else None}), flush=True)
+        seconds = (now - self.started) / self.steps if self.done else None
+        print(json.dumps({"seconds": seconds if value is None else value}), flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # the race is over
         self.started = time.perf_counter()

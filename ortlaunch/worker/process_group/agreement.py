@@ -1,7 +1,7 @@
 """One decision of all ranks at the same step's edge: to save, to stop, or neither.
 
 A number is agreed on beside the step's own work, on a process group of its own: begun before the optimizer's step, read
-after it (benchmarks/agreement.py: what it costs). With one rank nothing is sent.
+after it (`benchmarks/parts.py agreement`: what it costs). With one rank nothing is sent.
 """
 
 from __future__ import annotations

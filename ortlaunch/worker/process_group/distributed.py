@@ -140,9 +140,9 @@ def group(plan: Plan, rank: Rank, run: RunDir) -> Iterator[DistributedContext]:
 def _connect_on_demand(ranks: int, environ: MutableMapping[str, str]) -> None:
     """Let gloo connect two ranks at their first message; by default each group connects every rank to all others.
 
-    An all-reduce then needs two connections a rank, whatever the number of ranks (benchmarks/gloo_connections.py).
-    Small runs keep the full mesh, in which a closed port ends the start and not the first step. The user's value is
-    kept.
+    An all-reduce then needs two connections a rank, whatever the number of ranks
+    (`benchmarks/parts.py gloo_connections`). Small runs keep the full mesh, in which a closed port
+    ends the start and not the first step. The user's value is kept.
     """
     if ranks > _MOST_MESH_RANKS:
         environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
