@@ -13,7 +13,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --no-compile --use-pep517 --c
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: train test test-ci test-slow test-cluster test-cluster-long test-control lab check bench matrix gpu gpu-wheels clean
+.PHONY: train test test-ci test-slow test-cluster test-cluster-long test-control lab check bench matrix nightly zoo gpu gpu-wheels clean
 
 train: $(INSTALLED)
 	$(BIN)/ortlaunch train recipes/bert-large/tiny.yaml
@@ -60,6 +60,14 @@ bench: $(INSTALLED)
 # Every torch and transformers that engine ort is said to run on, in environments of its own: hours, and 40 GB to fetch.
 matrix:
 	python3 tools/matrix.py
+
+# Whole runs that are stopped, killed and resumed in every way; goes on where it was stopped: nightly-proof/page.md.
+nightly: $(INSTALLED)
+	$(BIN)/python -m pytest -m nightly --page nightly-proof tests/e2e $(PROOF)
+
+# Which layers and models train on engine ort as in eager: zoo-proof/page.md, the next docs/models.md.
+zoo: $(INSTALLED)
+	$(BIN)/python -m pytest -m zoo --page zoo-proof tests/zoo $(PROOF)
 
 # What runs on a CUDA device, at full size, and how fast: gpu-proof/page.md; goes on where it was stopped (docs/gpu.md).
 gpu: $(INSTALLED)

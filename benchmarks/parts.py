@@ -532,8 +532,9 @@ def norm_of_gradients(ours: bool, stage: int, precision: str) -> Step:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else half a minute of compiling
     with torch.device("meta"):
         shapes = transformers.BertForPreTraining(transformers.BertConfig())
-    module = torch.nn.ParameterList(torch.nn.Parameter(0.02 * torch.randn(each.shape)) for each in shapes.parameters())
-    module.forward = lambda: sum((each * each.detach()).sum() for each in module)
+    module = torch.nn.Module()
+    module.weights = torch.nn.ParameterList(0.02 * torch.randn(each.shape) for each in shapes.parameters())
+    module.forward = lambda: sum((each * each.detach()).sum() for each in module.weights)
     config = {
         "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,

@@ -14,6 +14,8 @@ from ortlaunch import doctor
 from ortlaunch.rank import VARIABLES
 from tests.makers import OWN_MODULE
 
+pytest_plugins = ["tests.page"]
+
 # Each process of ours that a test starts would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

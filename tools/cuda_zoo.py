@@ -2,7 +2,7 @@
 
     tools/cuda_zoo.py [TASK:FAMILY ...] [--save FOLDER] [--precisions ...]
 
-Models are the zoo's toys (zoo_transformers.py), with all weights in the precision, as under ZeRO. A graph is built as
+Models are the zoo's toys (tests/zoo/families.py), with all weights in the precision, as under ZeRO. A graph is built as
 for a GPU and stopped before its session; in bf16 it is completed as there
 (ortlaunch/ortmodule/graph_repairs/bfloat16.py). Prints, for each family, what bf16 takes from torch or computes in
 float32, and in each precision the nodes that have no CUDA kernel by the table. `--save` keeps the graphs for
@@ -23,7 +23,8 @@ from unittest import mock
 
 import onnx
 import torch
-import zoo_transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ortlaunch.ortmodule import ORTModule
 from ortlaunch.ortmodule.base.settings import Settings
@@ -33,6 +34,7 @@ from ortlaunch.ortmodule.graph_repairs import bfloat16
 from ortlaunch.ortmodule.module import import_repaired
 from ortlaunch.ortmodule.torch_in_graph import torch_kernels
 from ortlaunch.worker.engine.engine import cast_parameters
+from tests.zoo import families
 
 FAMILIES = """
 masked-lm:bert masked-lm:roberta masked-lm:distilbert masked-lm:albert masked-lm:electra masked-lm:deberta-v2
@@ -71,7 +73,7 @@ def main() -> int:
 
 def _tried(name: str, precision: str, folder: Path | None) -> str:
     task, _, family = name.partition(":")
-    model, batch = zoo_transformers.cases(task)[family]()
+    model, batch = families.cases(task)[family]()
     dtype = getattr(torch, precision)
     cast_parameters(model, dtype)
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}

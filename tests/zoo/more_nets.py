@@ -1,4 +1,4 @@
-"""More nets written out, with forms of which gradients have been wrong or are easily so: cases as zoo_nets.py's."""
+"""More nets written out, with forms of which gradients have been wrong or are easily so: cases as in nets.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every layer, loss and activation of torch.nn with a gradient, each with the shapes of what it is given.
 
 A case is a function that makes (module, inputs): floats get a gradient. Names that torch.nn has and that are not here
-are told by zoo.py, so that none is forgotten.
+fail a test, so that none is forgotten.
 """
 
 from __future__ import annotations

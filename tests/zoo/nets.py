@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import zoo_nets_more
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, rnn
+
+from tests.zoo import more_nets
 
 Case = tuple[nn.Module, list[Any]]
 x = torch.randn
@@ -38,7 +39,7 @@ def cases() -> dict[str, Callable[[], Case]]:
         "WaveNet: dilated, gated": lambda: (Wave(), [x(2, 4, 30)]),
         "contrast: cdist, logsumexp, roll": lambda: (Contrast(), [x(6, 8), x(6, 8)]),
         "variational: distributions, softplus": lambda: (Variational(), [x(6, 8)]),
-        **zoo_nets_more.cases(),
+        **more_nets.cases(),
     }  # fmt: skip
 
 

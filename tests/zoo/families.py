@@ -1,4 +1,4 @@
-"""Families of transformers at toy size, by task: a model with random weights and a batch for each (zoo_toys.py)."""
+"""Families of transformers at toy size, by task: a model with random weights and a batch for each (toys.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import zoo_toys
 from torch import nn
+
+from tests.zoo import toys
 
 _TASKS = {
     "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -67,8 +68,8 @@ def cases(task: str) -> dict[str, Callable[[], Any]]:
 
 def made(task: str, family: str, kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The first of the sizes that run in eager; the first one's error, where none does."""
-    if family in zoo_toys.UNTRAINED:
-        raise ValueError(zoo_toys.UNTRAINED[family])
+    if family in toys.UNTRAINED:
+        raise ValueError(toys.UNTRAINED[family])
     errors: list[Exception] = []
     for sizes in _tried_sizes():
         try:
@@ -106,16 +107,16 @@ def _sized(task: str, family: str, kind: str, sizes: dict[str, Any]) -> tuple[nn
     for weight in model.parameters():  # a router of zeros chooses among equals, as it likes
         if weight.dim() > 1 and not weight.any():
             nn.init.normal_(weight, std=0.02)
-    return Loss(model), zoo_toys.batch(task, family, config, model)
+    return Loss(model), toys.batch(task, family, config, model)
 
 
 def _config(kind: Any, family: str, sizes: dict[str, Any]) -> Any:
     """Of toy size and without anything that is drawn."""
-    plain = kind(**zoo_toys.NEEDED.get(family, {}))
+    plain = kind(**toys.NEEDED.get(family, {}))
     known = _known(plain, sizes)
     if hasattr(plain, "conv_dim"):
         known["conv_dim"] = tuple(16 for _ in plain.conv_dim)
-    config = kind(**_merged(known, zoo_toys.OWN.get(family, {})))
+    config = kind(**_merged(known, toys.OWN.get(family, {})))
     _draw_nothing(config)
     return config
 

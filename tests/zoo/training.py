@@ -1,20 +1,10 @@
-"""Trains cases of the zoo on ONNX Runtime and in eager, three steps each; a line of JSON for each (zoo.py).
-
-Each case is a child of its own, with a limit of time and of memory: what one leaves behind is not the next one's.
-"""
+"""A case of the zoo on ONNX Runtime and in eager, three steps each; every function runs in the child of a case."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
 import re
-import resource
-import signal
-import sys
-import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,56 +31,8 @@ class Net(nn.Module):
         return torch.stack(losses).sum() * self.scale
 
 
-def main() -> int:
-    """Arguments: `layers` or a task of transformers, seconds and GiB of a case, cases. Without cases, their names."""
-    kind, seconds, size, *names = sys.argv[1:]
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    made = _cases(kind)
-    if not names:
-        for name in made:
-            print(json.dumps({"name": name}))
-        return 0
-    _prepare()
-    for name in names:
-        child = os.fork()
-        if not child:
-            signal.alarm(int(seconds))
-            resource.setrlimit(resource.RLIMIT_DATA, (int(float(size) * 2**30),) * 2)
-            print(json.dumps({"name": name, **tried(made[name])}), flush=True)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
-            why = f"no result in {seconds} s" if late else f"the process ended with {os.waitstatus_to_exitcode(status)}"
-            print(json.dumps({"name": name, "state": "ended", "why": why}), flush=True)
-    return 0
-
-
-def _prepare() -> None:
-    """Import once for all, and let the repairs be made; no graph is made, for a child cannot go on with its threads."""
-    from ortlaunch.ortmodule import ORTModule
-
-    ORTModule(nn.Linear(1, 1))
-    if "transformers" in sys.modules:
-        import transformers.modeling_utils  # noqa: F401
-
-
-def _cases(kind: str) -> dict[str, Callable[[], Any]]:
-    if kind == "layers":
-        import zoo_layers
-
-        return {name: lambda make=make: _net(make) for name, make in zoo_layers.cases().items()}
-    if kind == "nets":
-        import zoo_nets
-
-        return zoo_nets.cases()
-    import zoo_transformers
-
-    return zoo_transformers.cases(kind)
-
-
-def _net(make: Callable[[], Any]) -> tuple[nn.Module, list[Any]]:
+def layer_net(make: Callable[[], Any]) -> tuple[nn.Module, list[Any]]:
+    """A layer between weights, and its inputs; statistics begin anew."""
     layer, inputs = make()
     with torch.no_grad():
         layer(*inputs)  # for lazy ones
@@ -105,7 +47,6 @@ def tried(make: Callable[[], Any]) -> dict[str, Any]:
     from ortlaunch.ortmodule.base import torch_calls
 
     torch.manual_seed(0)
-    began = time.perf_counter()
     try:
         model, inputs = make()
         eager = copy.deepcopy(model)
@@ -122,15 +63,18 @@ def tried(make: Callable[[], Any]) -> dict[str, Any]:
     operators = {name: found.forward for name, found in torch_calls.made().items()}
     near = exact and all(mine <= max(LIMIT, 4 * eager) for mine, eager in exact)
     state = "trains" if worst <= LIMIT or near else "differs"
-    before = plain_export(model, inputs) if operators and type(model).__module__.startswith("zoo_nets") else ""
+    before = plain_export(model, inputs) if operators and type(model).__module__.endswith("nets") else ""
+    calls = [f"{name.removeprefix('aten.')} {count}" for name, count in operators.items()]
+    advised_layers = [f"as the error says, torch_modules: {', '.join(named)}"] if named else []
+    shown = [*advised_layers, *calls[:6], *([f"{len(calls) - 6} more"] if len(calls) > 6 else [])]
+    first = [max(column) for column in zip(*exact[:2])]
     return {
         "state": state,
-        "named": named,
+        "why": f"differs by {worst:.0e}" if state == "differs" else "",
         "difference": worst,
+        "step 1 from float64, eager's": f"{first[0]:.0e}, {first[1]:.0e}" if first else None,
+        "torch in the graph": ", ".join(shown),
         "before": before,
-        "exact": exact,
-        "torch": operators,
-        **cost(began),
     }
 
 
@@ -203,15 +147,6 @@ def bound(model: nn.Module, inputs: Any, ours: Sequence[Any], theirs: Sequence[A
     return [(difference(a, c), difference(b, c)) for a, b, c in zip(ours, theirs, exact)]
 
 
-def cost(began: float) -> dict[str, float]:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"seconds": round(time.perf_counter() - began, 1), "peak_gib": round(peak, 2)}
-
-
 def brief(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("frame #")]
     return f"{type(error).__name__}: {lines[-1][:300] if lines else ''}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

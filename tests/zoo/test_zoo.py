@@ -1,0 +1,117 @@
+"""Which layers and models train on engine ort as in eager PyTorch: `make zoo` writes the page of them (docs/models.md).
+
+Each case takes three steps of SGD on engine `ort` and in eager PyTorch, of the same weights on the
+same values, on a CPU: losses and all gradients of each step, and buffers at the end, are equal to
+1e-5 (norm of the difference / norm), or as near to those in float64 as eager's (4 times as far at
+most, in each step). A case is a child process with limits of time and memory. 2 to 40 s each; an
+hour of one core in all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ort import needs_ort
+from tests.zoo import families, layers, nets, training
+
+SECONDS, GIB = 240, 6.0
+TITLES = {
+    "layers": "Layers, losses and activations of torch.nn",
+    "nets": "Nets written out",
+    "masked-lm": "AutoModelForMaskedLM",
+    "causal-lm": "AutoModelForCausalLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "image-classification": "AutoModelForImageClassification",
+    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
+    "ctc": "AutoModelForCTC",
+}
+# Families that do not train on engine ort today (docs/models.md: why).
+KNOWN = {
+    *((task, "reformer") for task in ("masked-lm", "causal-lm", "sequence-classification")),
+    *((task, "phimoe") for task in ("causal-lm", "sequence-classification")),
+    *((task, "zamba2") for task in ("causal-lm", "sequence-classification")),
+    *(("causal-lm", name) for name in ("bailing_hybrid", "blt", "gemma3n_text", "musicgen", "musicgen_melody")),
+    ("sequence-classification", "t5gemma2"),
+    ("image-classification", "hgnet_v2"),
+    *(("speech-seq2seq", name) for name in ("seamless_m4t_v2", "vibevoice_asr")),
+}
+pytestmark = [pytest.mark.zoo, pytest.mark.timeout(SECONDS + 120), needs_ort]
+
+
+def made(kind: str) -> dict[str, Callable[[], Any]]:
+    """What builds model and inputs of each case, by name."""
+    if kind == "layers":
+        return {name: partial(training.layer_net, make) for name, make in layers.cases().items()}
+    return nets.cases() if kind == "nets" else families.cases(kind)
+
+
+def parameters() -> list[Any]:
+    """Every case, those that are known to fail marked so."""
+    known = pytest.mark.xfail(reason="docs/models.md")
+    return [
+        pytest.param(kind, name, id=f"{kind}: {name}", marks=known if (kind, name) in KNOWN else ())
+        for kind in TITLES
+        for name in made(kind)
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Repairs are made once for all; no graph is, for a child cannot go on with its threads."""
+    from ortlaunch.ortmodule import ORTModule
+
+    torch.set_num_threads(1)
+    ORTModule(nn.Linear(1, 1))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "name"), parameters())
+def test_it_trains_as_in_eager(kind: str, name: str, record_property: Callable[[str, object], None]) -> None:
+    """Losses, gradients and buffers of three steps."""
+    record_property("part", TITLES[kind])
+    record_property("case", name)
+    found = in_child(made(kind)[name])
+    for column in ("difference", "step 1 from float64, eager's", "torch in the graph"):
+        record_property(column, found.get(column))
+    if found["state"] == "no case":
+        pytest.skip(f"eager does not run it: {found['why']}")
+    if found.get("before"):
+        record_property("note", f"with `torch_operators: off`: {found['before']}")
+    print(found.get("trace", ""))
+    assert found["state"] == "trains", found["why"]
+
+
+def test_no_layer_is_forgotten() -> None:
+    """Every class of torch.nn is a case, or is listed as none."""
+    classes = {
+        name for name in dir(nn) if isinstance(getattr(nn, name), type) and issubclass(getattr(nn, name), nn.Module)
+    }
+    tried = {name.split()[0] for name in layers.cases()}
+    assert classes - tried <= layers.NO_CASE
+
+
+def in_child(make: Callable[[], Any]) -> dict[str, Any]:
+    """The result of one case, also where its process ends."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(SECONDS)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(GIB * 2**30),) * 2)
+        os.write(write, json.dumps(training.tried(make)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    late = f"no result in {SECONDS} s" if status == -signal.SIGALRM else f"the process ended with {status}"
+    return dict(json.loads(text)) if text and not status else {"state": "ended", "why": late}
