@@ -83,6 +83,6 @@ def _recipe(source: Path, model: Path, overrides: tuple[str, ...]) -> Recipe:
     recipe = load(source, (*words, *overrides)).recipe
     if recipe.data.evaluation is None:
         raise InputError(no_evaluation(source, recipe.data))
-    if recipe.model.task == "custom":
+    if recipe.model.traits.is_own:
         raise InputError(f"{source}: model.factory's model is your own; evaluate RUN measures its checkpoints")
     return recipe

@@ -63,7 +63,7 @@ def _source(asked: Asked) -> tuple[Path, int | None, bool | None]:
             raise InputError(f"--step: {asked.model} is no folder of a run, and has no checkpoints")
         return _require_causal(asked.model), None, _run_learned_chats(asked.model)
     recipe = read_resolved(run.recipe)
-    if recipe.model.task != "causal-lm":
+    if recipe.model.traits.predicts != "next":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
     step = chosen_step(run, asked.step)
     exported = run.summary.exists() and read_json(run.summary)["steps"] == step

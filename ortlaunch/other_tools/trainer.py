@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 from ortlaunch.errors import InputError
+from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.other_tools import deepspeed, intervals, trl
 from ortlaunch.other_tools.draft import Draft, null, number, word
-from ortlaunch.recipe.fields.families import LABELLED_TASKS
 from ortlaunch.recipe.text.tree import Tree
 
 SCHEDULES = {
@@ -234,8 +234,9 @@ def _grouping(draft: Draft) -> None:
     node, train = draft.take("group_by_length"), str(draft.expected("data.train"))
     if node is None:
         return
+    traits = MODEL_TASKS.get(str(draft.expected("model.task")), ModelTask())
     chats = "messages_column" in train or "prompt_column" in train
-    if draft.expected("model.task") not in LABELLED_TASKS and not chats:
+    if not traits.label and not chats:
         draft.needless("group_by_length", node, "samples are windows of text, without padding")
     elif draft.expected("engine.name") == "inductor":
         draft.drop("group_by_length", node, "inductor compiles each length: give data.bucket_lengths, up to three")

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.activations import layer_bytes
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.families import FAMILIES, LABELLED_TASKS, LANGUAGE_TASKS, complete
+from ortlaunch.recipe.fields.families import FAMILIES, complete
 from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.fields.pretrained import config_of
 from ortlaunch.recipe.rules.parity import compared_steps
@@ -57,7 +58,7 @@ def chunk_rows(asked: int | str, rows: int, vocabulary: int, device: str) -> int
 
 def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
     """Rows of a chunk where the recipe lets the loss be made in chunks, else 0; the model may still refuse."""
-    whole = recipe.model.task not in LANGUAGE_TASKS or (recipe.zero and recipe.zero.stage == 3)
+    whole = not recipe.model.traits.predicts or (recipe.zero and recipe.zero.stage == 3)
     return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary, device)
 
 
@@ -86,16 +87,15 @@ def _bert(c: dict[str, Any], task: str) -> list[int]:
     layer = [*[h * h, h] * 4, h * i, i, i * h, h, *[h] * 4]
     pooler = [h * h, h]
     words = [h * h, h, h, h, vocab, *([] if c.get("tie_word_embeddings", True) else [vocab * h, vocab])]
-    labels = c.get("num_labels", 2)
-    heads = {
-        "pretraining": [*pooler, *words, 2 * h, 2],
-        "masked-lm": words,
-        "causal-lm": words,
-        "sequence-classification": [*pooler, labels * h, labels],
-        "sequence-regression": [*pooler, h, 1],
-        "token-classification": [labels * h, labels],
-    }
-    return [*embeddings, *layer * c["num_hidden_layers"], *heads[task]]
+    traits, labels = MODEL_TASKS[task], _labels(c, task)
+    head = [*(pooler if traits.pools else []), *(words if traits.predicts else [])]
+    head += [*([2 * h, 2] if traits.pairs else []), *([labels * h, labels] if traits.label else [])]
+    return [*embeddings, *layer * c["num_hidden_layers"], *head]
+
+
+def _labels(c: dict[str, Any], task: str) -> int:
+    """Outputs of a head for labels."""
+    return 1 if MODEL_TASKS[task].label == "number" else int(c.get("num_labels", 2))
 
 
 def _llama(c: dict[str, Any], task: str) -> list[int]:
@@ -105,17 +105,17 @@ def _llama(c: dict[str, Any], task: str) -> list[int]:
     attention = [h * heads * width, h * kv * width, h * kv * width, heads * width * h]
     attention += [heads * width, kv * width, kv * width, h] if c["attention_bias"] else []
     mlp = [h * i, h * i, i * h, *([i, i, h] if c["mlp_bias"] else [])]
-    labels = 1 if task == "sequence-regression" else c.get("num_labels", 2)
-    head = [] if c.get("tie_word_embeddings", False) else [vocab * h]
-    if task in LABELLED_TASKS:
-        head = [labels * h, *([labels] if task == "token-classification" else [])]
+    head, label = [] if c.get("tie_word_embeddings", False) else [vocab * h], MODEL_TASKS[task].label
+    if label:
+        labels = _labels(c, task)
+        head = [labels * h, *([labels] if label == "word" else [])]
     return [vocab * h, *[*attention, *mlp, h, h] * c["num_hidden_layers"], h, *head]
 
 
 def estimate(recipe: Recipe, micro_samples: int, ranks: int, device: str = "cpu") -> Memory | None:
     """Bytes per rank of a recipe on `ranks` data-parallel ranks, or None for models not known here."""
     config = full_config(recipe)
-    if config is None or (config["model_type"] == "llama" and recipe.model.task in ("pretraining", "masked-lm")):
+    if config is None or (config["model_type"] == "llama" and recipe.model.traits.predicts == "masked"):
         return None
     tensors = trained = tensor_sizes(config, recipe.model.task)
     if recipe.model.lora:
@@ -176,7 +176,7 @@ def _overhead(recipe: Recipe, parts: Bytes, family: str, made: int) -> int:
 def why_unknown(recipe: Recipe) -> str:
     """Why `estimate` gives nothing, and what to do about it."""
     model = recipe.model
-    if model.task == "custom":
+    if model.traits.is_own:
         return "your factory builds the model; train records it in memory.json"
     known = config_of(model.pretrained) if model.pretrained else {}
     if known is None:
@@ -253,11 +253,6 @@ def _setting(recipe: Recipe, name: str, default: float) -> float:
     return value if isinstance(value, (int, float)) else default
 
 
-# Of BERT's heads with `all-linear`: pooler and transform; what gives labels or words gets no adapter.
-_LINEAR_IN_HEADS = {"pretraining": 2, "masked-lm": 1, "causal-lm": 1, "sequence-classification": 1,
-                    "sequence-regression": 1, "token-classification": 0}  # fmt: skip
-
-
 def _lora_tensors(lora: Lora, c: dict[str, Any], task: str) -> list[int] | None:
     """Elements of each adapter's two matrices, or None where a target module is not known here."""
     h, i, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
@@ -274,7 +269,9 @@ def _lora_tensors(lora: Lora, c: dict[str, Any], task: str) -> list[int] | None:
         if c["model_type"] == "bert":  # its other layers have one name, `dense`
             names += ["dense", "intermediate", "output"]
             shapes |= {"dense": (h, h), "intermediate": (h, i), "output": (i, h)}
-            heads_of_bert = [(h, h)] * _LINEAR_IN_HEADS[task] + ([(h, 2)] if task == "pretraining" else [])
+            # Pooler and transform; what gives labels or words gets no adapter.
+            traits = MODEL_TASKS[task]
+            heads_of_bert = [(h, h)] * (traits.pools + bool(traits.predicts)) + ([(h, 2)] if traits.pairs else [])
     else:
         names = sorted(set(lora.target_modules))
         if not set(names) <= set(shapes):
@@ -297,7 +294,7 @@ def _activations(recipe: Recipe, c: dict[str, Any], micro: int, width: int, devi
 
 def _logits(recipe: Recipe, c: dict[str, Any], tokens: int, device: str) -> int:
     """Bytes of head and loss beside the weights, in float32."""
-    if recipe.model.task in LABELLED_TASKS:
+    if recipe.model.traits.label:
         return 0
     vocabulary = int(c["vocab_size"])
     chunk = chunked(recipe, tokens, vocabulary, device)

@@ -89,7 +89,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it
         data = Data(recipe, progress.tell, goes_on_with(run, recipe))
         data.read_for(plan.task)
-        if recipe.model.task != "custom":
+        if not recipe.model.traits.is_own:
             config_of(recipe, data)  # that tokenizer and labels fit into the model
     if rank.world_size > 1:
         progress.doing(MEETING)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
 # What both sides and every package may import: the ground floor.
-GROUND = {"__init__", "errors", "rank", "process", "machine", "units", "launchers", "metrics", "start",
+GROUND = {"__init__", "errors", "rank", "process", "machine", "units", "launchers", "metrics", "model_tasks", "start",
           "die_with_parent"}  # fmt: skip
 # What the worker may import beside itself and ortmodule: the ground floor, and what crosses to it.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
@@ -42,15 +42,16 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "units": (set(), set()),
     "launchers": (set(), set()),
     "metrics": (set(), set()),
+    "model_tasks": (set(), set()),
     "user_modules": ({"errors", "recipe"}, set()),
     "plan": ({"errors", "rank"}, set()),
-    "recipe": ({"errors", "recipe", "units", "metrics"}, {"pydantic", "pydantic_core", "yaml"}),
+    "recipe": ({"errors", "recipe", "units", "metrics", "model_tasks"}, {"pydantic", "pydantic_core", "yaml"}),
     "run_folder": ({*GROUND, "plan", "recipe", "run_folder"}, set()),
     "run_folder.records": (set(), set()),
     "run_folder.export_records": (set(), set()),
     "run_folder.device_folder": (set(), set()),
     "planning": ({*GROUND, "recipe", "plan", "planning"}, set()),
-    "planning.memory": ({"recipe", "plan", "planning.activations", "planning.startup"}, set()),
+    "planning.memory": ({"recipe", "model_tasks", "plan", "planning.activations", "planning.startup"}, set()),
     "planning.startup": ({"recipe", "plan"}, set()),
     "planning.activations": ({"recipe"}, set()),
     "launch": ({*GROUND, "plan", "run_folder", "launch"}, set()),
@@ -83,7 +84,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
          "resolve", "run", "runs", "commands"},
         set(),
     ),
-    "other_tools": ({"errors", "recipe", "metrics", "other_tools"}, set()),
+    "other_tools": ({"errors", "recipe", "metrics", "model_tasks", "other_tools"}, set()),
     "report": ({*GROUND, "recipe", "run_folder", "runs", "report"}, {"yaml", "jinja2", "markupsafe"}),
     "cli": ({*SHARED, *CONTROL, "cli"}, {"typer"}),
     "ortmodule": ({"errors", "cache", "machine", "ortmodule"}, ANY),

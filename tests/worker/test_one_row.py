@@ -1,4 +1,4 @@
-"""One row in a table adds a metric: it is measured, recorded, documented and chosen by."""
+"""One row in a table adds a metric, or a model task."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from ortlaunch.metrics import METRICS, Measure, Metric
+from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
+from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, to_yaml
 from ortlaunch.run_folder.folder import RunDir, read_json
@@ -80,3 +83,14 @@ def test_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     run_of(run.path, recipe, "evaluate")
     assert read_json(run.evaluation)["label_count"] == count
     assert "| `label_count` | number or absent | How many labels there were. Of masked-lm. Best: max. |" in markdown()
+
+
+def test_a_model_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of MODEL_TASKS: the recipe accepts the name, its data and model are made, and it is trained."""
+    with pytest.raises(ValidationError, match=r"Input should be 'pretraining', .* or 'custom'"):
+        small(tmp_path, "cloze")
+    monkeypatch.setitem(MODEL_TASKS, "cloze", ModelTask("AutoModelForMaskedLM", predicts="masked"))
+    run = run_of(tmp_path / "run", small(tmp_path, "cloze"))
+    assert read_json(run.summary)["steps"] == 3
+    assert read_json(run.export / "config.json")["architectures"] == ["BertForMaskedLM"]
+    assert Plan.read(run.plan).memory is not None

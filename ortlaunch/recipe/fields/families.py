@@ -59,9 +59,6 @@ LLAMA: dict[str, Any] = {
     "mlp_bias": False,
     "head_dim": None,
 }
-# Tasks whose head is over the vocabulary, and those whose samples are rows with labels.
-LANGUAGE_TASKS = ("pretraining", "masked-lm", "causal-lm")
-LABELLED_TASKS = ("sequence-classification", "sequence-regression", "token-classification")
 FAMILIES = {"bert": BERT, "llama": LLAMA}
 CONFIG_FIELDS = COMMON | set(BERT) | set(LLAMA)
 # Linear layers that can get a low-rank adapter.

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from ortlaunch.recipe.fields import best, data, engine, launch, models, schedule, submit
 from ortlaunch.recipe.fields.models import Recipe
+from ortlaunch.recipe.fields.section import NameIn
 from ortlaunch.recipe.text.place import KeyPath, dotted
 
 
@@ -82,17 +83,19 @@ def takes_null(path: KeyPath) -> bool:
 
 
 def choices(path: KeyPath) -> tuple[str, ...]:
-    """The words of a Literal field."""
+    """The names that a field with a few of them accepts."""
 
     def inside(annotation: Any) -> Iterator[str]:
-        if typing.get_origin(annotation) is Literal:
+        if isinstance(annotation, NameIn):
+            yield from annotation.names
+        elif typing.get_origin(annotation) is Literal:
             yield from map(str, typing.get_args(annotation))
         else:
             for argument in typing.get_args(annotation):
                 yield from inside(argument)
 
     info = _info(path)
-    return tuple(inside(info.annotation)) if info else ()
+    return tuple(name for each in (info.annotation, *info.metadata) for name in inside(each)) if info else ()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.recipe.fields.best import KeepBest, StopAfter
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.recipe.fields.engine import Engine
@@ -19,6 +20,7 @@ from ortlaunch.recipe.fields.launch import Launch
 from ortlaunch.recipe.fields.schedule import Schedule
 from ortlaunch.recipe.fields.section import (
     Decay,
+    NameIn,
     OneOrMore,
     Positive,
     PositiveOrAuto,
@@ -52,15 +54,7 @@ class Lora(Section):
 class Model(Section):
     """What is trained."""
 
-    task: Literal[
-        "pretraining",
-        "masked-lm",
-        "causal-lm",
-        "sequence-classification",
-        "sequence-regression",
-        "token-classification",
-        "custom",
-    ]
+    task: Annotated[str, NameIn(MODEL_TASKS)]
     """`pretraining` is BERT's: masked words and next sentence. `sequence-classification`: a class for a text;
     `sequence-regression`: a number; `token-classification`: a class for each word. `custom` takes `factory`."""
     pretrained: Text | None = None
@@ -88,6 +82,11 @@ class Model(Section):
     otherwise. A custom model must have a method `gradient_checkpointing_enable`, which is called."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights (needs the extra `lora`)."""
+
+    @property
+    def traits(self) -> ModelTask:
+        """The row of the task."""
+        return MODEL_TASKS[self.task]
 
 
 class Batch(Section):

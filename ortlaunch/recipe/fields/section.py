@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic_core import PydanticKnownError, core_schema
 
 # Branches of "a word, a mapping or a list" and of "a number or auto", as they appear in pydantic's locations.
 WORD, MAPPING, LIST, NUMBER = "<word>", "<mapping>", "<list>", "<number>"
@@ -63,6 +65,30 @@ OperatorsOrWord = Annotated[
     Discriminator(lambda value: NUMBER if isinstance(value, (list, tuple)) else WORD),
     BeforeValidator(lambda value: "off" if value is False else value),  # as YAML reads it
 ]
+
+
+class NameIn:
+    """For `Annotated[str, NameIn(table)]`: a name of the table, with the error and the schema of a Literal of them."""
+
+    def __init__(self, table: Collection[str], *others: str) -> None:
+        self._table, self._others = table, others
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that are accepted, as the table has them now."""
+        return (*self._others, *self._table)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._accept)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {"enum": list(self.names), "type": "string"}
+
+    def _accept(self, value: object) -> str:
+        if isinstance(value, str) and value in self.names:
+            return value
+        *first, last = map(repr, self.names)
+        raise PydanticKnownError("literal_error", {"expected": " or ".join([", ".join(first), last])})
 
 
 class Section(BaseModel):

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.metrics import measures_of, metrics_of
-from ortlaunch.recipe.fields.families import LANGUAGE_TASKS
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.text.place import Problem
 
 
 def evaluates_with_scores(recipe: Recipe) -> bool:
     """Whether metrics are made of more than the loss, of a task of transformers'."""
-    task = recipe.model.task
-    needed = any(measure.needs_scores for measure in measures_of(task))
-    return needed or (task in LANGUAGE_TASKS and recipe.train.metric is not None)
+    needed = any(measure.needs_scores for measure in measures_of(recipe.model.task))
+    return needed or bool(recipe.model.traits.predicts and recipe.train.metric)
 
 
 def best_rules(recipe: Recipe) -> Iterator[Problem]:
@@ -28,7 +26,7 @@ def best_rules(recipe: Recipe) -> Iterator[Problem]:
         if asked is None:
             continue
         known = metrics_of(recipe.model.task)
-        own = recipe.train.metric is not None or recipe.model.task == "custom"
+        own = recipe.train.metric is not None or recipe.model.traits.is_own
         if asked.metric not in known and not own:
             message = f"got {asked.metric}; evaluations of task {recipe.model.task} have {', '.join(known)}"
             yield (f"{path}.metric", "model.task"), message

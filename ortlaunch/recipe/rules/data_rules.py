@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe.fields.data import Corpus, Data, TokenizerTraining, is_chat, is_custom
-from ortlaunch.recipe.fields.families import LABELLED_TASKS
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.section import DOES_NOTHING, MOST, chosen
 from ortlaunch.recipe.rules.model_rules import function
@@ -76,7 +76,7 @@ def _mixture(data: Data) -> Iterator[Problem]:
 
 def _kinds(recipe: Recipe) -> Iterator[Problem]:
     """What the data are, beside what the task and the other fields want of them."""
-    data, task = recipe.data, recipe.model.task
+    data, task, traits = recipe.data, recipe.model.task, recipe.model.traits
     own = data.is_custom
     if data.evaluation is not None and is_custom(data.evaluation) != own:
         paths = ("data.evaluation", "data.train.format", "data.evaluation.format")
@@ -86,14 +86,14 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
             yield (f"data.{key}", "data.train.format"), "does nothing with custom data: its factory makes the tensors"
         if not own and getattr(data, key) is None:
             yield (f"data.{key}", "data.train.format"), "is missing: text needs a tokenizer and a sequence_length"
-    if data.masked_lm is not None and (own or task not in ("masked-lm", "pretraining")):
+    if data.masked_lm is not None and (own or traits.predicts != "masked"):
         paths = ("data.masked_lm", "model.task", "data.train.format")
         yield paths, f"is for the tasks masked-lm and pretraining on text, not for {'custom data' if own else task}"
     if data.collate is not None and not own:
         yield ("data.collate", "data.train.format"), "is for custom data: what text becomes is known"
     for key, source in data.sources():
         labels = isinstance(source, Corpus) and source.format != "text"
-        if task in LABELLED_TASKS and not labels:
+        if traits.label and not labels:
             message = f"has no labels; {task} takes format jsonl, parquet, hub or custom"
             yield (key, "model.task", f"{key}.format"), message
 
@@ -101,7 +101,7 @@ def _kinds(recipe: Recipe) -> Iterator[Problem]:
 def _chats(data: Data, task: str) -> Iterator[Problem]:
     """Sources of chats, and the template that writes them."""
     chats = [key for key, source in data.sources() if is_chat(source)]
-    for key in chats if task != "causal-lm" else ():
+    for key in chats if MODEL_TASKS[task].predicts != "next" else ():
         yield (key, "model.task"), f"holds chats, which are for task causal-lm, not for {task}"
     if data.chat_template is not None and not chats:
         yield ("data.chat_template", "data.train"), "does nothing without chats: no source has a messages_column"
@@ -114,7 +114,7 @@ def _packing(data: Data, task: str) -> Iterator[Problem]:
     if data.attend_across_documents:
         return
     path = "data.attend_across_documents"
-    if data.is_custom or task != "causal-lm":
+    if data.is_custom or MODEL_TASKS[task].predicts != "next":
         own = "custom data" if data.is_custom else task
         yield (path, "model.task", "data.train.format"), f"is for causal-lm on text, not for {own}"
     for key in (key for key, source in data.sources() if is_chat(source)):
@@ -125,7 +125,7 @@ def _buckets(data: Data, task: str) -> Iterator[Problem]:
     path, lengths = "data.bucket_lengths" if data.bucket_lengths else "data.padding", data.bucket_lengths
     if lengths is None and data.padding == "fixed":
         return
-    if task not in LABELLED_TASKS and not any(is_chat(source) for _, source in data.sources()):
+    if not MODEL_TASKS[task].label and not any(is_chat(source) for _, source in data.sources()):
         yield (path, "model.task"), f"does nothing for {task} on text, whose samples are windows without padding"
     if lengths is None:
         return
@@ -142,7 +142,8 @@ def _words(data: Data, task: str) -> Iterator[Problem]:
     tokenizer, length = data.tokenizer, data.sequence_length
     if tokenizer in ("wordpiece", "bpe"):
         yield ("data.tokenizer",), f"got {tokenizer}; to train one write {{train: {tokenizer}, vocab_size: 30522}}"
-    if isinstance(tokenizer, TokenizerTraining) and tokenizer.train == "bpe" and task in ("masked-lm", "pretraining"):
+    trained = isinstance(tokenizer, TokenizerTraining) and tokenizer.train
+    if trained == "bpe" and MODEL_TASKS[task].predicts == "masked":
         paths = ("data.tokenizer.train", "model.task")
         yield paths, f"got bpe, which has no [MASK] word, for task {task}; use wordpiece"
     most = data.masked_lm.max_predictions if data.masked_lm else None

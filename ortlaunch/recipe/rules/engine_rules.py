@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ortlaunch.recipe.fields.families import LANGUAGE_TASKS
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.ort_variables import contradictions
 from ortlaunch.recipe.text.place import Problem
@@ -53,7 +52,7 @@ def engine_rules(recipe: Recipe) -> Iterator[Problem]:
 def _chunked_loss(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(recipe.engine.chunked_loss, str):
         return
-    if recipe.model.task not in LANGUAGE_TASKS:
+    if not recipe.model.traits.predicts:
         path = ("engine.chunked_loss", "model.task")
         yield path, f"does nothing with task {recipe.model.task}, which has no head over a vocabulary; leave it out"
     if recipe.zero and recipe.zero.stage == 3:

@@ -45,7 +45,7 @@ def function(path: str, value: str | None) -> Iterator[Problem]:
 
 def _builder(model: Model) -> Iterator[Problem]:
     """What builds the model: a factory, or transformers."""
-    if model.task == "custom":
+    if model.traits.is_own:
         if not model.factory:
             yield ("model.factory", "model.task"), 'is missing: task custom takes factory: "package.module:function"'
         for name in ("pretrained", "config", "lora"):
@@ -122,14 +122,14 @@ def _shown(value: object) -> str:
 
 
 def _task(model: Model) -> Iterator[Problem]:
-    config = model.config or {}
+    config, traits = model.config or {}, model.traits
     family = config.get("model_type")
     paths = ("model.task", f"{_CONFIG}.model_type")
-    if family == "llama" and model.task in ("pretraining", "masked-lm"):
+    if family == "llama" and traits.predicts == "masked":
         yield paths, f"got {model.task} with llama, which predicts the next token; use causal-lm"
-    if model.task == "sequence-regression" and config.get("num_labels", 1) != 1:
-        yield (f"{_CONFIG}.num_labels", "model.task"), f"got {config['num_labels']}; sequence-regression has one output"
-    if family == "bert" and model.task == "causal-lm" and not config.get("is_decoder"):
+    if traits.label == "number" and config.get("num_labels", 1) != 1:
+        yield (f"{_CONFIG}.num_labels", "model.task"), f"got {config['num_labels']}; {model.task} has one output"
+    if family == "bert" and traits.predicts == "next" and not config.get("is_decoder"):
         yield paths, "got causal-lm with bert, which sees the words it should predict; use masked-lm or pretraining"
 
 

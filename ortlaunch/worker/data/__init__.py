@@ -159,15 +159,15 @@ def make_samples(
         items = call("data.factory", str(source.factory), source.arguments)
         return OwnSamples(items, is_mapping=recipe.data.collate is None)
     seed = recipe.seed if seed is None else seed
-    length, task = recipe.data.sequence_length or 0, recipe.model.task
-    if task in OF_ROWS:
-        return OF_ROWS[task](source, tokenizer, length, tell)
+    length, traits = recipe.data.sequence_length or 0, recipe.model.traits
+    if traits.label:
+        return OF_ROWS[traits.label](source, tokenizer, length, tell)
     if is_chat(source):
         pad = next((each for each in (tokenizer.pad_token_id, tokenizer.eos_token_id) if each is not None), 0)
         return Conversations(tokenized_chats(source, tokenizer, tell), length, pad, key)
-    pretrained = task == "causal-lm" and isinstance(recipe.data.tokenizer, str)
+    pretrained = traits.predicts == "next" and isinstance(recipe.data.tokenizer, str)
     begin = begin_of_text(tokenizer) if pretrained else []
-    end = task in ("causal-lm", "custom")
+    end = traits.predicts != "masked"
     documents = tokenized_documents(source, tokenizer, end_of_text=end, begin=begin, tell=tell)
     samples: Samples = _of_text(recipe, documents, tokenizer, seed)
     if len(samples) == 0:
@@ -176,12 +176,12 @@ def make_samples(
 
 
 def _of_text(recipe: Recipe, documents: Documents, tokenizer: PreTrainedTokenizerBase, seed: int) -> Samples:
-    length, task = recipe.data.sequence_length or 0, recipe.model.task
-    if task in ("causal-lm", "custom"):
+    length, traits = recipe.data.sequence_length or 0, recipe.model.traits
+    if traits.predicts != "masked":
         if not recipe.data.attend_across_documents:
             return SeparateDocuments(documents, length)
-        return Blocks(documents.tokens, length, with_mask=task == "causal-lm")
+        return Blocks(documents.tokens, length, with_mask=traits.predicts == "next")
     masking = Masking(tokenizer, recipe.data.masked_lm or MaskedLm())
-    if task == "pretraining":
+    if traits.pairs:
         return SentencePairs(documents, length, masking, tokenizer.pad_token_id or 0, seed)
     return MaskedBlocks(documents.tokens, length, masking, seed)

@@ -232,7 +232,7 @@ def _text_of(documents: Documents, index: int) -> bytes:
     return _document(documents, index).astype(np.uint8).tobytes()
 
 
-OF_ROWS = {kind.task: kind for kind in (LabelledTexts, ScoredTexts, TaggedWords)}
+OF_ROWS = {"class": LabelledTexts, "number": ScoredTexts, "word": TaggedWords}
 
 
 def number_labels(

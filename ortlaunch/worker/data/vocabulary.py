@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ortlaunch.errors import DamagedFile
+from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Data as Fields
 from ortlaunch.recipe.fields.data import TokenizerTraining
-from ortlaunch.recipe.fields.families import LABELLED_TASKS
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import Vocabulary as Record
 from ortlaunch.run_folder.records import as_json
@@ -75,7 +75,7 @@ def _source(run: RunDir) -> RunDir | None:
 
 def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
     """Of a model of transformers, whose config.json names its classes; of any other one, None, nothing is known."""
-    if config is None or task not in LABELLED_TASKS or task == "sequence-regression":
+    if config is None or MODEL_TASKS[task].label not in ("class", "word"):
         return Vocabulary(None, {})
     numbers = {str(word): int(number) for word, number in (config.label2id or {}).items()}
     return Vocabulary(None, numbers, config.num_labels or 0)

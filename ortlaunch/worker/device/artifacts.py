@@ -73,7 +73,7 @@ def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> D
 def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
     """The artifacts' recipe: a step is one pass, nothing is sharded, and attention is written out, for its gradient."""
     fields, alone = recipe.model, dict[str, Any](gradient_checkpointing=False)
-    if fields.task != "custom":
+    if not fields.traits.is_own:
         alone["attention"] = "eager"
     return recipe.model_copy(
         update={

@@ -67,7 +67,7 @@ def labelled_batches(recipe: Recipe, whole: LossModule, data: Data) -> list[Batc
     model: Any = whole.model
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's has no names
     taken = inspect.signature(model.forward).parameters
-    if recipe.model.task == "custom":
+    if recipe.model.traits.is_own:
         wild = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         whole_batch = {name: value for name, value in few.items() if wild or name in taken}
         return [whole_batch, {name: value[:2] for name, value in whole_batch.items()}]

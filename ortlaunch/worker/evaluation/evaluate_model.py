@@ -70,7 +70,7 @@ def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | N
 
     whole.evaluates_with_scores = evaluates_with_scores(recipe)
     weight = LossWeight(recipe, whole)
-    weight.shifted = recipe.model.task == "causal-lm"  # which a graph does not say
+    weight.shifted = recipe.model.traits.predicts == "next"  # which a graph does not say
     engine = SimpleNamespace(
         eval_module=whole,
         plain=whole,

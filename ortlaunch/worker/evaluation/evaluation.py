@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ortlaunch.recipe.fields.families import LANGUAGE_TASKS
 from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.evaluation.measure import measures
@@ -50,8 +49,8 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
     None where the ranks agreed to stop meanwhile.
     """
     engine, group, own_metric = session.engine, session.group, OwnMetric(session.recipe.train.metric)
-    total, seen, numbers, task = 0.0, 0.0, Numbers(), session.recipe.model.task
-    counters = measures(task, engine)
+    total, seen, numbers, model = 0.0, 0.0, Numbers(), session.recipe.model
+    counters = measures(model.task, engine)
     with _evaluating(engine.eval_module, engine.plain), _outputs(session) as output_of:
         for batch, counted in turns(session, samples):
             if agreed is not None and agreed.now().stops:
@@ -64,7 +63,7 @@ def evaluate(session: Session, samples: Samples, agreed: Agreement | None = None
             total, seen = total + float(loss) * weight, seen + weight
             labels = {name: batch[name].to(engine.device) for name in LABELS if name in batch}  # without an added one
             output = output_of(given, taken)
-            if task in LANGUAGE_TASKS:
+            if model.traits.predicts:
                 output = word_outputs(output, labels, engine.plain, engine.loss_weight.shifted)
             for counter in counters:
                 counter.add(output, labels, bool(counted))
@@ -89,7 +88,7 @@ def _passed(session: Session, taken: Batch) -> Any:
     """
     module, micro = session.engine.eval_module, session.plan.batch.micro_samples
     samples = {len(value) if value.dim() else 0 for value in taken.values()}
-    graph = session.engine.record.engine.used == "ort" and session.recipe.model.task != "custom"
+    graph = session.engine.record.engine.used == "ort" and not session.recipe.model.traits.is_own
     if not graph or len(samples) > 1 or micro in samples or _are_numbers(taken.get("labels")):
         return module(**taken)
     (count,) = samples
@@ -129,8 +128,8 @@ def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
     passes once more. Of a language model it gets what `word_outputs` makes of scores.
     """
     model = session.engine.plain.model
-    own = session.recipe.model.task == "custom"
-    if session.recipe.train.metric is None or session.recipe.model.task in LANGUAGE_TASKS:
+    traits = session.recipe.model.traits
+    if session.recipe.train.metric is None or traits.predicts:
         yield lambda given, taken: given if isinstance(given, Mapping) else None
     elif session.engine.record.engine.used == "eager":
         kept: list[Any] = []
@@ -140,4 +139,6 @@ def _outputs(session: Session) -> Iterator[Callable[[Any, Batch], Any]]:
         finally:
             handle.remove()
     else:
-        yield lambda given, taken: model(**{name: each for name, each in taken.items() if own or name not in LABELS})
+        yield lambda given, taken: model(
+            **{name: each for name, each in taken.items() if traits.is_own or name not in LABELS}
+        )

@@ -20,12 +20,6 @@ from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.lines import json_lines
 from ortlaunch.units import counted
 
-_PIPELINES = {
-    "masked-lm": "fill-mask", "pretraining": "fill-mask", "causal-lm": "text-generation",
-    "sequence-classification": "text-classification", "sequence-regression": "text-classification",
-    "token-classification": "token-classification",
-}  # fmt: skip
-
 
 def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
     """The card of a checkpoint's export."""
@@ -45,7 +39,7 @@ def _metadata(
         base_model=_of_hub(recipe.model.pretrained),
         datasets=sorted({name for _, source in recipe.data.sources() if (name := _named(source))}) or None,
         library_name=library,
-        pipeline_tag=_PIPELINES.get(recipe.model.task),
+        pipeline_tag=recipe.model.traits.pipeline or None,
         tags=["ortlaunch", *(["lora"] if library == "peft" else []), *used],
         model_name=repo.rpartition("/")[2],
         eval_results=_results(recipe, lines),
@@ -77,14 +71,14 @@ def _named(source: str | Corpus) -> str | None:
 def _results(recipe: Recipe, lines: list[dict[str, Any]]) -> list[EvalResult] | None:
     """The last evaluation up to this step."""
     last = next((line for line in reversed(lines) if "evaluation_loss" in line), None)
-    if last is None or recipe.data.evaluation is None or recipe.model.task not in _PIPELINES:
+    if last is None or recipe.data.evaluation is None or not recipe.model.traits.pipeline:
         return None
     about = _about(recipe.data.evaluation)
     names = {name.removeprefix("evaluation_"): value for name, value in last.items() if name.startswith("evaluation_")}
     hub = {name: metric.hub for name, metric in METRICS.items()}
     return [
         EvalResult(
-            task_type=_PIPELINES[recipe.model.task], dataset_type=about.split(" ")[0], dataset_name=about,
+            task_type=recipe.model.traits.pipeline, dataset_type=about.split(" ")[0], dataset_name=about,
             metric_type=hub.get(name) or name, metric_name=name.replace("_", " "), metric_value=value,
         )
         for name, value in names.items()

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from ortlaunch.planning.memory import chunk_rows
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.families import LANGUAGE_TASKS
 from ortlaunch.run_folder.engine_report import ChunkedLoss
 from ortlaunch.worker.model.chunked_loss import IGNORED, chunked_loss
 from ortlaunch.worker.model.matmul_precision import matmul_precision
@@ -103,7 +102,7 @@ def _why_not(recipe: Recipe, model: nn.Module, sample: Batch) -> str | None:
     """What can be known without a pass."""
     if recipe.engine.chunked_loss == "off":
         return "off"
-    if recipe.model.task not in LANGUAGE_TASKS:
+    if not recipe.model.traits.predicts:
         return f"task {recipe.model.task} has no head over a vocabulary"
     if recipe.zero and recipe.zero.stage == 3:
         return "ZeRO 3 keeps the head's weight in pieces"

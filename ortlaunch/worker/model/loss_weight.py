@@ -32,12 +32,12 @@ class LossWeight:
     """`train.loss_weight` of a recipe, or what stands for it where the recipe does not say."""
 
     def __init__(self, recipe: Recipe, model: LossModule) -> None:
-        task = recipe.model.task
+        traits = recipe.model.traits
         self.declared = recipe.train.loss_weight is not None
-        self.by = recipe.train.loss_weight or ("samples" if task == "custom" else "labels")
+        self.by = recipe.train.loss_weight or ("samples" if traits.is_own else "labels")
         self.shifted = shifts(model)
         # A corpus of ours may have documents shorter than a sample: the words decide then, as said at the field.
-        self.two_means = task == "pretraining" and recipe.data.is_custom and not self.declared
+        self.two_means = traits.pairs and recipe.data.is_custom and not self.declared
         self.varies = recipe.data.is_custom and self.by != "samples"
         self.key = None if self.by in ("samples", "labels") else self.by
         self.taken_out = self.key and self.key not in inspect.signature(model.model.forward).parameters

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.models import Lora
@@ -25,15 +26,6 @@ from ortlaunch.worker.model.pretrained import Loaded, load_pretrained
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_AUTO_CLASSES = {
-    "pretraining": "AutoModelForPreTraining",
-    "masked-lm": "AutoModelForMaskedLM",
-    "causal-lm": "AutoModelForCausalLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "sequence-regression": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-}
-_WORD_TASKS = ("pretraining", "masked-lm", "causal-lm")  # the others have labels, and a head for them
 _SPECIAL_WORDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 
 
@@ -113,7 +105,7 @@ def build_model(recipe: Recipe, data: Data) -> LossModule:
     """The model in float32 on the CPU; the same seed gives the same weights on every rank and engine."""
     torch.manual_seed(recipe.seed)
     generates_with_cache, loaded = None, None
-    if recipe.model.task == "custom":
+    if recipe.model.traits.is_own:
         model = call("model.factory", str(recipe.model.factory), recipe.model.arguments)
         if not isinstance(model, nn.Module):
             raise InputError(f"model.factory returned {type(model).__name__}; it must return a torch.nn.Module")
@@ -130,7 +122,7 @@ def build_model(recipe: Recipe, data: Data) -> LossModule:
         packing.require_separate(model)
     whole = LossModule(model.train())
     whole.generates_with_cache, whole.loaded = generates_with_cache, loaded
-    whole.has_numbers = recipe.model.task == "custom"
+    whole.has_numbers = recipe.model.traits.is_own
     return whole
 
 
@@ -175,12 +167,12 @@ def _transformers_model(recipe: Recipe, data: Data) -> tuple[nn.Module, Loaded |
 
     config = config_of(recipe, data)
     attention = attention_of(recipe)
-    auto = getattr(transformers, _AUTO_CLASSES[recipe.model.task])
+    auto = getattr(transformers, recipe.model.traits.auto_class)
     try:
         if recipe.model.pretrained is None:
             return auto.from_config(config, attn_implementation=attention), None
         return load_pretrained(
-            auto, recipe.model.pretrained, config, new_head=recipe.model.task not in _WORD_TASKS,
+            auto, recipe.model.pretrained, config, new_head=bool(recipe.model.traits.label),
             partial=recipe.model.allow_partial, attn_implementation=attention, torch_dtype=torch.float32,
         )  # fmt: skip
     except (OSError, ValueError) as error:
@@ -215,7 +207,7 @@ def config_of(recipe: Recipe, data: Data) -> Any:
     if data.label_names and given and set(data.label_names) != given.keys():
         told = f"got {', '.join(given)}, and the labels are {', '.join(data.label_names)}"
         raise InputError(f"model.config.{'label2id' if 'label2id' in fields else 'id2label'}: {told}")
-    if recipe.model.task == "sequence-regression":
+    if recipe.model.traits.label == "number":
         fields = {**fields, "num_labels": 1, "problem_type": "regression"}
     fields = {**_from_data(data, config, source is None), **fields}
     try:
@@ -281,12 +273,6 @@ def attention_of(recipe: Recipe) -> str | None:
     return "eager" if recipe.engine.efficient_attention or recipe.engine.flash_attention else None
 
 
-# With these peft trains a new head, too.
-_PEFT_TASKS = {
-    "sequence-classification": "SEQ_CLS", "sequence-regression": "SEQ_CLS", "token-classification": "TOKEN_CLS"
-}  # fmt: skip
-
-
 def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
     try:
         import peft
@@ -297,7 +283,7 @@ def _with_adapters(model: nn.Module, lora: Lora, task: str) -> nn.Module:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules="all-linear" if "all-linear" in lora.target_modules else list(lora.target_modules),
-        task_type=_PEFT_TASKS.get(task),
+        task_type=MODEL_TASKS[task].peft,
     )
     # peft 0.21 reads an attribute that transformers 5.23 renamed: nothing that a user could change.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)

@@ -75,14 +75,14 @@ def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxC
     if recipe.model.lora:
         model = model.merge_and_unload(safe_merge=True)
     whole: Logits | Outputs
-    if recipe.model.task == "custom":
+    if recipe.model.traits.is_own:
         whole, batches = own_outputs(recipe, model, data)
     else:
         batches = real_batches(model, data)
         whole = Logits(model, tuple(batches[0])).eval()
     sizes = _sizes(whole, batches)
     decisions = _write(whole, batches[0], sizes, folder)
-    if recipe.model.task != "custom":
+    if not recipe.model.traits.is_own:
         decisions = []  # transformers' are of sizes; the comparison shows whether they matter
     for place in decisions:
         print(f"{place}: Python takes a tensor's value here: the graph has that of the batch that was traced, for ever")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import IGNORED
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def loss(task: str, output: Batch, batch: Batch) -> torch.Tensor:
     """That of transformers' models: mean cross entropy, for one number a sample the mean square."""
     logits, labels = output.get("prediction_logits", output.get("logits")), batch["labels"]
     assert logits is not None, "looked for when the model was loaded"
-    if task == "causal-lm":
+    if MODEL_TASKS[task].predicts == "next":
         labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     if logits.size(-1) == 1:
         return functional.mse_loss(logits.flatten(), labels.flatten().to(logits.dtype))

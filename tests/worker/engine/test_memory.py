@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.memory import estimate, full_config, padded_vocabulary, tensor_sizes
 from ortlaunch.recipe import Recipe
-from ortlaunch.recipe.fields.families import LABELLED_TASKS, complete
+from ortlaunch.recipe.fields.families import complete
 from tests.makers import BERT, WORDS, bert
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -21,14 +22,7 @@ LLAMA_7B = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
             "intermediate_size": 11008, "vocab_size": 32000}  # fmt: skip
 BERT_LARGE = {"model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
               "intermediate_size": 4096, "vocab_size": 30528}  # fmt: skip
-CLASSES = {
-    "pretraining": "AutoModelForPreTraining",
-    "masked-lm": "AutoModelForMaskedLM",
-    "causal-lm": "AutoModelForCausalLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "sequence-regression": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-}
+LABELLED = [task for task, traits in MODEL_TASKS.items() if traits.label]
 
 
 def transformers_model(config: dict[str, Any], task: str) -> nn.Module:
@@ -38,7 +32,7 @@ def transformers_model(config: dict[str, Any], task: str) -> nn.Module:
     fields = {**config, **({"num_labels": 1} if task == "sequence-regression" else {})}
     kind = fields.pop("model_type")
     with torch.device("meta"):
-        made: nn.Module = getattr(transformers, CLASSES[task]).from_config(
+        made: nn.Module = getattr(transformers, MODEL_TASKS[task].auto_class).from_config(
             transformers.AutoConfig.for_model(kind, **fields)
         )
     return made
@@ -49,7 +43,7 @@ def parameters(model: nn.Module, trained: bool = False) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trained)
 
 
-@pytest.mark.parametrize("task", ["pretraining", "masked-lm", *LABELLED_TASKS])
+@pytest.mark.parametrize("task", ["pretraining", "masked-lm", *LABELLED])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -72,7 +66,7 @@ def test_bert_has_transformers_count(task: str, fields: dict[str, Any]) -> None:
     assert sum(tensor_sizes(complete(config) or {}, task)) == parameters(transformers_model(config, task))
 
 
-@pytest.mark.parametrize("task", ["causal-lm", *LABELLED_TASKS])
+@pytest.mark.parametrize("task", ["causal-lm", *LABELLED])
 @pytest.mark.parametrize(
     "fields",
     [

@@ -1,0 +1,54 @@
+"""The table of model tasks: the values of the recipe's `model.task`, and what differs between them.
+
+Standard library only, for every side. Code reads a property of the row, not the task's name; `recipe.model.traits` is
+the row. Metrics of a task are in `ortlaunch/metrics.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelTask:
+    """One row."""
+
+    auto_class: str = ""
+    """The class of transformers that builds the model; "": the user's factory does."""
+    predicts: str = ""
+    """Words that the head over the vocabulary predicts: `masked` or `next`; "": there is no such head."""
+    pairs: bool = False
+    """Whether samples are pairs of sentences, which a second head tells apart."""
+    label: str = ""
+    """The label of a sample: a `class`, a `number`, or a class for each `word`; "": text has none."""
+    pipeline: str = ""
+    """Its task on the Hugging Face hub."""
+    peft: str | None = None
+    """peft's name for it, with which a new head is trained beside adapters; None: there is no new head."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model is the user's own, which may return anything beside its loss."""
+        return not self.auto_class
+
+    @property
+    def pools(self) -> bool:
+        """Whether a head looks at a sample as a whole."""
+        return self.pairs or self.label in ("class", "number")
+
+
+MODEL_TASKS = {
+    "pretraining": ModelTask("AutoModelForPreTraining", predicts="masked", pairs=True, pipeline="fill-mask"),
+    "masked-lm": ModelTask("AutoModelForMaskedLM", predicts="masked", pipeline="fill-mask"),
+    "causal-lm": ModelTask("AutoModelForCausalLM", predicts="next", pipeline="text-generation"),
+    "sequence-classification": ModelTask(
+        "AutoModelForSequenceClassification", label="class", pipeline="text-classification", peft="SEQ_CLS"
+    ),
+    "sequence-regression": ModelTask(
+        "AutoModelForSequenceClassification", label="number", pipeline="text-classification", peft="SEQ_CLS"
+    ),
+    "token-classification": ModelTask(
+        "AutoModelForTokenClassification", label="word", pipeline="token-classification", peft="TOKEN_CLS"
+    ),
+    "custom": ModelTask(),
+}
