@@ -14,13 +14,15 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import seen_of
+from ortlaunch.ortmodule.base.ort_types import AnyFunction
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
@@ -29,6 +31,9 @@ from ortlaunch.ortmodule.state.model_state import Seen
 from ortlaunch.ortmodule.state.python_values import fixed_buffers, fixed_sizes, tell_again
 from ortlaunch.ortmodule.tracing import escapes, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import tensors
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import Manager, OrtModule, TorchModule
 
 KEPT = 4
 """Graphs of one ORTModule; one more, and the least recently used is freed."""
@@ -53,48 +58,48 @@ def choose_graphs() -> None:
 def _follow_flag(wrapper: Any) -> None:
     """`training` of an ORTModule is its model's, whichever of both is set."""
 
-    def read(wrapped: Any) -> bool:
+    def read(wrapped: OrtModule) -> bool:
         inside = vars(wrapped).get("_torch_module")
         return bool(inside._original_module.training if inside else vars(wrapped)["training"])
 
-    def write(wrapped: Any, mode: bool) -> None:
+    def write(wrapped: OrtModule, mode: bool) -> None:
         inside = vars(wrapped).get("_torch_module")
         if inside:
             inside._original_module.training = mode
         else:
             vars(wrapped)["training"] = mode
 
-    def setting(original: Callable[..., None], wrapped: Any, name: str, value: Any) -> None:
+    def setting(original: Callable[..., None], wrapped: OrtModule, name: str, value: Any) -> None:
         (write(wrapped, value) if name == "training" else original(wrapped, name, value))
 
     wrapper.training = property(read, write)
     wrap_method(wrapper, "__setattr__", setting)
 
 
-def _choosing(original: Callable[..., None], module: Any) -> None:
+def _choosing(original: Callable[..., None], module: TorchModule) -> None:
     """Give ORT's module inside an ORTModule a forward method that chooses a manager for each call."""
     original(module)
     vars(module).setdefault("_ortlaunch_graphs", Graphs())
 
     @functools.wraps(module.forward.__func__)  # pickle finds it by its name
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> Any:
         return _runner("torch._dynamo" in sys.modules)(module._ortlaunch_graphs, module, args, kwargs)
 
     module.forward = types.MethodType(forward, module)
 
 
 @functools.cache
-def _runner(compiles: bool) -> Callable[..., Any]:
+def _runner(compiles: bool) -> AnyFunction:
     """`Graphs.run`, which torch.compile is not to trace."""
-    return cast(Callable[..., Any], torch._dynamo.disable(Graphs.run)) if compiles else Graphs.run
+    return cast(AnyFunction, torch._dynamo.disable(Graphs.run)) if compiles else Graphs.run
 
 
-def _is_training(original: Callable[..., bool], module: Any) -> bool:
+def _is_training(original: Callable[..., bool], module: TorchModule) -> bool:
     """For ORT's own callers: which manager a pass would take if no input had a gradient."""
     return _trains(module._original_module, ())
 
 
-def _once(original: Callable[..., Any], manager: Any) -> Any:
+def _once(original: AnyFunction, manager: Manager) -> Any:
     """ORT's second backward pass ended in an AttributeError of its own."""
     function = original(manager)
 
@@ -125,7 +130,7 @@ class _Call(NamedTuple):
 class _Key:
     """What the graph of a manager was made for; made after its first pass."""
 
-    def __init__(self, manager: Any, call: _Call) -> None:
+    def __init__(self, manager: Manager, call: _Call) -> None:
         module, traced = manager._flattened_module, seen_of(manager._graph_transition_manager)
         self._trains, self._mode, self._gradients, self._form = call[:4]
         # A graph whose code reads the grad mode, or that calls Python, which then saves tensors for a backward pass.
@@ -140,7 +145,7 @@ class _Key:
         """Whether weights, buffers, layers or hooks are other objects than the graph's: it will not be used again."""
         return self._seen is not None and self._seen.replaced()
 
-    def difference(self, manager: Any, call: _Call) -> str:
+    def difference(self, manager: Manager, call: _Call) -> str:
         """Why the graph is not one for `call`; empty where it is."""
         if (self._trains, self._form) != (call.trains, call.form):
             return "the call"
@@ -169,7 +174,7 @@ class Graphs:
     def __reduce__(self) -> Any:
         return Graphs, ()  # a copy of an ORTModule exports its own
 
-    def run(self, module: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, module: TorchModule, args: Any, kwargs: Any) -> Any:
         """The forward pass of a TorchModuleORT."""
         managers, model = module._execution_manager, module._original_module
         if managers(True)._fallback_manager.is_pending():
@@ -189,7 +194,7 @@ class Graphs:
         _refuse_other_numbers(manager)
         return output
 
-    def _find(self, managers: Any, call: _Call) -> tuple[Any, str]:
+    def _find(self, managers: Callable[[bool], Manager], call: _Call) -> tuple[Any, str]:
         """The manager whose graph is one for this call, first now; else None, and why the last used is none."""
         why = "a weight, buffer, layer or hook of the model"
         for transition in (managers(mode)._graph_transition_manager for mode in (True, False)):
@@ -204,7 +209,7 @@ class Graphs:
                 return manager, ""
         return None, why
 
-    def _run_new(self, managers: Any, call: _Call, why: str) -> Any:
+    def _run_new(self, managers: Callable[[bool], Manager], call: _Call, why: str) -> Any:
         """Export, build and run the first pass of another graph."""
         group = call.trains, call.mode
         if group in self._groups:
@@ -235,7 +240,7 @@ class Graphs:
         return output
 
 
-def _call(manager: Any, args: Any, kwargs: Any) -> _Call:
+def _call(manager: Manager, args: Any, kwargs: Any) -> _Call:
     gradients = torch.is_grad_enabled()
     model = manager._original_module
     trains = _trains(model, (args, kwargs))
@@ -248,7 +253,7 @@ def _call(manager: Any, args: Any, kwargs: Any) -> _Call:
     return _Call(trains, model.training, gradients, form, args, kwargs)
 
 
-def _trains(model: Any, values: Any) -> bool:
+def _trains(model: nn.Module, values: Any) -> bool:
     """Whether a layer is in training mode, or gradients are computed."""
     return any(layer.training for layer in model.modules()) or (
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
@@ -266,13 +271,13 @@ def _form(value: Any, trains: bool) -> object:
     return type(value), repr(value)  # repr, because True == 1 == 1.0 and nan is not nan
 
 
-def _autocast(manager: Any) -> object:
+def _autocast(manager: Manager) -> object:
     """The casts that an export would put into the graph."""
     device = manager._device.type if manager._device else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _another(manager: Any) -> Any:
+def _another(manager: Manager) -> Any:
     """A manager with the settings of this one, without a graph."""
     manager = copy.copy(manager)
     # Levels 1 and 2 of memory optimization would choose from those of the old graph.
@@ -282,12 +287,12 @@ def _another(manager: Any) -> Any:
     return manager
 
 
-def _use(managers: Any, trains: bool, manager: Any) -> None:
+def _use(managers: Callable[[bool], Manager], trains: bool, manager: Manager) -> None:
     """Let ORT's own attribute be the manager in use."""
     setattr(managers, "_training_manager" if trains else "_inference_manager", manager)
 
 
-def _refuse_other_numbers(manager: Any) -> None:
+def _refuse_other_numbers(manager: Manager) -> None:
     """A forward pass inside a backward pass is a checkpoint's: it has to draw the first pass's random numbers."""
     if torch._C._current_graph_task_id() == -1:
         return

@@ -7,8 +7,7 @@ training loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +24,9 @@ from ortlaunch.ortmodule.repairs import apply_repairs
 from ortlaunch.ortmodule.state.buffers import kept_modes
 from ortlaunch.ortmodule.state.unsupported import without_compile
 from ortlaunch.ortmodule.wrapper import Wrapper, loaded
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, OrtModule
 
 
 class ORTModule(Wrapper):
@@ -60,7 +62,7 @@ def _reconstruct(kind: Any, settings: Settings) -> Any:
     return object.__new__(loaded(kind))
 
 
-def settle(wrapped: Any, settings: Settings) -> None:
+def settle(wrapped: OrtModule, settings: Settings) -> None:
     """Give an ORTModule, for training and for evaluation, the settings that are ours and not ORT's."""
     for training in (True, False):
         manager = wrapped._torch_module._execution_manager(training)
@@ -91,7 +93,7 @@ def _set_sessions_and_exports() -> None:
         wrap_method(manager, "_create_execution_agent", _on_its_device)
 
 
-def _as_set(original: Callable[..., Any], manager: Any) -> Any:
+def _as_set(original: AnyFunction, manager: Manager) -> Any:
     """ORT's sessions take every physical core, whatever the number of ranks, and on CUDA TF32, whatever torch does."""
     session_options, providers, provider_options = original(manager)
     settings = settings_of(manager)
@@ -103,7 +105,7 @@ def _as_set(original: Callable[..., Any], manager: Any) -> Any:
     return session_options, providers, provider_options
 
 
-def _on_its_device(original: Callable[..., Any], manager: Any) -> None:
+def _on_its_device(original: AnyFunction, manager: Manager) -> None:
     """ORT computes on the CPU, with a line in its log, where its CUDA provider does not load."""
     original(manager)
     provider = manager._execution_agent._inference_session.get_providers()[0]
@@ -114,7 +116,7 @@ def _on_its_device(original: Callable[..., Any], manager: Any) -> None:
         )
 
 
-def _with_settings(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
+def _with_settings(original: AnyFunction, manager: Manager, *args: object) -> Any:
     """What an export looks up outside its module's own options."""
     with options.during_export(manager._runtime_options):
         return original(manager, *args)

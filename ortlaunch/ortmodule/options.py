@@ -28,6 +28,8 @@ from ortlaunch.ortmodule.repaired import import_ortmodule
 if TYPE_CHECKING:
     from torch import nn
 
+    from ortlaunch.ortmodule.base.ort_types import OrtModule, RuntimeOptions
+
 _NEEDS_INTEROP = (
     "sparsity_optimizer",
     "print_input_density",
@@ -164,7 +166,7 @@ def debug_options(settings: Settings) -> Any:
         raise SettingError("save_onnx", f"cannot write to {folder}: {error}") from None
 
 
-def set_attributes(wrapped: Any, settings: Settings) -> None:
+def set_attributes(wrapped: OrtModule, settings: Settings) -> None:
     """Settings that ORT has no variable for, on the training and the evaluation side of a wrapped module."""
     from onnxruntime.capi._pybind_state import PropagateCastOpsStrategy
 
@@ -181,7 +183,7 @@ def set_attributes(wrapped: Any, settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def during_export(runtime_options: Any) -> Iterator[None]:
+def during_export(runtime_options: RuntimeOptions) -> Iterator[None]:
     """What the exporter looks up outside a module's own options, as this module has it."""
     with inlining(getattr(runtime_options, _INLINE, False)):
         yield

@@ -19,6 +19,7 @@ import torch
 from ortlaunch.ortmodule.base import counters, custom_functions, gradients, patching
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export, export_of
+from ortlaunch.ortmodule.base.ort_types import AnyFunction
 from ortlaunch.ortmodule.base.registry import applied, not_applied
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 from ortlaunch.ortmodule.graph_repairs import bfloat16, broadcasts, concatenations, convolutions
@@ -38,7 +39,7 @@ from ortlaunch.ortmodule.tracing import (
 )
 
 Step = TypeVar("Step")
-Trace = Callable[..., Any]
+Trace = AnyFunction
 
 # 1. Around the plain pass by which ORT learns what the model returns, and the trace; the outermost first.
 _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], ...] = (
@@ -107,7 +108,7 @@ def install() -> None:
     unsupported.install()
 
 
-def _exported(original: Callable[..., Any], **arguments: Any) -> Any:
+def _exported(original: AnyFunction, **arguments: Any) -> Any:
     """ORT's `_export_model`: steps 1 to 5."""
     with counters.while_building():
         model, schema, names, differentiable = original(**arguments)  # calls _traced
@@ -119,7 +120,7 @@ def _exported(original: Callable[..., Any], **arguments: Any) -> Any:
     return model, schema, names, differentiable
 
 
-def _traced(original: Callable[..., Any], **arguments: Any) -> Any:
+def _traced(original: AnyFunction, **arguments: Any) -> Any:
     """ORT's `_get_exported_model`: steps 1 to 3."""
     if arguments["ortmodule_cache_dir"] and "ignore_ort_export_cache" in applied():
         tally.note("ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from it")
@@ -133,7 +134,7 @@ def _traced(original: Callable[..., Any], **arguments: Any) -> Any:
             continue
 
 
-def _traced_once(export: Export, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, Any]) -> Any:
     export.seen.clear()
     with _counted():
         with contextlib.ExitStack() as contexts:
@@ -151,7 +152,7 @@ def _traced_once(export: Export, original: Callable[..., Any], arguments: dict[s
 
 
 @functools.wraps(torch.onnx.export)  # ORT looks at its signature
-def _trace(*args: Any, **kwargs: Any) -> Any:
+def _trace(*args: object, **kwargs: object) -> Any:
     """ORT's `torch.onnx.export`: step 2."""
     return tracing.with_autocasts_cache(_tracer())(*args, **kwargs)
 

@@ -6,8 +6,7 @@ source (source_guard.py), and is told as not applied elsewhere. What importing O
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.copies import fix_deepcopy_and_pickle
@@ -24,6 +23,9 @@ from ortlaunch.ortmodule.state.outputs import restore_output_dtypes
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import call_torch_kernels
 from ortlaunch.ortmodule.tracing.checkpointing import see_ort_checkpoints
 from ortlaunch.ortmodule.tracing.cross_entropy import skip_ignored_labels
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 
 def apply_repairs(*left_out: str) -> None:
@@ -42,7 +44,7 @@ def fix_grad_management_device() -> None:
 _MANAGEMENT, _ENABLE = "_mem_efficient_grad_mgmt:", "post_processing_enable_mem_efficient_training"
 
 
-def _on_device(enable: Callable[..., Any], model: Any, named_parameters: Any, parameters: Any) -> Any:
+def _on_device(enable: AnyFunction, model: Any, named_parameters: Any, parameters: Any) -> Any:
     return enable(model, named_parameters, next(iter(parameters.values())).device)
 
 

@@ -10,8 +10,8 @@ import copy
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import counters, torch_calls
 from ortlaunch.ortmodule.base.counters import tally
@@ -19,6 +19,9 @@ from ortlaunch.ortmodule.base.graph import Graph, read_graph, size
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.placement import nodes_by_provider
 from ortlaunch.ortmodule.repaired import import_ortmodule
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, Session
 
 _GRAPH = "_ortlaunch_graph"
 
@@ -105,7 +108,7 @@ def _install() -> None:
 
 
 def _count(owner: Any, method: str, counter: str, of_graph: str) -> None:
-    def counted(original: Callable[..., Any], agent: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(original: AnyFunction, agent: Any, *args: object, **kwargs: object) -> Any:
         with torch_calls.timed_pass():
             result = original(agent, *args, **kwargs)
         setattr(_current, counter, getattr(_current, counter) + 1)
@@ -117,7 +120,7 @@ def _count(owner: Any, method: str, counter: str, of_graph: str) -> None:
     wrap_method(owner, method, counted)
 
 
-def _save_what_runs(original: Callable[..., Any], manager: Any) -> Any:
+def _save_what_runs(original: AnyFunction, manager: Manager) -> Any:
     """Let the session save the graph that it makes of ORTModule's: fused, recomputing, as it will run."""
     session_options, providers, provider_options = original(manager)
     if not session_options.optimized_model_filepath:  # engine.save_onnx has a place for it
@@ -126,12 +129,12 @@ def _save_what_runs(original: Callable[..., Any], manager: Any) -> Any:
     return session_options, providers, provider_options
 
 
-def _build_graph(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+def _build_graph(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> Any:
     with counters.while_building():
         return original(manager, *args, **kwargs)
 
 
-def _record_graph(original: Callable[..., Any], manager: Any) -> None:
+def _record_graph(original: AnyFunction, manager: Manager) -> None:
     import onnx
     from torch.onnx import TrainingMode
 
@@ -154,7 +157,7 @@ def _is_memory_efficient(options: Any) -> bool:
     return bool(options.execution_order == ExecutionOrder.MEMORY_EFFICIENT)
 
 
-def _placed(model: str, session: Any) -> dict[str, int]:
+def _placed(model: str, session: Session) -> dict[str, int]:
     """Nodes on each provider; empty, with a note, where ONNX Runtime fails to report it."""
     try:
         return nodes_by_provider(model, session)
@@ -163,7 +166,7 @@ def _placed(model: str, session: Any) -> dict[str, int]:
         return {}
 
 
-def _record_fallback(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+def _record_fallback(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> Any:
     # With retry on, ORT forgets the exception inside the call: read it first.
     reason = f"{type(manager._exception).__name__}: {manager._exception}"
     _current.fallbacks += 1

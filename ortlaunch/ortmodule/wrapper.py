@@ -9,13 +9,18 @@ import functools
 import importlib
 import inspect
 import logging
+from collections.abc import Iterator, Mapping
 from types import MethodType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 from torch._C._dynamo import eval_frame
 
 from ortlaunch.ortmodule.base.source_guard import PACKAGE
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import OrtModule, TorchModule
 
 _SAVING = ("save_pretrained", "push_to_hub")  # which write the names of classes into config.json
 _COMPLETE = "_ortlaunch_complete"
@@ -27,7 +32,7 @@ class Wrapper(nn.Module):
     _ortlaunch_kind: ClassVar[type[Wrapper]]
     # Attributes of ORT's class.
     module: nn.Module
-    _torch_module: Any
+    _torch_module: TorchModule
     _logger: logging.Logger
 
     @property  # type: ignore[misc]
@@ -37,14 +42,14 @@ class Wrapper(nn.Module):
         kind = type(own["_torch_module"].module) if own.get(_COMPLETE) else None
         return kind if kind is not None and hasattr(kind, "save_pretrained") else type(self)
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         # Here and not in the class statement: ORT is imported after the settings that it reads at its import are set.
         # By the slot of object, as `__class__` is a property of this class.
         vars(object)["__class__"].__set__(self, loaded(type(self)))  # type: ignore[arg-type]  # hashable
         super().__init__(*args)
         _complete(self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Unseen by torch.compile(wrapped), which would trace ORT's Python code."""
         compiling = eval_frame.set_eval_frame(None)
         try:
@@ -61,13 +66,13 @@ class Wrapper(nn.Module):
         super().__setstate__({name: value for name, value in state.items() if name != _COMPLETE})
         _complete(self)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, object], strict: bool = True, assign: bool = False) -> object:
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
 
 
@@ -85,7 +90,7 @@ def loaded(kind: type[Any]) -> Any:
     return kind if issubclass(kind, base) else type(kind.__name__, (kind, base), names)
 
 
-def _complete(wrapped: Any) -> None:
+def _complete(wrapped: OrtModule) -> None:
     """ORT binds copies of the model's methods to it; those of a class and those that save are to stay the model's."""
     kind = type(wrapped.module)
     for name in list(vars(wrapped)):

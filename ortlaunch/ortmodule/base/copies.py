@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import MANAGER, owner
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 _ADDRESSES = ("_torch_alloc", "_torch_free", "_torch_empty_cache")
 _OF_THE_GRAPH = ("_ortlaunch_key", "_ortlaunch_norms", "_ortlaunch_facts")
@@ -17,7 +19,7 @@ def fix_deepcopy_and_pickle() -> None:
     wrap_method(owner(MANAGER), "__getstate__", _state)
 
 
-def _state(original: Callable[..., Any], manager: Any) -> dict[str, Any]:
+def _state(original: AnyFunction, manager: Manager) -> dict[str, Any]:
     for name in _ADDRESSES:
         vars(manager).setdefault(name, None)
     state = original(manager)

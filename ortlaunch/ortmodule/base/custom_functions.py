@@ -11,10 +11,13 @@ import contextvars
 import functools
 import importlib
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.build import extensions
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 _CALLS = "onnxruntime.training.ortmodule._custom_autograd_function"
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
@@ -27,11 +30,11 @@ def keep_booleans() -> None:
     exporter._default_export = _with_booleans(exporter._default_export)
 
 
-def _with_booleans(default_export: Callable[..., Any]) -> Callable[..., Any]:
+def _with_booleans(default_export: AnyFunction) -> AnyFunction:
     from torch.onnx import TensorProtoDataType as Kind
 
     @functools.wraps(default_export)
-    def export(g: Any, /, *given: Any, **other: Any) -> Any:
+    def export(g: Any, /, *given: Any, **other: object) -> Any:
         name, function, cconv, size, kinds, ranks, *args = given
         takes = frozenset(i for i, arg in enumerate(args) if cconv[i] == "d" and arg.type().scalarType() == "Bool")
         gives = frozenset(i for i, kind in enumerate(kinds) if kind == Kind.BOOL)
@@ -98,11 +101,11 @@ def inlining(wanted: bool) -> Iterator[None]:
         calls.enable_custom_autograd_support(called)
 
 
-def without_inlining(export: Callable[..., Any]) -> Callable[..., Any]:
+def without_inlining(export: AnyFunction) -> AnyFunction:
     """An export that inlines only inside of `inlining(True)`, and ends with the reason where it cannot call."""
 
     @functools.wraps(export)
-    def export_without_inlining(*args: Any, **kwargs: Any) -> Any:
+    def export_without_inlining(*args: object, **kwargs: object) -> Any:
         try:
             return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
         except RuntimeError as error:

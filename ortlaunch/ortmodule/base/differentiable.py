@@ -7,7 +7,6 @@ gradient (torch_operators.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -74,7 +73,7 @@ class Gradients:
         self._is_trained, self._device = is_trained, device
         self._known: dict[int, bool] = {}
 
-    def reach(self, value: Any) -> bool:
+    def reach(self, value: torch.Value) -> bool:
         """Whether a value of the graph depends, with a gradient, on something trained."""
         pending = [value]
         while pending:
@@ -88,12 +87,12 @@ class Gradients:
                 self._known[found.unique()] = self._one(found)
         return self._known[value.unique()]
 
-    def _one(self, value: Any) -> bool:
+    def _one(self, value: torch.Value) -> bool:
         if value.node().kind() == "prim::Param":
             return self._is_trained(value.debugName())
         return any(self._known[given.unique()] for given in _given(value))
 
-    def lost(self, written: Sequence[Any], outputs: Iterable[Any]) -> str:
+    def lost(self, written: Sequence[torch.Node], outputs: Iterable[torch.Value | None]) -> str:
         """The first ONNX operator among nodes just written through which ORT's gradient would not come; or empty."""
         if all(_is_derived(node, self._device) and _name(node) not in _PARTLY for node in written):
             return ""
@@ -112,7 +111,7 @@ class Gradients:
             pending += given
         return ""
 
-    def _cut(self, node: Any) -> list[Any]:
+    def _cut(self, node: torch.Node) -> list[torch.Value]:
         """Inputs of an operator that ORT derives, whose gradient it leaves out or takes for another."""
         name, inputs = _name(node), list(node.inputs())
         if name == "Pow" and not _is_scalar(inputs[1]):  # that of a power that is broadcast is not summed up
@@ -122,14 +121,14 @@ class Gradients:
         return [inputs[place] for place in _CUT.get(name, ()) if place < len(inputs)]
 
 
-def is_valid(node: Any) -> bool:
+def is_valid(node: torch.Node) -> bool:
     """Whether ONNX has what the exporter wrote: it writes a LayerNorm without weights, and negative dimensions."""
     if _name(node) == "Transpose" and "perm" in node.attributeNames():
         return min(getattr(node, "is")("perm"), default=0) >= 0
     return _name(node) != "LayerNormalization" or not any(given.node().mustBeNone() for given in node.inputs())
 
 
-def _is_derived(node: Any, device: str) -> bool:
+def _is_derived(node: torch.Node, device: str) -> bool:
     """Also by what ORT's builders and kernels of gradients do not know of their operator."""
     name = _name(node)
     if name == "LeakyRelu" and "alpha" in node.attributeNames():  # it looks at the sign of what came out
@@ -151,17 +150,17 @@ def _is_derived(node: Any, device: str) -> bool:
     return name in _DERIVED
 
 
-def _text(node: Any, attribute: str, default: str) -> str:
+def _text(node: torch.Node, attribute: str, default: str) -> str:
     return str(node.s(attribute)) if attribute in node.attributeNames() else default
 
 
-def _rank(node: Any) -> int | None:
+def _rank(node: torch.Node) -> int | None:
     kind = next(node.inputs()).type()
     rank: int | None = kind.dim() if isinstance(kind, torch._C.TensorType) else None
     return rank
 
 
-def _given(value: Any) -> list[Any]:
+def _given(value: torch.Value) -> list[torch.Value]:
     """What a value is computed of, as far as a gradient goes that way."""
     node = value.node()
     if any(True for _ in node.blocks()):  # an If, whose branches take what they want from around it
@@ -170,7 +169,7 @@ def _given(value: Any) -> list[Any]:
     return [given for place, given in enumerate(node.inputs()) if place not in stops]
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: torch.Value) -> bool:
     """Whether a value is one number that is known and not 0."""
     node = value.node()
     while node.kind() == "onnx::Cast":
@@ -179,19 +178,19 @@ def _is_scalar(value: Any) -> bool:
     return bool(number.numel() == 1 and number.item() != 0)
 
 
-def _is_cast_to_number(node: Any) -> bool:
+def _is_cast_to_number(node: torch.Node) -> bool:
     return bool(node.kind() == "onnx::Cast" and node.i("to") not in (1, 10, 11, 16))
 
 
-def _is_detached(node: Any) -> bool:
+def _is_detached(node: torch.Node) -> bool:
     """Whether it is what symbolics.stopping_at_detach writes."""
     return _name(node) == "ATen" and _text(node, "operator", "") == "clone"
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: torch.Value) -> bool:
     kind = value.type().scalarType() if isinstance(value.type(), torch._C.TensorType) else None
     return kind is None or kind in _FLOATS
 
 
-def _name(node: Any) -> str:
+def _name(node: torch.Node) -> str:
     return str(node.kind()).rpartition("::")[2]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import ExportInfo, Transition
 
 
 class Export(NamedTuple):
@@ -16,7 +19,7 @@ class Export(NamedTuple):
     training: bool
     device: torch.device
     inputs: Any
-    info: Any
+    info: ExportInfo
     """ORT's ModelInfoForExport."""
     options: Any
     """ORT's _RuntimeOptions of this module; settings.settings_of reads ours."""
@@ -38,7 +41,7 @@ def export_of(arguments: dict[str, Any]) -> Export:
     )
 
 
-def seen_of(transition: Any) -> dict[str, Any]:
+def seen_of(transition: Transition) -> dict[str, Any]:
     """What the newest trace of a GraphTransitionManager's model showed."""
     found: dict[str, Any] = vars(transition).setdefault("_ortlaunch_traced", {})
     return found

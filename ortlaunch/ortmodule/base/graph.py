@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx
 
 _YIELD = "YieldOp"  # where the forward pass of a training graph ends
 _MOST = 8
@@ -57,7 +60,7 @@ def size(operators: Counter[str]) -> int:
     return sum(operators.values())
 
 
-def read_graph(model: Any, training: bool, memory_efficient: bool) -> Graph:
+def read_graph(model: onnx.ModelProto, training: bool, memory_efficient: bool) -> Graph:
     """Count the nodes of an executed graph.
 
     model: an onnx.ModelProto that a session saved; its nodes are in ORT's default order.
@@ -82,7 +85,7 @@ def read_graph(model: Any, training: bool, memory_efficient: bool) -> Graph:
     )
 
 
-def _needed(nodes: Sequence[Any], end: int) -> set[int]:
+def _needed(nodes: Sequence[onnx.NodeProto], end: int) -> set[int]:
     """`end`, nodes that it needs, and the shapes of what these make: ORT takes shapes as soon as it can."""
     maker = {name: i for i, node in enumerate(nodes) for name in node.output if name}
     found: set[int] = set()
@@ -97,15 +100,15 @@ def _needed(nodes: Sequence[Any], end: int) -> set[int]:
     return found | {i for i in shapes if all(maker.get(name) in needed for name in nodes[i].input)}
 
 
-def _called(nodes: Sequence[Any], attribute: str, *kinds: str) -> Counter[str]:
+def _called(nodes: Sequence[onnx.NodeProto], attribute: str, *kinds: str) -> Counter[str]:
     return Counter(_attribute(node, attribute) for node in nodes if node.op_type in kinds)
 
 
-def _attribute(node: Any, name: str) -> str:
+def _attribute(node: onnx.NodeProto, name: str) -> str:
     return next((str(attribute.s.decode()) for attribute in node.attribute if attribute.name == name), node.op_type)
 
 
-def replace_nodes(graph: Any, nodes: Iterable[Any]) -> None:
+def replace_nodes(graph: onnx.GraphProto, nodes: Iterable[onnx.NodeProto]) -> None:
     """Let an onnx.GraphProto have these nodes; they may be its own, which are freed with those that go."""
     from onnx import NodeProto
 

@@ -6,8 +6,11 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 
 @contextlib.contextmanager
@@ -25,18 +28,18 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def wrap_method(owner: Any, method: str, around: Callable[..., Any]) -> None:
+def wrap_method(owner: Any, method: str, around: AnyFunction) -> None:
     """Let `around(original, *args, **kwargs)` stand in for a method of a class."""
     original = getattr(owner, method)
 
     @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> Any:
         return around(original, *args, **kwargs)
 
     setattr(owner, method, wrapped)
 
 
-def replace_ort_export(export: Callable[..., Any]) -> None:
+def replace_ort_export(export: AnyFunction) -> None:
     """Let `export` be `torch.onnx.export` for ORT, its only caller here; everybody else's stays as it is."""
     caller: Any = importlib.import_module("onnxruntime.training.ortmodule._graph_transition_manager")
     caller.torch = Seen(caller.torch, onnx=Seen(caller.torch.onnx, export=export))

@@ -113,7 +113,7 @@ _VALID: dict[str, tuple[object, ...]] = {
 }
 
 
-def settings_of(manager: Any) -> Settings:
+def settings_of(manager: object) -> Settings:
     """Those of a manager of ORT's, or of its options; the defaults for an ORTModule that ORT's own class made."""
     found: Settings = getattr(manager, "_ortlaunch_settings", _DEFAULTS)
     return found

@@ -12,20 +12,23 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 Function = Callable[..., Sequence[torch.Tensor]]
 _numbers = itertools.count()
 
 
-def getter(name: str) -> Callable[..., Any]:
+def getter(name: str) -> AnyFunction:
     """The function with which torch reads a property of tensors, as `__torch_function__` receives it."""
     return getattr(torch.Tensor, name).__get__  # type: ignore[no-any-return]
 
 
-def setter(name: str) -> Callable[..., Any]:
+def setter(name: str) -> AnyFunction:
     """The function with which torch sets a property of tensors, as `__torch_function__` receives it."""
     return getattr(torch.Tensor, name).__set__  # type: ignore[no-any-return]
 

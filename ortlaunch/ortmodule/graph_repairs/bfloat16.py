@@ -7,7 +7,7 @@ exported again with a call of torch's (torch_operators.py); if that fails, the r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import replace_nodes
@@ -15,6 +15,11 @@ from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
 from ortlaunch.ortmodule.build import cuda_kernels
 from ortlaunch.ortmodule.torch_in_graph.torch_kernels import Rewriting
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 _KIND = "bfloat16"
 # ORT's operator: torch's operator, and the arguments after its inputs.
@@ -33,7 +38,7 @@ def install() -> None:
         wrap_method(owner(manager), "_build_graph", _building)
 
 
-def correct_casts(model: Any) -> None:
+def correct_casts(model: onnx.ModelProto) -> None:
     """Torch's exporter writes the type of its own casts to bfloat16 as 15, which is complex128; ORT has none of those.
 
     Source: scalarTypeToONNXTypeMap of torch/csrc/jit/passes/onnx/scalar_type_analysis.cpp.
@@ -46,13 +51,13 @@ def correct_casts(model: Any) -> None:
                 attribute.i = TensorProto.BFLOAT16
 
 
-def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:
+def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
     original(manager, *args)
     if manager._device.type == "cuda":
         complete(manager._onnx_models.optimized_model)
 
 
-def complete(model: Any, has_kernel: Callable[..., bool] = cuda_kernels.has_kernel) -> None:
+def complete(model: onnx.ModelProto, has_kernel: Callable[..., bool] = cuda_kernels.has_kernel) -> None:
     """Give every node of an onnx.ModelProto that takes or makes bfloat16 a kernel.
 
     Raises:
@@ -87,7 +92,7 @@ def complete(model: Any, has_kernel: Callable[..., bool] = cuda_kernels.has_kern
         model.graph.value_info.extend(rewriting.unknown_values(16))
 
 
-def _in_float32(rewriting: Rewriting, node: Any, halves: set[str]) -> None:
+def _in_float32(rewriting: Rewriting, node: onnx.NodeProto, halves: set[str]) -> None:
     """Add a node with its bfloat16 tensors cast to float32 and back; each result is rounded once, as torch's is."""
     from onnx import TensorProto, helper
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,11 @@ from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo, Manager, ShapeInference
 
 _SIZES = "ortlaunch.sizes"
 _BROADCASTING = {
@@ -35,7 +40,7 @@ def keep_broadcast_sizes() -> None:
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_hidden_shapes)
 
 
-def note_sizes(export: Export, model: Any) -> None:
+def note_sizes(export: Export, model: onnx.ModelProto) -> None:
     """Write the sizes of this batch into the graph, under the names that its inputs' dimensions have."""
     names = export.info.onnx_graph_input_names
     given = {name: value for name, value in zip(names, export.inputs) if isinstance(value, torch.Tensor)}
@@ -43,7 +48,9 @@ def note_sizes(export: Export, model: Any) -> None:
     model.metadata_props.add(key=_SIZES, value=json.dumps(sizes))
 
 
-def _broadcast(original: Callable[..., Any], inference: Any, first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+def _broadcast(
+    original: AnyFunction, inference: ShapeInference, first: Sequence[Any], second: Sequence[Any]
+) -> list[Any]:
     rank = max(len(first), len(second))
     pairs = zip([1] * (rank - len(first)) + list(first), [1] * (rank - len(second)) + list(second))
     return [
@@ -53,12 +60,14 @@ def _broadcast(original: Callable[..., Any], inference: Any, first: Sequence[Any
     ]  # fmt: skip
 
 
-def _merged_where_equal(original: Callable[..., Any], inference: Any, dims: Any, allow_broadcast: bool = True) -> None:
+def _merged_where_equal(
+    original: AnyFunction, inference: ShapeInference, dims: Any, allow_broadcast: bool = True
+) -> None:
     if not allow_broadcast or _are_equal(inference, [dim for dim in dims if dim not in (0, 1)]):
         original(inference, dims, allow_broadcast=allow_broadcast)
 
 
-def _with_broadcast_sizes(original: Callable[..., Any], inference: Any, node: Any) -> None:
+def _with_broadcast_sizes(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
     """What the single node's inference leaves open, which ORT would fill in by merging the sizes."""
     original(inference, node)
     if node.op_type not in _BROADCASTING or node.output[0] not in inference.known_vi_:
@@ -76,14 +85,14 @@ def _with_broadcast_sizes(original: Callable[..., Any], inference: Any, node: An
             setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
 
 
-def _are_equal(inference: Any, dims: Sequence[Any]) -> bool:
+def _are_equal(inference: ShapeInference, dims: Sequence[Any]) -> bool:
     if len(set(dims)) < 2:
         return True
     values = [_value(inference, dim) for dim in dims]
     return None not in values and len(set(values)) == 1
 
 
-def _value(inference: Any, dim: Any) -> int | None:
+def _value(inference: ShapeInference, dim: Any) -> int | None:
     """In the batch of the export."""
     if not isinstance(dim, str):
         return None if dim is None else int(dim)
@@ -96,7 +105,7 @@ def _value(inference: Any, dim: Any) -> int | None:
     return int(form.subs({symbol: known[str(symbol)] for symbol in form.free_symbols}))
 
 
-def _sizes(inference: Any) -> dict[str, int]:
+def _sizes(inference: ShapeInference) -> dict[str, int]:
     known: dict[str, int] | None = vars(inference).get("_ortlaunch_sizes")
     if known is None:
         notes = {prop.key: prop.value for prop in inference.out_mp_.metadata_props}
@@ -104,7 +113,7 @@ def _sizes(inference: Any) -> dict[str, int]:
     return known
 
 
-def _either(inference: Any, one: Any, other: Any) -> str:
+def _either(inference: ShapeInference, one: Any, other: Any) -> str:
     """A size of its own for what is one or the other of two."""
     sympy: Any = importlib.import_module("sympy")
     names: dict[Any, str] = vars(inference).setdefault("_ortlaunch_either", {})
@@ -116,7 +125,7 @@ def _either(inference: Any, one: Any, other: Any) -> str:
 # -------------------------------------------------------------------------------------------- in the graph
 
 
-def _with_hidden_shapes(original: Callable[..., Any], model: Any) -> Any:
+def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> Any:
     """Where sizes meet that may differ, ORT's gradient asks for them in each pass, if one shape is not known to it."""
     inferred = original(model)
     graph, nodes = inferred.graph, []
@@ -138,7 +147,7 @@ def _with_hidden_shapes(original: Callable[..., Any], model: Any) -> Any:
     return inferred
 
 
-def hide(node: Any, place: int) -> list[Any]:
+def hide(node: onnx.NodeProto, place: int) -> list[Any]:
     """An input through a Reshape to what its shape is in each pass."""
     from onnx import helper
 
@@ -150,7 +159,7 @@ def hide(node: Any, place: int) -> list[Any]:
     ]
 
 
-def _spread(node: Any, known: dict[str, Any]) -> list[int]:
+def _spread(node: onnx.NodeProto, known: dict[str, Any]) -> list[int]:
     """What a Where broadcasts, or may: ORT's gradient of it has the size of the result."""
     if node.op_type != "Where":
         return []
@@ -158,7 +167,7 @@ def _spread(node: Any, known: dict[str, Any]) -> list[int]:
     return [place for place in (1, 2) if size is None or "" in size or known.get(node.input[place]) != size]
 
 
-def _expand(node: Any, places: Sequence[int], known: dict[str, Any]) -> list[Any]:
+def _expand(node: onnx.NodeProto, places: Sequence[int], known: dict[str, Any]) -> list[Any]:
     """Broadcast these inputs of a Where before it, in a node of which ORT's gradient sums up."""
     from onnx import NodeProto, helper
 
@@ -185,7 +194,7 @@ def _dims(value: Any) -> list[Any] | None:
     return [dim.dim_value or dim.dim_param for dim in found.shape.dim] if found.HasField("shape") else None
 
 
-def _unsure(node: Any, known: dict[str, Any]) -> list[int]:
+def _unsure(node: onnx.NodeProto, known: dict[str, Any]) -> list[int]:
     """The inputs whose shapes are to be hidden, of those that may be broadcast: one of two is enough for most."""
     if node.op_type == "Expand":
         names, places = [node.input[0], node.output[0]], [0]
@@ -212,20 +221,20 @@ def _may_differ(*shapes: Sequence[Any]) -> bool:
 # ------------------------------------------------------------------------------------------- in later batches
 
 
-def apart(manager: Any, args: Any, kwargs: Any) -> bool:
+def apart(manager: Manager, args: Any, kwargs: Any) -> bool:
     """Whether of sizes of inputs that were equal in the batch of the export one is 1 in this batch, of equal form."""
     info = manager._graph_transition_manager._post_export_processed_model_info
     return any(_are_apart(info, group, args, kwargs) for group in _groups(info))
 
 
-def _are_apart(info: Any, group: Sequence[tuple[str, int]], args: Any, kwargs: Any) -> bool:
+def _are_apart(info: GraphInfo, group: Sequence[tuple[str, int]], args: Any, kwargs: Any) -> bool:
     read = info.onnx_graph_input_data_accessor_user_defined
     given = [(read[name](args, kwargs), axis) for name, axis in group]
     ones = [value.shape[axis] == 1 for value, axis in given if isinstance(value, torch.Tensor) and value.dim() > axis]
     return any(ones) and not all(ones)
 
 
-def _groups(info: Any) -> list[list[tuple[str, int]]]:
+def _groups(info: GraphInfo) -> list[list[tuple[str, int]]]:
     """Dimensions of the model's inputs that its graph takes for equal."""
     found: list[list[tuple[str, int]]] | None = vars(info).get("_ortlaunch_equal")
     if found is None:

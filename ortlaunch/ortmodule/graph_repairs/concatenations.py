@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -27,11 +27,14 @@ from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.gradients import ends_gradients
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
+if TYPE_CHECKING:
+    import onnx
+
 _NAMED = {"Concat": range(2**20), "BatchNormalization": (1, 2)}
 _BEFORE, _BEHIND = -(2**40), 2**62
 
 
-def keep_constants_apart(export: Export, model: Any) -> None:
+def keep_constants_apart(export: Export, model: onnx.ModelProto) -> None:
     """ORT ended where two of them, or one twice, take a tensor that gets no gradient."""
     if not export.training:
         return
@@ -48,11 +51,11 @@ def keep_constants_apart(export: Export, model: Any) -> None:
         replace_nodes(graph, _with_slices(graph, places, export.info.onnx_graph_input_names[0]))
 
 
-def _with_slices(graph: Any, places: set[tuple[str, int]], given: str) -> list[Any]:
+def _with_slices(graph: onnx.GraphProto, places: set[tuple[str, int]], given: str) -> list[onnx.NodeProto]:
     made = [node for node in graph.node if node.op_type == "Constant" and node.attribute[0].name == "value"]
     constants = {node.output[0]: node.attribute[0].t.dims for node in made}
     constants.update({tensor.name: tensor.dims for tensor in graph.initializer})
-    nodes: list[Any] = []
+    nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         for place, name in enumerate(node.input):
             if node.output and (node.output[0], place) in places:
@@ -65,14 +68,14 @@ def _with_slices(graph: Any, places: set[tuple[str, int]], given: str) -> list[A
     return nodes
 
 
-def _slice(name: str, whole: str, to: str) -> list[Any]:
+def _slice(name: str, whole: str, to: str) -> list[onnx.NodeProto]:
     from onnx import helper
 
     given = [name, f"{whole}_begin", f"{whole}_end", f"{whole}_axis"]
     return [_numbers(given[2], _BEHIND), _numbers(given[3], 0), helper.make_node("Slice", given, [to])]
 
 
-def _constant(name: str, whole: str, begin: int, dims: Sequence[int], given: str) -> list[Any]:
+def _constant(name: str, whole: str, begin: int, dims: Sequence[int], given: str) -> list[onnx.NodeProto]:
     """From a place that only a pass knows, or ORT would compute the slice, and make one of equal ones."""
     from onnx import helper
 
@@ -86,14 +89,14 @@ def _constant(name: str, whole: str, begin: int, dims: Sequence[int], given: str
     ]
 
 
-def _numbers(name: str, *numbers: int) -> Any:
+def _numbers(name: str, *numbers: int) -> onnx.NodeProto:
     from onnx import TensorProto, helper
 
     value = helper.make_tensor("", TensorProto.INT64, [len(numbers)], numbers)
     return helper.make_node("Constant", [], [name], value=value)
 
 
-def use_weights_once(export: Export, model: Any) -> None:
+def use_weights_once(export: Export, model: onnx.ModelProto) -> None:
     """Let a node take a weight once, and minus minus the weight: ORT adds up gradients of several nodes only."""
     from onnx import helper
 
@@ -114,7 +117,7 @@ def _weights(export: Export) -> set[str]:
     )
 
 
-def _trained(export: Export, graph: Any) -> set[str]:
+def _trained(export: Export, graph: onnx.GraphProto) -> set[str]:
     """What a gradient goes back through."""
     trained = _weights(export)
     for node in graph.node:

@@ -7,19 +7,22 @@ takes another path, so a convolution of one becomes one of two.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.graph import replace_nodes
 
+if TYPE_CHECKING:
+    import onnx
 
-def rewrite(export: Export, model: Any) -> None:
+
+def rewrite(export: Export, model: onnx.ModelProto) -> None:
     """ORT's gradient of a grouped Conv1d or Conv3d on CPU writes zeros over other tensors: random wrong gradients."""
     if export.training and export.device.type == "cpu":
         _in_two_dimensions(model.graph)
 
 
-def _in_two_dimensions(graph: Any) -> None:
+def _in_two_dimensions(graph: onnx.GraphProto) -> None:
     from onnx import TensorProto, helper
 
     nodes = []
@@ -50,7 +53,7 @@ def _in_two_dimensions(graph: Any) -> None:
         replace_nodes(graph, nodes)
 
 
-def _pad_openly(node: Any) -> None:
+def _pad_openly(node: onnx.NodeProto) -> None:
     """Write `padding="same"`, which ORT's gradient of the weight on CPU takes for none, as numbers."""
     from onnx import helper
 

@@ -8,7 +8,7 @@ gradient are of another tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
@@ -20,6 +20,8 @@ from ortlaunch.ortmodule.graph_repairs.broadcasts import hide
 if TYPE_CHECKING:
     import onnx
 
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
+
 _END = 2**63 - 1
 
 
@@ -28,17 +30,17 @@ def cut_unequal_parts() -> None:
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_parts)
 
 
-def _with_parts(original: Callable[..., Any], model: Any) -> Any:
+def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> Any:
     inferred = original(model)
     graph = inferred.graph
     values = (*graph.input, *graph.value_info, *graph.output)
     ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in values if v.type.tensor_type.HasField("shape")}
     derived = reached(graph)
-    uses: dict[str, list[Any]] = {}
+    uses: dict[str, list[onnx.NodeProto]] = {}
     for node in graph.node:
         if node.op_type in ("Slice", "Gather"):
             uses.setdefault(node.input[0], []).append(node)
-    nodes: list[Any] = []
+    nodes: list[onnx.NodeProto] = []
     for node in graph.node:
         nodes += _parts(node, ranks, derived, uses)
     if len(nodes) != len(graph.node):
@@ -46,7 +48,9 @@ def _with_parts(original: Callable[..., Any], model: Any) -> Any:
     return inferred
 
 
-def _parts(node: Any, ranks: Mapping[str, int], derived: set[str], uses: Mapping[str, list[Any]]) -> list[Any]:
+def _parts(
+    node: onnx.NodeProto, ranks: Mapping[str, int], derived: set[str], uses: Mapping[str, list[onnx.NodeProto]]
+) -> list[onnx.NodeProto]:
     rank = ranks.get(node.input[0]) if node.input else None
     if rank is None:
         return [node]
@@ -63,7 +67,7 @@ def _alike(names: Any, derived: set[str]) -> bool:
     return len({name in derived for name in names}) < 2
 
 
-def _cut_all(split: Any, rank: int) -> list[Any]:
+def _cut_all(split: onnx.NodeProto, rank: int) -> list[onnx.NodeProto]:
     """A Slice for each part, from where the one before ends."""
     place = next((attribute.i for attribute in split.attribute if attribute.name == "axis"), 0)
     nodes, start = [], f"{split.output[0]}_ortlaunch_0"
@@ -76,7 +80,7 @@ def _cut_all(split: Any, rank: int) -> list[Any]:
     return nodes
 
 
-def _sum(split: Any, number: int, made: str) -> list[Any]:
+def _sum(split: onnx.NodeProto, number: int, made: str) -> list[onnx.NodeProto]:
     """The sizes of so many parts, together."""
     return [
         _constant(f"{made}_these", [int(place < number) for place in range(len(split.output))]),
@@ -85,7 +89,7 @@ def _sum(split: Any, number: int, made: str) -> list[Any]:
     ]
 
 
-def _cut(given: str, made: str, axis: int, rank: int, start: str, end: str) -> list[Any]:
+def _cut(given: str, made: str, axis: int, rank: int, start: str, end: str) -> list[onnx.NodeProto]:
     other = (axis + 1) % max(rank, 2)
     nodes = [
         _constant(f"{made}_first", [0]),
@@ -112,7 +116,7 @@ def _node(operator: str, given: list[str], made: str, axis: int | None = None) -
     return helper.make_node(operator, given, [made], made, axis=axis)
 
 
-def _constant(name: str, numbers: list[int]) -> Any:
+def _constant(name: str, numbers: list[int]) -> onnx.NodeProto:
     from onnx import TensorProto, helper
 
     value = helper.make_tensor(name, TensorProto.INT64, [len(numbers)], numbers)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ortlaunch.ortmodule.base import patching
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, ShapeInference
 
 
 def infer_symbolic_sizes() -> None:
@@ -23,7 +27,7 @@ def _module() -> Any:
     return importlib.import_module("onnxruntime.tools.symbolic_shape_infer")
 
 
-def _upsampled(original: Callable[..., Any], inference: Any, node: Any) -> None:
+def _upsampled(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
     """A picture's new size that follows from the input's, such as half of it."""
     sizes = inference._try_get_value(node, 1)
     names = {}
@@ -35,7 +39,7 @@ def _upsampled(original: Callable[..., Any], inference: Any, node: Any) -> None:
         original(inference, node)
 
 
-def _sliced(original: Callable[..., Any], inference: Any, node: Any) -> None:
+def _sliced(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
     """A slice up to a size that follows from others, of which SymPy cannot say whether it is negative."""
     try:
         original(inference, node)
@@ -43,7 +47,7 @@ def _sliced(original: Callable[..., Any], inference: Any, node: Any) -> None:
         _give_new_sizes(inference, node, 0, inference._try_get_value(node, 3))
 
 
-def _split(original: Callable[..., Any], inference: Any, node: Any, *args: Any) -> None:
+def _split(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object) -> None:
     """Parts of a size that follows from others, as of a batch in two."""
     try:
         original(inference, node, *args)
@@ -52,7 +56,7 @@ def _split(original: Callable[..., Any], inference: Any, node: Any, *args: Any) 
             _give_new_sizes(inference, node, output, [one.i for one in node.attribute if one.name == "axis"])
 
 
-def _give_new_sizes(inference: Any, node: Any, output: int, axes: Any) -> None:
+def _give_new_sizes(inference: ShapeInference, node: onnx.NodeProto, output: int, axes: Any) -> None:
     """Let an output have the first input's shape, with sizes along `axes` that nothing is known of."""
     shape = inference._get_shape(node, 0)
     for axis in axes:
@@ -62,7 +66,9 @@ def _give_new_sizes(inference: Any, node: Any, output: int, axes: Any) -> None:
     made.CopyFrom(importlib.import_module("onnx").helper.make_tensor_value_info(made.name, kind, shape))
 
 
-def _valued(original: Callable[..., Any], inference: Any, node: Any, *args: Any, **kwargs: Any) -> list[Any]:
+def _valued(
+    original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object, **kwargs: object
+) -> list[Any]:
     """Constants as numbers that sizes may be made of, which an infinite one and nan are not."""
     try:
         found: list[Any] = original(inference, node, *args, **kwargs)

@@ -8,12 +8,17 @@ is taken away from the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch.ortmodule.base import patching
 from ortlaunch.ortmodule.base.graph import replace_nodes
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 _NEW_AXIS = (0, 1)  # of a vector on the left, and on the right
 _OF_PRODUCT = (-2, -1)
@@ -24,7 +29,7 @@ def keep_vanishing_sizes() -> None:
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_sizes_of_one)
 
 
-def _with_sizes_of_one(original: Callable[..., Any], model: Any) -> Any:
+def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> Any:
     inferred = original(model)
     graph, nodes = inferred.graph, []
     values = (*graph.input, *graph.value_info, *graph.output)
@@ -47,12 +52,12 @@ def _has_shape(value: Any) -> bool:
     return bool(value.type.tensor_type.HasField("shape"))
 
 
-def _as_matrices(node: Any, ranks: Mapping[str, int]) -> list[Any]:
+def _as_matrices(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.NodeProto]:
     """The product, between nodes that give each vector a size of 1 and take it away again."""
     vectors = [place for place in (0, 1) if ranks.get(node.input[place]) == 1]
     if not vectors:
         return [node]
-    before: list[Any] = []
+    before: list[onnx.NodeProto] = []
     for place in vectors:
         name = f"{node.output[0]}_ortlaunch_matrix_{place}"
         before += _changed("Unsqueeze", node.input[place], name, [_NEW_AXIS[place]])
@@ -61,7 +66,7 @@ def _as_matrices(node: Any, ranks: Mapping[str, int]) -> list[Any]:
     return [*before, node, *_changed("Squeeze", node.output[0], result, [_OF_PRODUCT[place] for place in vectors])]
 
 
-def _of_one_place(node: Any) -> list[Any]:
+def _of_one_place(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """A pick by one number, as one by a list of it whose size is taken away again."""
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
     index = f"{node.output[0]}_ortlaunch_index"
@@ -71,7 +76,7 @@ def _of_one_place(node: Any) -> list[Any]:
     return [*before, node, *_changed("Squeeze", node.output[0], result, [axis])]
 
 
-def _changed(operator: str, given: str, made: str, axes: list[int]) -> list[Any]:
+def _changed(operator: str, given: str, made: str, axes: list[int]) -> list[onnx.NodeProto]:
     from onnx import TensorProto, helper
 
     value = helper.make_tensor("axes", TensorProto.INT64, [len(axes)], axes)

@@ -7,14 +7,19 @@ errors where PyTorch would raise one, or would compute a second derivative.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ortlaunch.ortmodule.base.gradients import reached
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 _SAME_VALUES = {"Cast", "Expand", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 _SIZES = {"Shape", "Size"}
@@ -45,12 +50,12 @@ class _Saved(NamedTuple):
     address: int
 
 
-def _following(original: Callable[..., Any], manager: Any) -> Any:
+def _following(original: AnyFunction, manager: Manager) -> Any:
     function = original(manager)
 
     class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
+        def forward(ctx: Any, *inputs: object) -> Any:
             # Hooks of a checkpoint around the module would run it again for what a torch operator inside the graph
             # saves, while ONNX Runtime holds its lock.
             with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
@@ -75,11 +80,11 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _info(manager: Any) -> Any:
+def _info(manager: Manager) -> Any:
     return manager._graph_transition_manager._post_export_processed_model_info
 
 
-def _facts(manager: Any) -> _Facts:
+def _facts(manager: Manager) -> _Facts:
     """Computed once for each graph."""
     info, graph = _info(manager), manager._onnx_models.optimized_model.graph
     known: tuple[Any, _Facts] | None = vars(manager).get("_ortlaunch_facts")
@@ -95,7 +100,7 @@ def _facts(manager: Any) -> _Facts:
 # ------------------------------------------------------------------------------------------------ unused outputs
 
 
-def _without_unused(manager: Any, gradients: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+def _without_unused(manager: Manager, gradients: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
     """None for what only outputs without a gradient depend on."""
     if all(gradient is not None for gradient in gradients):
         return tuple(found)
@@ -129,7 +134,7 @@ def _check_versions(saved: Sequence[_Saved]) -> None:
             )
 
 
-def _needed(graph: Any) -> Iterator[str]:
+def _needed(graph: onnx.GraphProto) -> Iterator[str]:
     """Names of the inputs whose values nodes of the backward pass read, as they are or in another shape."""
     nodes = list(graph.node)
     border = next(place for place, node in enumerate(nodes) if node.op_type == "YieldOp")
@@ -147,7 +152,7 @@ def _origin(name: str, makers: dict[str, Any]) -> str:
     return name
 
 
-def _before(end: Any, makers: dict[str, Any]) -> set[int]:
+def _before(end: onnx.NodeProto, makers: dict[str, Any]) -> set[int]:
     """Ids of the nodes that `end` needs."""
     found: set[int] = set()
     waiting = [end]

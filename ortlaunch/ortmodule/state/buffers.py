@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,6 +23,11 @@ from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import PACKAGE, PROCESSED, TRAINING, owner
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing import grad_mode
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo, Manager
 
 _SIZE = "ortlaunch_size_of_"
 
@@ -56,7 +61,7 @@ def buffers_kept(export: Export) -> Iterator[None]:
         export.seen["batch_norms"] = layers
 
 
-def put_out_batch_sizes(export: Export, model: Any) -> None:
+def put_out_batch_sizes(export: Export, model: onnx.ModelProto) -> None:
     """The number of values that each BatchNorm's statistics are of, as outputs of a training graph."""
     if not export.training:
         return
@@ -65,7 +70,7 @@ def put_out_batch_sizes(export: Export, model: Any) -> None:
         _put_out_sizes(model, export.seen["batch_norms"])
 
 
-def with_each_mode(export: Callable[..., Any]) -> Callable[..., Any]:
+def with_each_mode(export: AnyFunction) -> AnyFunction:
     """ORT's training export would set every layer to training, also a BatchNorm that the user froze by `eval()`.
 
     Without gradients custom autograd functions keep nothing: ORT would keep it until a backward pass, for ever.
@@ -73,7 +78,7 @@ def with_each_mode(export: Callable[..., Any]) -> Callable[..., Any]:
     modes = torch.onnx.TrainingMode
 
     @functools.wraps(export)
-    def export_as_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def export_as_it_is(module: nn.Module, *args: object, **kwargs: object) -> Any:
         gradients = grad_mode.at_start(True)
         if kwargs["training"] != modes.TRAINING or (gradients and all(layer.training for layer in module.modules())):
             return export(module, *args, **kwargs)
@@ -191,7 +196,7 @@ def _plain(name: str) -> str:
     return name.replace("_original_module.", "", 1)
 
 
-def _put_out_sizes(model: Any, layers: list[str]) -> None:
+def _put_out_sizes(model: onnx.ModelProto, layers: list[str]) -> None:
     """One more output for each layer: the number of values that its statistics are of, times its channels."""
     from onnx import TensorProto, helper
 
@@ -204,11 +209,11 @@ def _put_out_sizes(model: Any, layers: list[str]) -> None:
         model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
 
 
-def _norm_nodes(model: Any) -> list[Any]:
+def _norm_nodes(model: onnx.ModelProto) -> list[Any]:
     return [node for node in model.graph.node if node.op_type == "BatchNormalization"]
 
 
-def _refuse_frozen_nodes(model: Any) -> None:
+def _refuse_frozen_nodes(model: onnx.ModelProto) -> None:
     for node in _norm_nodes(model):
         if not any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute):
             raise EngineError(f"{node.name} is frozen batch normalization, which ONNX Runtime would train")
@@ -217,12 +222,12 @@ def _refuse_frozen_nodes(model: Any) -> None:
 # ------------------------------------------------------------------------------------------------ in each pass
 
 
-def _keeping_sizes(original: Callable[..., Any], info: Any, outputs: Any) -> Any:
+def _keeping_sizes(original: AnyFunction, info: GraphInfo, outputs: Any) -> Any:
     info._ortlaunch_outputs = outputs
     return original(info, outputs)
 
 
-def _with_exact_statistics(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_exact_statistics(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> Any:
     norms = _norms(manager)
     if not norms:
         return original(manager, *args, **kwargs)
@@ -242,7 +247,7 @@ def _with_exact_statistics(original: Callable[..., Any], manager: Any, *args: An
     return output
 
 
-def _norms(manager: Any) -> dict[str, Any]:
+def _norms(manager: Manager) -> dict[str, Any]:
     """The BatchNorm layers that have statistics."""
     if not hasattr(manager, "_ortlaunch_norms"):
         modules = manager._flattened_module.named_modules()

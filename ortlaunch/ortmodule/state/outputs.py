@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import PROCESSED, owner
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo
 
 _TYPES = "_ortlaunch_types"
 
@@ -18,14 +23,14 @@ def restore_output_dtypes() -> None:
     wrap_method(owner(PROCESSED), "restore_outputs", _typed)
 
 
-def _typed(original: Callable[..., Any], info: Any, outputs: Sequence[torch.Tensor]) -> Any:
+def _typed(original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tensor]) -> Any:
     if not hasattr(info, _TYPES):
         setattr(info, _TYPES, _types(info._post_export_processed_model.graph))
     types = getattr(info, _TYPES)
     return original(info, [output.to(kind) if kind else output for output, kind in zip(outputs, types)])
 
 
-def _types(graph: Any) -> list[torch.dtype | None]:
+def _types(graph: onnx.GraphProto) -> list[torch.dtype | None]:
     """Of each output; None where the exporter does not know it."""
     from onnxruntime.training.utils import onnx_dtype_to_pytorch_dtype
 

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,6 +28,9 @@ from ortlaunch.ortmodule.base.torch_calls import getter
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing import aliases, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, Manager, Transition
 
 _T = torch.Tensor
 _SIZES = {_T.size, _T.numel, _T.nelement, torch.numel, getter("shape"), _T.__len__}
@@ -102,7 +105,7 @@ class _Watch(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         self._hook.remove()
 
@@ -110,7 +113,9 @@ class _Watch(TorchFunctionMode):
         self._kinds.update(dict.fromkeys(module.buffers(), _BUFFER))
         self._kinds.update({tensor: _CONSTANT for tensor, number in zip(inputs, self._numbers) if number})
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if not torch.jit.is_tracing():  # ORT also calls the model plainly, to see what it returns
             return func(*args, **kwargs)
@@ -229,13 +234,13 @@ def _listed(places: list[str]) -> str:
 # ------------------------------------------------------------------------------------------- in later passes
 
 
-def fixed_sizes(manager: Any, values: Any) -> list[list[int]] | None:
+def fixed_sizes(manager: Manager, values: Any) -> list[list[int]] | None:
     """Sizes of the tensors in `values`, where the graph of `manager` holds for those only; else None."""
     seen = seen_of(manager._graph_transition_manager)
     return _shapes(values, seen) if "of" in seen else None
 
 
-def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
+def fixed_buffers(manager: Manager) -> list[tuple[int, int]] | None:
     """What changes with a model's buffers, where the graph of `manager` holds for those only; else None.
 
     Without BatchNorm's, which change in every pass, and which nothing asks in Python but a momentum of None.
@@ -246,7 +251,7 @@ def fixed_buffers(manager: Any) -> list[tuple[int, int]] | None:
     return [(id(b), b._version) for layer in layers for b in layer.buffers(recurse=False)]
 
 
-def tell_again(transition: Any) -> None:
+def tell_again(transition: Transition) -> None:
     """Say why a batch of other sizes, or a changed buffer, takes another export."""
     seen = seen_of(transition)
     places = _listed([place for kind in ("sizes", "ones", "buffers") for place in seen.get(kind, [])])

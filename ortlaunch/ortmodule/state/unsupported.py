@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from torch import nn
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 _OURS = str(Path(__file__).parents[2])
 _HALF = "ONNX Runtime computes float32 on a CPU (and float16 and bfloat16 on CUDA)"
@@ -106,7 +109,7 @@ def refuse_weights(module: nn.Module) -> None:
             )
 
 
-def _naming_causes(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+def _naming_causes(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> Any:
     try:
         return original(manager, *args, **kwargs)
     except Exception as error:
@@ -116,7 +119,7 @@ def _naming_causes(original: Callable[..., Any], manager: Any, *args: Any, **kwa
         raise RuntimeError(sentence + _line(str(error))) from error
 
 
-def _sentence(manager: Any, text: str) -> str:
+def _sentence(manager: Manager, text: str) -> str:
     for pattern, sentence in _SENTENCES:
         if found := re.search(pattern, text):
             return sentence.format(*found.groups())

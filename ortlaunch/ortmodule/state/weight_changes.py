@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -24,6 +24,9 @@ from ortlaunch.ortmodule.base.source_guard import PACKAGE
 from ortlaunch.ortmodule.base.torch_calls import setter
 from ortlaunch.ortmodule.state.python_values import innermost, user_frame
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 _SET_DATA = setter("data")
 _PLAIN_PASS = "parse_outputs_for_onnx_export_and_extract_schema"
@@ -58,7 +61,7 @@ def weights_kept(export: Export) -> Iterator[None]:
                 weights[name].copy_(value)
 
 
-def _under(writes: _Writes, run: Callable[..., Any], *args: Any) -> Any:
+def _under(writes: _Writes, run: AnyFunction, *args: object) -> Any:
     with writes:
         return run(*args)
 
@@ -95,7 +98,9 @@ class _Assignments(TorchFunctionMode):
         super().__init__()
         self._seen = seen
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func == _SET_DATA and id(args[0]) in self._seen.objects:
             _refuse(self._seen.objects[id(args[0])], self._seen.layers)
         return func(*args, **(kwargs or {}))
@@ -110,7 +115,9 @@ class _Writes(TorchDispatchMode):
         self.values: dict[str, torch.Tensor] = {}
         """Of changed weights, before."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         for tensor in _written(func._schema, args, kwargs) if func._schema.is_mutable else ():
             name = self._seen.memory.get(_memory(tensor))

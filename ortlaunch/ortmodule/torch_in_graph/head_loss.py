@@ -6,22 +6,25 @@ Its gradients are outputs of the forward pass, which the backward pass multiplie
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ortlaunch.ortmodule.tracing.symbolics import registered, type_of
 
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
+
 OPERATOR = "ortlaunch::head_loss"
 
 
-def calling_chunked_loss(export: Callable[..., Any]) -> Callable[..., Any]:
+def calling_chunked_loss(export: AnyFunction) -> AnyFunction:
     """An export in which the operator of a chunked loss stays one call."""
     return registered(export, OPERATOR, _symbolic, 9)
 
 
-def _symbolic(g: Any, hidden: Any, weight: Any, *rest: Any) -> Any:
+def _symbolic(g: Any, hidden: Any, weight: Any, *rest: object) -> Any:
     own, exact = type_of(hidden), torch.promote_types(type_of(hidden), torch.float32)
     _register_gradient([own, type_of(weight)])
     called = {"operator_s": OPERATOR, "overload_name_s": "", "outputs": 5}

@@ -9,7 +9,7 @@ nodes) with the same inputs and outputs; whatever does not look as expected is l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ortlaunch import machine
 from ortlaunch.ortmodule.base.counters import tally
@@ -18,6 +18,11 @@ from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import Settings, settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
 from ortlaunch.ortmodule.torch_in_graph import dropout
+
+if TYPE_CHECKING:
+    import onnx
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 WIDTH = 256
 """Products of a model without a matrix as wide stay ORT's: a call to torch costs some microseconds."""
@@ -43,7 +48,7 @@ def torch_products(settings: Settings) -> bool:
     return "Intel" in machine.hardware()["processor"]
 
 
-def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:
+def _building(original: AnyFunction, manager: Manager, *args: object) -> None:
     original(manager, *args)
     if manager._device.type != "cpu":
         return
@@ -55,7 +60,7 @@ def _building(original: Callable[..., Any], manager: Any, *args: Any) -> None:
     replace(manager._onnx_models.optimized_model.graph, products, recomputes)
 
 
-def replace(graph: Any, products: bool, recomputes: bool = False) -> None:
+def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) -> None:
     """Put torch's operators in place of ORT's, in an onnx.GraphProto with a forward and a backward pass.
 
     recomputes: the backward pass will compute parts of the forward pass again, for which dropout must be ORT's own.
@@ -82,7 +87,7 @@ def replace(graph: Any, products: bool, recomputes: bool = False) -> None:
 class Rewriting:
     """A graph as it was, and the nodes of the one that takes its place."""
 
-    def __init__(self, graph: Any) -> None:
+    def __init__(self, graph: onnx.GraphProto) -> None:
         self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
         self.outputs = {value.name for value in graph.output}
         self.makers = {name: node for node in graph.node for name in node.output}
@@ -90,7 +95,7 @@ class Rewriting:
         for node in graph.node:
             for name in node.input:
                 self.users.setdefault(name, []).append(node)
-        self.nodes: list[Any] = []
+        self.nodes: list[onnx.NodeProto] = []
         self.made: set[str] = set()
         """What torch's operators put out."""
         self.masks: set[str] = set()
@@ -145,25 +150,25 @@ class Rewriting:
         return [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(unknown, kinds)]
 
 
-def _attributes(node: Any) -> dict[str, Any]:
+def _attributes(node: onnx.NodeProto) -> dict[str, Any]:
     from onnx import helper
 
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
 
 
-def _input(node: Any, place: int) -> str:
+def _input(node: onnx.NodeProto, place: int) -> str:
     return str(node.input[place]) if len(node.input) > place else ""
 
 
 # ------------------------------------------------------------------------------------------------- cross entropy
 
 
-def _fits(graph: Rewriting, forward: Any) -> bool:
+def _fits(graph: Rewriting, forward: onnx.NodeProto) -> bool:
     """Scores of one row a label, unweighted."""
     return not _input(forward, 2) and 2 in (graph.rank(forward.input[0]), graph.rank(forward.output[1]))
 
 
-def _loss(graph: Rewriting, node: Any) -> bool:
+def _loss(graph: Rewriting, node: onnx.NodeProto) -> bool:
     if not _fits(graph, node):
         return False
     loss, logs = node.output
@@ -173,7 +178,7 @@ def _loss(graph: Rewriting, node: Any) -> bool:
     return True
 
 
-def _loss_gradient(graph: Rewriting, node: Any) -> bool:
+def _loss_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     gradient, logs, labels = node.input[:3]
     forward = graph.makers.get(logs)
     if forward is None or forward.op_type != "SoftmaxCrossEntropyLossInternal" or not _fits(graph, forward):
@@ -185,18 +190,18 @@ def _loss_gradient(graph: Rewriting, node: Any) -> bool:
     return True
 
 
-def _total(forward: Any) -> str:
+def _total(forward: onnx.NodeProto) -> str:
     return f"{forward.output[0]}_total_weight"
 
 
-def _reduction(node: Any) -> int:
+def _reduction(node: onnx.NodeProto) -> int:
     return _REDUCTIONS[_attributes(node).get("reduction", b"mean").decode()]
 
 
 # ----------------------------------------------------------------------------------------------- dropout
 
 
-def _dropout(graph: Rewriting, node: Any) -> bool:
+def _dropout(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Where its mask goes nowhere but into the gradient."""
     known = graph.types.get(node.input[0])
     mask = node.output[1] if len(node.output) > 1 else f"{node.output[0]}_mask"
@@ -209,7 +214,7 @@ def _dropout(graph: Rewriting, node: Any) -> bool:
     return True
 
 
-def _dropout_gradient(graph: Rewriting, node: Any) -> bool:
+def _dropout_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     if _bytes(node.input[1]) not in graph.masks:
         return False
     inputs = [node.input[0], _bytes(node.input[1]), _input(node, 2) or 0.5, node.input[3]]
@@ -224,7 +229,7 @@ def _bytes(mask: str) -> str:
 # ----------------------------------------------------------------------------------------------- GELU, LayerNorm
 
 
-def _function(graph: Rewriting, node: Any, operator: str, *options: str) -> bool:
+def _function(graph: Rewriting, node: onnx.NodeProto, operator: str, *options: str) -> bool:
     known = graph.types.get(node.input[0])
     if known is not None and known.elem_type != 1:  # what comes next must know its type, and float32 is what it is told
         return False
@@ -232,12 +237,12 @@ def _function(graph: Rewriting, node: Any, operator: str, *options: str) -> bool
     return True
 
 
-def _gelu_gradient(graph: Rewriting, node: Any) -> bool:
+def _gelu_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     graph.call("gelu_backward", [*node.input, ""], node.output)
     return True
 
 
-def _norm_gradient(graph: Rewriting, node: Any) -> bool:
+def _norm_gradient(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """Over the last dimension. Torch asks for the bias, and takes no more than its size."""
     gradient, x, scale, mean, inverse = node.input
     last = _attributes(node).get("axis", -1) in (-1, (graph.rank(x) or 0) - 1)
@@ -251,14 +256,14 @@ def _norm_gradient(graph: Rewriting, node: Any) -> bool:
 # ----------------------------------------------------------------------------------------------- matrix products
 
 
-def _wide(graph: Any) -> bool:
+def _wide(graph: onnx.GraphProto) -> bool:
     """Whether the model has matrices that are worth a call."""
     shapes = [[d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.input]
     shapes += [list(tensor.dims) for tensor in graph.initializer]
     return any(len(shape) == 2 and min(shape) >= WIDTH for shape in shapes)
 
 
-def _product(graph: Rewriting, node: Any) -> bool:
+def _product(graph: Rewriting, node: onnx.NodeProto) -> bool:
     """op(a) op(b), where b is a matrix, and a too where it is transposed; a transpose at its end is done with it."""
     a, b = node.input[:2]
     settings = _attributes(node)

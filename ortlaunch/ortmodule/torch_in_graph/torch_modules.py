@@ -10,8 +10,8 @@ import contextlib
 import fnmatch
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy
@@ -27,6 +27,9 @@ from ortlaunch.ortmodule.base.settings import SettingError, settings_of
 from ortlaunch.ortmodule.base.torch_calls import as_function, untraced
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.tracing import python_state
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 # Layers of torch.nn whose code takes sizes that depend on values, or checks of values, which no trace follows, or
 # changes a buffer in place in a way of which the exporter's translation ends.
@@ -95,7 +98,7 @@ def called(export: Export) -> Iterator[None]:
     plain = nn.Module.__call__
     before: dict[str, torch.Tensor] = {}  # of layers with buffers: a tensor of the call before
 
-    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(layer: Any, *args: object, **kwargs: object) -> Any:
         path = vars(layer).get(_MARK)
         if path is None or _running:
             return plain(layer, *args, **kwargs)
@@ -140,7 +143,7 @@ def _unseen() -> Iterator[None]:
 
 
 def _as_node(
-    path: str, layer: nn.Module, plain: Callable[..., Any], arguments: Any, before: torch.Tensor | None
+    path: str, layer: nn.Module, plain: AnyFunction, arguments: Any, before: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor]:
     """Call a layer as a custom autograd function, which a trace takes for one node; its result, and a tensor of it.
 

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base.torch_calls import getter, untraced
 from ortlaunch.ortmodule.tracing.grad_mode import CHANGED, CHANGED_WEIGHT, Export, tensors, versions_of
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 View = Callable[[Tensor], Tensor]
 # What is asked of a tensor's form; a change is of no account.
@@ -39,7 +42,7 @@ def following_changes(export: Export) -> Export:
     """An export in which tensors that share memory change together."""
 
     @functools.wraps(export)
-    def export_with_aliases(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def export_with_aliases(model: torch.nn.Module, *args: object, **kwargs: object) -> Any:
         with _Aliases(model):
             return export(model, *args, **kwargs)
 
@@ -89,11 +92,13 @@ class _Aliases(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         self._hook.remove()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func in _FORMS:
             return func(*args, **kwargs)
@@ -118,7 +123,7 @@ class _Aliases(TorchFunctionMode):
         alias = self._known.get(tensor)
         return alias is not None and bool(alias.views)
 
-    def _copied(self, tensor: Tensor, value: Tensor, source: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def _copied(self, tensor: Tensor, value: Tensor, source: Tensor, *rest: bool, **named: bool) -> Tensor:
         """`view.copy_(source)`: torch's exporter takes the whole for the view afterwards."""
         new = source.to(value.dtype).expand(value.shape)
         with untraced():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
@@ -13,6 +13,9 @@ import torch.utils.checkpoint
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.base.source_guard import owner
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 
 def see_ort_checkpoints() -> None:
@@ -24,7 +27,7 @@ def see_ort_checkpoints() -> None:
 _checkpoints: list[None] = []
 
 
-def _level(original: Callable[..., Any], name: str, *default: Any) -> Any:
+def _level(original: AnyFunction, name: str, *default: Any) -> Any:
     """ORT's stand-in for torch.utils.checkpoint asks for the level last, and only in an export; 1: call it plainly."""
     if name != "ORTMODULE_MEMORY_OPT_LEVEL":
         return original(name, *default)
@@ -45,13 +48,13 @@ def called_plainly(export: Export) -> Iterator[None]:
 def _plain_checkpoints() -> Iterator[None]:
     """Call what is checkpointed plainly, also where `checkpoint` was imported before ORT replaced it."""
 
-    def unrecorded(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def unrecorded(*args: object, **kwargs: object) -> Iterator[None]:
         _checkpoints.append(None)
         yield  # torch calls the function between this and the end
 
     class Unrecorded:
         @staticmethod
-        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        def apply(function: AnyFunction, preserve_rng_state: bool, *args: object) -> Any:
             _checkpoints.append(None)
             return function(*args)
 

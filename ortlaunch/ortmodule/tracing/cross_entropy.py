@@ -12,18 +12,22 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.ort_types import AnyFunction
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
+
+if TYPE_CHECKING:
+    import onnx
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of the reductions
 SPARSE = 0.9
 """Below this share of labels that count, the others are left out; ORT's threshold."""
-Loss = Callable[..., Any]
+Loss = AnyFunction
 
 
 def skip_ignored_labels() -> None:
@@ -87,7 +91,7 @@ def _without(scores: Any, labels: Any, counts: Any, ignore_index: int, printing:
     return scores.index_select(0, rows), labels.index_select(0, rows)
 
 
-def shrink(export: Export, model: Any) -> None:
+def shrink(export: Export, model: onnx.ModelProto) -> None:
     """Gathers of the rows where something is not zero become the operator that ORT's compute optimizer moves up."""
     if "label_density" not in export.seen:
         return

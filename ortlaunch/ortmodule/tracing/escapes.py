@@ -12,13 +12,16 @@ import gc
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ortlaunch.ortmodule.base.export import Export, seen_of
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, Manager
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DEEP = 3
@@ -39,7 +42,9 @@ class StaleTensor(torch.Tensor):
         return stale
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         raise RuntimeError(next(one.message for one in tree_leaves((args, kwargs)) if isinstance(one, StaleTensor)))
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument of its own
@@ -83,7 +88,7 @@ def _unfrozen() -> Iterator[None]:
             gc.enable()
 
 
-def put_back(manager: Any) -> None:
+def put_back(manager: Manager) -> None:
     """Let stale tensors be where this graph's export, or a pass of the model itself since, has left others."""
     for container, key, value in seen_of(manager._graph_transition_manager).get("kept", ()):
         if isinstance(container, types.CellType):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -21,12 +21,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base import export as ort_export
+from ortlaunch.ortmodule.base.ort_types import AnyFunction
 from ortlaunch.ortmodule.base.torch_calls import getter
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import Args, Kwargs
 
 _T = torch.Tensor
 _GRAD_MODE = torch.autograd.grad_mode.__file__
 _NO_TENSORS = {int, float, bool, str, type(None), slice, torch.Size, torch.dtype, torch.device}
-Export = Callable[..., Any]
+Export = AnyFunction
 _begins: list[bool] = []
 _reads: list[None] = []
 
@@ -58,7 +62,7 @@ def following_grad_mode(export: Export) -> Export:
     """An export in which `no_grad`, `set_grad_enabled`, `enable_grad` and `inference_mode` mean what they say."""
 
     @functools.wraps(export)
-    def export_with_grad_mode(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> Any:
         with _GradMode(model, kwargs["training"] == torch.onnx.TrainingMode.TRAINING) as mode, mode.told():
             return export(model, *args, **kwargs)
 
@@ -89,8 +93,8 @@ class _GradMode(TorchFunctionMode):
         """While open, what no function mode sees is seen: whether gradients are on is asked, and custom functions."""
         plain = vars(torch.autograd.Function)["apply"]
 
-        def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
-            def apply(*args: Any, **kwargs: Any) -> Any:
+        def applied(function: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> Any:
+            def apply(*args: object, **kwargs: object) -> Any:
                 if has_torch_function(given):
                     return handle_torch_function(apply, given, *args, **kwargs)
                 return plain.__get__(None, function)(*args, **kwargs)
@@ -103,12 +107,12 @@ class _GradMode(TorchFunctionMode):
                 _reads.append(None)
             return self._enabled
 
-        def enter(inference: Any) -> None:
-            inference.prev = self._enabled
+        def enter(inference: torch.inference_mode) -> None:
+            vars(inference)["prev"] = self._enabled
             self._enabled = not inference.mode
 
-        def leave(inference: Any, *raised: Any) -> None:
-            self._enabled = inference.prev
+        def leave(inference: torch.inference_mode, *raised: object) -> None:
+            self._enabled = vars(inference)["prev"]
 
         with contextlib.ExitStack() as patches:
             for owner, name, new in (
@@ -120,7 +124,9 @@ class _GradMode(TorchFunctionMode):
                 patches.enter_context(mock.patch.object(owner, name, new))
             yield
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func is torch._C._set_grad_enabled:
             self._enabled = args[0]
             return None
@@ -137,7 +143,7 @@ class _GradMode(TorchFunctionMode):
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
         return self._call(func, args, kwargs or {})
 
-    def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(self, func: AnyFunction, args: Any, kwargs: Any) -> Any:
         given = [tensor for tensor in tensors((args, kwargs)) if _differentiable(tensor)]
         versions = versions_of(given)
         trained = func is not _T.detach and any(self._has_gradient(tensor) for tensor in given)

@@ -110,7 +110,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
             running.append(None)
             sys.settrace(calling)
 
-    def end(*_: Any) -> None:
+    def end(*_: object) -> None:
         running.clear()
         sys.settrace(before)
 

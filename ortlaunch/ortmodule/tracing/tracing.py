@@ -6,22 +6,25 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from ortlaunch.ortmodule.base.patching import Seen
 
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
+
 _INFERENCE = "_jit_pass_onnx_graph_shape_type_inference"
 _SMALL = 1024
 
 
-def without_weights(export: Callable[..., Any]) -> Callable[..., Any]:
+def without_weights(export: AnyFunction) -> AnyFunction:
     """An export whose shape inference gets no large weights: torch copies each one, twice, for its shape alone."""
 
     @functools.wraps(export)
-    def export_without_weights(*args: Any, **kwargs: Any) -> Any:
+    def export_without_weights(*args: object, **kwargs: object) -> Any:
         with mock.patch.object(torch._C, _INFERENCE, functools.partial(_inferred, getattr(torch._C, _INFERENCE))):
             return export(*args, **kwargs)
 
@@ -37,11 +40,11 @@ def _is_large(weight: Any) -> bool:
     return isinstance(weight, torch.Tensor) and weight.numel() > _SMALL
 
 
-def with_autocasts_cache(export: Callable[..., Any]) -> Callable[..., Any]:
+def with_autocasts_cache(export: AnyFunction) -> AnyFunction:
     """An export after which autocast caches as before: torch leaves that off where a trace fails."""
 
     @functools.wraps(export)
-    def export_with_autocasts_cache(*args: Any, **kwargs: Any) -> Any:
+    def export_with_autocasts_cache(*args: object, **kwargs: object) -> Any:
         cached = torch.is_autocast_cache_enabled()
         try:
             return export(*args, **kwargs)
@@ -51,7 +54,7 @@ def with_autocasts_cache(export: Callable[..., Any]) -> Callable[..., Any]:
     return export_with_autocasts_cache
 
 
-def with_own_constants(export: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_constants(export: AnyFunction) -> AnyFunction:
     """An export whose forms read copies of a graph's constants.
 
     Torch's repeat_interleave counts a negative dimension in place (`dim += rank`), in a constant that other operators
@@ -59,7 +62,7 @@ def with_own_constants(export: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(export)
-    def export_with_own_constants(*args: Any, **kwargs: Any) -> Any:
+    def export_with_own_constants(*args: object, **kwargs: object) -> Any:
         names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
         with mock.patch.dict(names, _parse_arg=functools.partial(_copied, names["_parse_arg"])):
             return export(*args, **kwargs)
@@ -67,12 +70,12 @@ def with_own_constants(export: Callable[..., Any]) -> Callable[..., Any]:
     return export_with_own_constants
 
 
-def _copied(parse: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _copied(parse: AnyFunction, *given: Any, **named: object) -> Any:
     found = parse(*given, **named)
     return found.clone() if isinstance(found, torch.Tensor) and not found.dim() else found
 
 
-def with_swapped_weights(export: Callable[..., Any]) -> Callable[..., Any]:
+def with_swapped_weights(export: AnyFunction) -> AnyFunction:
     """An export of `torch.func.functional_call` and `parametrize.cached()`, which refuse a trace that they survive."""
     stateless = importlib.import_module("torch.nn.utils.stateless")
     parametrize = importlib.import_module("torch.nn.utils.parametrize")
@@ -80,7 +83,7 @@ def with_swapped_weights(export: Callable[..., Any]) -> Callable[..., Any]:
     c = Seen(torch._C, _get_tracing_state=lambda: None)
 
     @functools.wraps(export)
-    def export_with_swapped_weights(*args: Any, **kwargs: Any) -> Any:
+    def export_with_swapped_weights(*args: object, **kwargs: object) -> Any:
         with (
             mock.patch.object(stateless, "torch", Seen(torch, jit=jit)),
             mock.patch.object(parametrize, "torch", Seen(torch, _C=c)),
@@ -90,16 +93,16 @@ def with_swapped_weights(export: Callable[..., Any]) -> Callable[..., Any]:
     return export_with_swapped_weights
 
 
-def by_torchscript(export: Callable[..., Any]) -> Callable[..., Any]:
+def by_torchscript(export: AnyFunction) -> AnyFunction:
     """Torch 2.9 and later default to the dynamo exporter, whose graphs ORT cannot read."""
     return functools.partial(export, dynamo=False)
 
 
-def quiet(export: Callable[..., Any]) -> Callable[..., Any]:
+def quiet(export: AnyFunction) -> AnyFunction:
     """An export without warnings that a user cannot act on: about tracing and deprecation."""
 
     @functools.wraps(export)
-    def export_quietly(*args: Any, **kwargs: Any) -> Any:
+    def export_quietly(*args: object, **kwargs: object) -> Any:
         with warnings.catch_warnings():
             for category in (torch.jit.TracerWarning, DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", category)

@@ -1,0 +1,182 @@
+"""Types of other packages' objects as far as ortmodule uses them: stubs for the type checker, no code.
+
+ONNX Runtime 1.19.2 ships no annotations, and most of its attributes here are private. Attributes whose names begin with
+`_ortlaunch` are those that ortmodule puts on ONNX Runtime's objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import onnx
+    import torch
+    from torch import nn
+
+    from ortlaunch.ortmodule.base.settings import Settings
+
+AnyFunction = Callable[..., Any]
+"""A function of another package, which is called with the arguments that its caller gave."""
+Args = tuple[Any, ...]
+"""Positional arguments of such a function."""
+Kwargs = dict[str, Any]
+"""Its keyword arguments, and what is known of it by name."""
+
+
+class GraphInfo(Protocol):
+    """What the post-export processing of a model found: ORT's PostExportProcessedModelInfo."""
+
+    onnx_graph_input_names: list[str]
+    onnx_graph_input_names_require_grad: list[str]
+    onnx_graph_input_names_user_defined: list[str]
+    onnx_graph_input_data_accessor_user_defined: dict[str, Callable[[Args, Kwargs], torch.Tensor | None]]
+    onnx_graph_input_const_as_tensor: dict[str, torch.Tensor]
+    onnx_graph_input_shapes: list[list[int]]
+    module_forward_output_schema: object
+    buffer_for_ort_runs: dict[str, torch.Tensor]
+    _post_export_processed_model: onnx.ModelProto
+    _flattened_module: nn.Module
+    _ortlaunch_outputs: list[str]
+
+
+class ExportInfo(Protocol):
+    """ORT's ModelInfoForExport."""
+
+    onnx_graph_input_const_as_tensor: dict[str, torch.Tensor]
+    onnx_graph_input_names: list[str]
+    onnx_graph_input_names_require_grad: list[str]
+    export_mode: torch.onnx.TrainingMode
+
+
+class RuntimeOptions(Protocol):
+    """ORT's _RuntimeOptions."""
+
+    enable_custom_autograd_function: bool
+    onnx_opset_version: int
+    propagate_cast_ops_level: int
+    propagate_cast_ops_strategy: object
+    _ortlaunch_settings: Settings
+
+    def memory_optimizer_is_enabled(self) -> bool: ...
+
+
+class Transition(Protocol):
+    """ORT's GraphTransitionManager."""
+
+    _original_model_has_changed: bool
+    _exported_model_info: object
+    _post_export_processed_model_info: GraphInfo
+    _runtime_options: RuntimeOptions
+    _ortlaunch_given: object
+
+    def get_post_processed_model(self, enable_gradients: bool, enable_checkpoint: bool) -> object: ...
+
+
+class Session(Protocol):
+    """ORT's InferenceSession."""
+
+    def get_providers(self) -> list[str]: ...
+    def get_provider_options(self) -> Mapping[str, Mapping[str, str]]: ...
+
+
+class Agent(Protocol):
+    """ORT's execution agents."""
+
+    _inference_session: Session
+
+
+class OnnxModels(Protocol):
+    """ORT's ONNXModels."""
+
+    optimized_model: onnx.ModelProto
+
+
+class MemoryObserver(Protocol):
+    """ORT's MemoryObserver."""
+
+    cluster_id_combination_to_saving_symbolics_map: dict[str, object]
+    symbolic_dim_collecting_completed: bool
+
+
+class Inspector(Protocol):
+    """ORT's RuntimeInspector."""
+
+    memory_ob: MemoryObserver
+
+
+class FallbackManager(Protocol):
+    """ORT's _FallbackManager."""
+
+    def is_pending(self) -> bool: ...
+
+
+class Manager(Protocol):
+    """ORT's GraphExecutionManager, of training or of inference."""
+
+    _device: torch.device
+    _export_mode: torch.onnx.TrainingMode
+    _exception: Exception | None
+    _execution_agent: Agent  # None before the first pass
+    _fallback_manager: FallbackManager
+    _flattened_module: nn.Module
+    _graph_builder: Any  # a class of ORT's C++
+    _graph_info: Any  # the same
+    _graph_transition_manager: Transition
+    _logger: logging.Logger
+    _onnx_models: OnnxModels
+    _original_module: nn.Module
+    _runtime_inspector: Inspector
+    _runtime_options: RuntimeOptions
+    _ortlaunch_folder: str
+    _ortlaunch_key: Any  # graphs._Key, of a room above
+    _ortlaunch_norms: dict[str, Any]
+    _ortlaunch_session_options: object
+    _ortlaunch_settings: Settings
+
+    def forward(self, *args: object, **kwargs: object) -> Any: ...
+    def _initialize_graph_builder(self) -> None: ...
+    def _build_graph(self, config: object) -> None: ...
+    def _get_graph_transformer_config(self) -> Any: ...
+
+
+class TorchModule(Protocol):
+    """ORT's TorchModuleORT."""
+
+    forward: Any
+    _flattened_module: nn.Module
+    _original_module: nn.Module
+    _ortlaunch_graphs: Any
+
+    def is_training(self) -> bool: ...
+    def _execution_manager(self, training: bool) -> Manager: ...
+
+
+class OrtModule(Protocol):
+    """ORT's ORTModule."""
+
+    module: nn.Module
+    _torch_module: TorchModule
+
+
+class ShapeInference(Protocol):
+    """ORT's SymbolicShapeInference."""
+
+    known_vi_: dict[str, onnx.ValueInfoProto]
+    out_mp_: onnx.ModelProto
+    symbolic_dims_: dict[str, Any]  # sympy's
+    sympy_data_: dict[str, Any]
+
+    def _try_get_value(self, node: onnx.NodeProto, index: int) -> Any: ...
+    def _get_shape(self, node: onnx.NodeProto, index: int) -> list[Any]: ...
+    def _get_sympy_shape(self, node: onnx.NodeProto, index: int) -> list[Any]: ...
+    def _update_computed_dims(self, dims: Sequence[object]) -> None: ...
+    def _new_symbolic_dim_from_output(self, node: onnx.NodeProto, output: int = 0, dim: int = 0) -> Any: ...
+    def _broadcast_shapes(self, first: Sequence[object], second: Sequence[object]) -> list[Any]: ...
+
+
+class GraphContext(Protocol):
+    """torch's GraphContext: the graph that a symbolic function writes into."""
+
+    def op(self, kind: str, /, *inputs: torch.Value | torch.Tensor, **attributes: object) -> Any: ...
