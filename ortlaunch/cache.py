@@ -17,9 +17,9 @@ import shlex
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ortlaunch.errors import FileError
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import read_json, write_json
 
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -106,7 +106,7 @@ def seal(record: Path, files: Sequence[Path]) -> None:
 
     One that lies in it and has a seal of its own is not read again.
     """
-    whole: dict[str, Any] = {}
+    whole: Json = {}
     for file in files:
         alone = own_seal(file)
         if alone != record and alone.exists() and not changed(alone):
@@ -170,7 +170,7 @@ def _wrong(path: Path) -> str:
     return foreign(path) if path.exists() else "is gone"
 
 
-def _differs(file: Path, was: dict[str, Any]) -> str:
+def _differs(file: Path, was: dict[str, object]) -> str:
     """How a file is another than it was; it is read only where its size, dates or place on the disk differ."""
     now = _stamp(file)
     if now["bytes"] != was["bytes"]:

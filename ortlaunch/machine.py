@@ -10,8 +10,9 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ortlaunch.json_types import Json
 from ortlaunch.process import all_processes
 
 PROC = Path("/proc")
@@ -24,7 +25,7 @@ _BUSY_SHARE = 0.1  # of one core
 _RECENT_SECONDS = 300.0
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> Json:
     """Processor, cores that this process may use, and the GPUs that the NVIDIA driver names."""
     return {"processor": _processor(), "cores": cores(), "gpus": _gpus()}
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import TextIO
 
 from ortlaunch.errors import FileError, printable
 
@@ -33,7 +33,7 @@ class _Output:
         self.stream, self.name, self.goes_on = stream, name, goes_on
         self.lost: Exception | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
@@ -43,7 +43,7 @@ class _Output:
     def flush(self) -> None:
         self._try(self.stream.flush)
 
-    def _try(self, act: Callable[[], Any]) -> None:
+    def _try(self, act: Callable[[], object]) -> None:
         if self.lost is None:
             try:
                 act()

@@ -224,7 +224,7 @@ class Plan:
         )
 
 
-def _named(plan: Plan) -> dict[str, Any]:
+def _named(plan: Plan) -> dict[str, object]:
     """The plan as plain values, tuples with names as mappings."""
     value = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     value["nodes"] = [node._asdict() for node in plan.nodes]

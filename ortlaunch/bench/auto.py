@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ortlaunch import __version__, machine
 from ortlaunch.bench.measure import Length, Stopped, measure, new_folder, prepared
@@ -21,6 +20,7 @@ from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, tabl
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
 from ortlaunch.errors import EngineError, PlanError
+from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.resolve.prepare import differences
@@ -85,7 +85,7 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
     return resolved._replace(notes=(*resolved.notes, note))
 
 
-def decided(resolved: ResolvedRun, choice: dict[str, Any], source: str = "") -> ResolvedRun:
+def decided(resolved: ResolvedRun, choice: Json, source: str = "") -> ResolvedRun:
     """The same run with the chosen engine; its notes say which and why."""
     engine, before = choice["chosen"], resolved.file.recipe.engine
     chosen = resolved.with_choice(*engine_overrides(engine, before, parity=True))
@@ -95,7 +95,7 @@ def decided(resolved: ResolvedRun, choice: dict[str, Any], source: str = "") -> 
     return chosen._replace(choice=choice, notes=(*chosen.notes, note))
 
 
-def remembered(resolved: ResolvedRun) -> dict[str, Any] | None:
+def remembered(resolved: ResolvedRun) -> Json | None:
     """The choice that was measured for this model, shape and machine, if one was."""
     path = _path(resolved)
     if not path.exists():
@@ -106,7 +106,7 @@ def remembered(resolved: ResolvedRun) -> dict[str, Any] | None:
         _say(f"{why}; forgotten")
         path.unlink()
         return None
-    found: dict[str, Any] = read_json(path)["choice"]
+    found: Json = read_json(path)["choice"]
     return found
 
 
@@ -118,7 +118,7 @@ def _nearest(resolved: ResolvedRun) -> str:
     return f"; the nearest that was measured differs in {', '.join(apart[:4])}" if apart else ""
 
 
-def remember(resolved: ResolvedRun, report: dict[str, Any], folder: Path) -> None:
+def remember(resolved: ResolvedRun, report: Json, folder: Path) -> None:
     """After a bench of all engines that measured no less than auto itself would: auto will take its answer."""
     long_enough = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
     if long_enough and fastest(report["variants"]) is not None:
@@ -126,19 +126,19 @@ def remember(resolved: ResolvedRun, report: dict[str, Any], folder: Path) -> Non
         _say(f"engine.name: auto will take {choice['chosen']} for this recipe on this machine")
 
 
-def _remember(resolved: ResolvedRun, report: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _remember(resolved: ResolvedRun, report: Json, folder: Path) -> dict[str, object]:
     choice = {**decide(report["variants"]), "bench": str(folder.resolve()), "key": digest(resolved)}
     _keep(resolved, choice)
     return choice
 
 
-def _keep(resolved: ResolvedRun, choice: dict[str, Any]) -> None:
+def _keep(resolved: ResolvedRun, choice: Json) -> None:
     cache_folder("engines")
     write_json(_path(resolved), {"key": key(resolved), "choice": choice})
     seal(_path(resolved).with_suffix(".seal"), [_path(resolved)])
 
 
-def decide(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def decide(rows: Sequence[Json]) -> Json:
     """The choice and its reason, from a bench's variants.
 
     Raises:
@@ -153,7 +153,7 @@ def decide(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return dict(as_json(Choice("auto", best["engine"], why, {row["engine"]: _brief(row) for row in rows})))
 
 
-def _left_out(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _left_out(rows: Sequence[Json]) -> Iterator[str]:
     for row in rows:
         if row["state"] != MEASURED:
             yield f"{row['engine']} {row['state']}: {short_reason(row['reason'])}"
@@ -161,7 +161,7 @@ def _left_out(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield f"{row['engine']} left out: parity: {row['parity']['verdict']}: {row['parity'].get('why')}"
 
 
-def _brief(row: dict[str, Any]) -> MeasuredEngine:
+def _brief(row: Json) -> MeasuredEngine:
     if row["state"] != MEASURED:
         return MeasuredEngine(row["state"], short_reason(row["reason"]))
     return MeasuredEngine(row["state"], None, row["seconds"], row["samples_per_second"], row["parity"])
@@ -176,7 +176,7 @@ def digest(resolved: ResolvedRun) -> str:
     return hashlib.sha256(json.dumps(key(resolved), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def key(resolved: ResolvedRun) -> dict[str, Any]:
+def key(resolved: ResolvedRun) -> Json:
     """All that decides which engine is fastest, as plain values."""
     recipe, plan = resolved.file.recipe, resolved.plan
     whole = recipe.model_dump(mode="json")

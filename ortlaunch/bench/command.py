@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ortlaunch.bench import auto
 from ortlaunch.bench.measure import Length, measure, new_folder, prepared
 from ortlaunch.bench.picture import draw, require_matplotlib
 from ortlaunch.bench.report import FAILED, MEASURED, fastest, passes, table, times
 from ortlaunch.bench.variants import ENGINES
+from ortlaunch.json_types import Json
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import write_json
 
@@ -41,7 +41,7 @@ def bench(
     return int(any(row["state"] == FAILED or (row["state"] == MEASURED and not passes(row)) for row in rows))
 
 
-def _verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _verdict(rows: Sequence[Json]) -> list[str]:
     best = fastest(rows)
     if best is None:
         return ["fastest: none passed parity"]
@@ -49,7 +49,7 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [f"fastest: {best['name']}{''.join(f', {times(best, row)}' for row in others)}"]
 
 
-def title(resolved: ResolvedRun, report: dict[str, Any]) -> str:
+def title(resolved: ResolvedRun, report: Json) -> str:
     """What was measured on what."""
     hardware, ranks = report["hardware"], resolved.plan.world_size
     gpus = hardware["gpus"] if report["device"] == "cuda" else []

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.bench.report import results, short_reason
 from ortlaunch.bench.turns import Failed, VariantJob
 from ortlaunch.bench.variants import Variant, resolve_variant, variants
 from ortlaunch.errors import InputError, LaunchError, OrtlaunchError, PlanError
+from ortlaunch.json_types import Json
 from ortlaunch.plan import PROCESS
 from ortlaunch.process import heeded
 from ortlaunch.resolve import provenance
@@ -80,7 +81,7 @@ def new_folder(out: Path | None, name: str) -> Path:
     raise PlanError(f"{folder}: is there already; give --out a new folder")
 
 
-def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, folder: Path, say: Say) -> dict[str, Any]:
+def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, folder: Path, say: Say) -> Json:
     """Run the bench: bench.json as plain values.
 
     Raises:

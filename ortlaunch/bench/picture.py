@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ortlaunch.errors import MissingDependency
+from ortlaunch.json_types import Json
 
 _COLORS = {"ort": "#2f6fb3", "inductor": "#d98c2b", "eager": "#8a8f98"}
 
@@ -24,7 +24,7 @@ def require_matplotlib() -> None:
         )
 
 
-def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+def draw(rows: Sequence[Json], title: str, path: Path) -> None:
     """Tokens (or samples) a second of what was measured: the median, and the middle half of the steps as a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -48,12 +48,12 @@ def draw(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _errors(row: dict[str, Any], rate: float) -> tuple[float, float]:
+def _errors(row: Json, rate: float) -> tuple[float, float]:
     """How far the quartiles lie below and above the median rate; a slow step is a low rate."""
     seconds = row["seconds"]
     scale = rate * seconds["median"]
     return rate - scale / seconds["quartile_3"], scale / seconds["quartile_1"] - rate
 
 
-def _top(row: dict[str, Any], rate: float) -> float:
+def _top(row: Json, rate: float) -> float:
     return rate + _errors(row, rate)[1]

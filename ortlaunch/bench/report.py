@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant
+from ortlaunch.json_types import Json
 from ortlaunch.units import human
 
 _HEAD = ("variant", "s/step", "middle half", "samples/s", "tokens/s", "MFU", "memory", "first step", "parity", "ratio")
 MEASURED, REFUSED, FAILED = "measured", "refused", "failed"
 
 
-def results(variants: Sequence[Variant], players: Sequence[VariantJob]) -> list[dict[str, Any]]:
+def results(variants: Sequence[Variant], players: Sequence[VariantJob]) -> list[Json]:
     """Every variant in its order: measured, with figures; refused or failed, with the reason."""
     playing = {player.variant.name: player for player in players}
     rows = [_row(variant, playing.get(variant.name)) for variant in variants]
@@ -27,8 +27,8 @@ def results(variants: Sequence[Variant], players: Sequence[VariantJob]) -> list[
     return rows
 
 
-def _row(variant: Variant, player: VariantJob | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": variant.name, "engine": variant.engine, "varied": list(variant.chosen)}
+def _row(variant: Variant, player: VariantJob | None) -> Json:
+    row: Json = {"name": variant.name, "engine": variant.engine, "varied": list(variant.chosen)}
     if player is None or not player.measured:
         failed = player is not None and bool(player.failed)
         reason = player.failed if player is not None and failed else variant.refused
@@ -66,14 +66,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "quartile_1": low, "quartile_3": high, "min": min(values), "max": max(values)}
 
 
-def _base(row: dict[str, Any], measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _base(row: Json, measured: Sequence[Json]) -> Json:
     """What a variant is compared with: eager with the same varied keys, else the first eager, else the first."""
     eager = [other for other in measured if other["engine"] == "eager"]
     same = [other for other in eager if other["varied"] == row["varied"]]
     return (same or eager or list(measured))[0]
 
 
-def _mfu(row: dict[str, Any], measured: Sequence[dict[str, Any]]) -> float | None:
+def _mfu(row: Json, measured: Sequence[Json]) -> float | None:
     """Of the highest rate that any variant of this precision saw: one yardstick for all of them."""
     if not row["flops_per_token"] or not row["tokens_per_second"]:
         return None
@@ -82,22 +82,22 @@ def _mfu(row: dict[str, Any], measured: Sequence[dict[str, Any]]) -> float | Non
     return float(row["flops_per_token"] * row["tokens_per_second"] / (peak * row["ranks"])) if peak else None
 
 
-def passes(row: dict[str, Any]) -> bool:
+def passes(row: Json) -> bool:
     """Whether a variant was measured and computes what plain PyTorch computes."""
     return row["state"] == MEASURED and row["parity"]["verdict"] in ("passes", "reference")
 
 
-def fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def fastest(rows: Sequence[Json]) -> Json | None:
     """The fastest by samples a second of those that pass parity."""
     return max((row for row in rows if passes(row)), key=lambda row: float(row["samples_per_second"]), default=None)
 
 
-def times(best: dict[str, Any], other: dict[str, Any]) -> str:
+def times(best: Json, other: Json) -> str:
     """`1.90 x eager`."""
     return f"{best['samples_per_second'] / other['samples_per_second']:.2f} x {other['name']}"
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[Json]) -> str:
     """Figures of what was measured, and a line of reason for what was not."""
     measured = [row for row in rows if row["state"] == MEASURED]
     cells = [_HEAD, *(_cells(row) for row in measured)] if measured else []
@@ -111,7 +111,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, *_notes(rows)])
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: Json) -> tuple[str, ...]:
     seconds, tokens, mfu = row["seconds"], row["tokens_per_second"], row["mfu"]
     return (
         row["name"],
@@ -127,7 +127,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _parity_cell(parity: dict[str, Any]) -> str:
+def _parity_cell(parity: Json) -> str:
     """`reference`, `1.2e-06`, or a word in capitals where the figures are not to be used."""
     if parity["verdict"] == "passes":
         return f"{parity['largest']:.0e}"
@@ -136,7 +136,7 @@ def _parity_cell(parity: dict[str, Any]) -> str:
     return "reference" if parity["verdict"] == "reference" else "NOT COMPARED"
 
 
-def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _notes(rows: Sequence[Json]) -> list[str]:
     notes = [f"{row['name']}: {row['state']}: {short_reason(row['reason'])}" for row in rows if "reason" in row]
     measured = [row for row in rows if row["state"] == MEASURED]
     notes += [

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from ortlaunch.bench.variants import Variant
+from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import explain_end
 from ortlaunch.resolve.prepare import write_run
@@ -30,9 +31,9 @@ class VariantJob:
 
     def __init__(self, variant: Variant, run: RunDir) -> None:
         self.variant, self.run = variant, run
-        self.ready: dict[str, Any] = {}
-        self.turns: list[dict[str, Any]] = []
-        self.parity: dict[str, Any] = {}
+        self.ready: Json = {}
+        self.turns: list[Json] = []
+        self.parity: Json = {}
         self.failed = ""
         self._job: Any = None
         self._number = self._read = 0
@@ -69,18 +70,18 @@ class VariantJob:
         """Let it compare itself with plain PyTorch."""
         self.parity = self._do({"do": "compare"})["parity"]
 
-    def _do(self, order: dict[str, Any]) -> dict[str, Any]:
+    def _do(self, order: dict[str, object]) -> Json:
         self._number += 1
         write_json(self.run.order, {"number": self._number, **order})
         return self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> dict[str, object]:
         """The next line of results."""
         while True:
             lines = self.run.results.read_text(encoding="utf-8").split("\n") if self.run.results.exists() else [""]
             if len(lines) - 1 > self._read:
                 self._read += 1
-                answer: dict[str, Any] = json.loads(lines[self._read - 1])
+                answer: Json = json.loads(lines[self._read - 1])
                 return answer
             self._check()
             time.sleep(_POLL_SECONDS)

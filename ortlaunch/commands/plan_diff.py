@@ -68,7 +68,7 @@ def _lines(before: Any, after: Any, path: str) -> Iterator[str]:
         yield f"{path}: {json.dumps(before)} -> {json.dumps(after)}"
 
 
-def _hosts(nodes: Sequence[Mapping[str, Any]]) -> str:
+def _hosts(nodes: Sequence[Mapping[str, object]]) -> str:
     """`4 hosts (node0 8, node1 8, ...)`."""
     named = [f"{node['host']} {node['slots']}" for node in nodes[:4]] + ["..."] * (len(nodes) > 4)
     return f"{len(nodes)} ({', '.join(named)})"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.plan import Plan
 from ortlaunch.run_folder.folder import RunDir, account
 from ortlaunch.run_folder.lines import Lines, take_line
@@ -26,11 +26,11 @@ class Evidence:
     """The exit status of the command; None: it has not ended."""
     text: str
     """What the command said last; "" where it said nothing."""
-    records: list[dict[str, Any]]
+    records: list[Json]
     """Accounts of ranks that failed, and of a run that stood still; the cause first."""
 
     @property
-    def first(self) -> dict[str, Any]:
+    def first(self) -> Json:
         """The account of the cause; empty where no rank gave one of its own.
 
         A rank that stopped as it was asked to is the cause where the command says so: a launcher, too, asks for that.
@@ -75,7 +75,7 @@ def last_lines(run: RunDir, rank: int) -> list[str]:
     return _tail(run.log(rank, "err"))[-_LAST_LINES:]
 
 
-def json_lines(path: Path, *names: str) -> list[dict[str, Any]]:
+def json_lines(path: Path, *names: str) -> list[Json]:
     """The last whole lines of a file of JSON lines that have these names."""
     lines = Lines([], [])
     for line in _tail(path):  # the first may be cut, the last half written

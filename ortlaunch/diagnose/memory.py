@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from ortlaunch.diagnose.evidence import Evidence
+from ortlaunch.json_types import Json
 from ortlaunch.plan import PROCESS, Plan
 from ortlaunch.planning.describe import memory_lines
 from ortlaunch.planning.memory import estimate
@@ -59,7 +59,7 @@ def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
         yield f"all of these, batch.micro_size: {sizes[-1]}", _total(changed, sizes[-1], ranks, plan.device)
 
 
-def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
     most = 2 if recipe.engine.name == "ort" else 3
     stage = recipe.zero.stage if recipe.zero else 0
     if ranks > 1 and stage < most and recipe.optimizer.name != "lamb":
@@ -70,7 +70,7 @@ def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[
         yield "engine.chunked_loss: auto", {"engine": {"chunked_loss": "auto"}}
 
 
-def _with(recipe: Recipe, update: dict[str, dict[str, Any]]) -> Recipe:
+def _with(recipe: Recipe, update: dict[str, Json]) -> Recipe:
     """The recipe with these fields of its sections."""
     raw = recipe.model_dump(exclude_unset=True)
     return Recipe.model_validate({**raw, **{name: {**(raw.get(name) or {}), **each} for name, each in update.items()}})

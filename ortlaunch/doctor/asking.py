@@ -13,9 +13,10 @@ import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch.doctor import probe
+from ortlaunch.json_types import Json
 from ortlaunch.launch.ssh import needs_no_ssh, ssh
 
 _CONNECT_SECONDS = 8
@@ -38,7 +39,7 @@ class Question(NamedTuple):
     port: int
     range: tuple[int, int] | None = None  # of ports to try, at every host
 
-    def asked_of(self, host: str) -> dict[str, Any]:
+    def asked_of(self, host: str) -> dict[str, object]:
         """As the probe takes it."""
         peers = [name.rpartition("@")[2] for name in self.names if name != host]
         return {"peers": peers[:4], "folder": str(self.folder) if self.folder else None, "ports": self._ports(host),
@@ -70,7 +71,7 @@ class Answer(NamedTuple):
     reached: the other hosts that it tried.
     """
 
-    told: dict[str, Any]
+    told: Json
     took: float
     skew: float = 0.0
     doubt: float = 0.0
@@ -208,7 +209,7 @@ class _Call:
         )
 
     @property
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Json:
         assert isinstance(self.answer, Answer)
         return self.answer.told
 

@@ -6,12 +6,13 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch.doctor import asking, probe
 from ortlaunch.doctor.asking import Answer, Question, Reached, Silence
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged, refused
 from ortlaunch.errors import InputError
+from ortlaunch.json_types import Json
 from ortlaunch.plan import LOCAL_NAMES, Node
 from ortlaunch.units import counted, human
 
@@ -177,7 +178,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _own(node: Node, told: dict[str, Any], asked: Asked, token: str | None) -> Iterator[Finding]:
+def _own(node: Node, told: Json, asked: Asked, token: str | None) -> Iterator[Finding]:
     """What it has for the run."""
     host = node.host
     if asked.device == "cuda":

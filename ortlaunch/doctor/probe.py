@@ -16,10 +16,11 @@ import sys
 import time
 import zlib
 
+from ortlaunch.json_types import Json
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing takes as long as all else here
     from collections.abc import Iterator, Sequence
-    from typing import Any
 
 PACKAGES = ("ortlaunch", "torch", "transformers", "deepspeed", "onnxruntime-training", "onnxruntime-training-cpu",
             "mpi4py", "numpy")  # fmt: skip
@@ -130,7 +131,7 @@ class Doors:
         for one in self.sockets:
             one.close()
 
-    def answer(self, ready: Sequence[Any]) -> None:
+    def answer(self, ready: Sequence[object]) -> None:
         """Accept connections, and send the beginning of each datagram back."""
         for one in self.sockets:
             with contextlib.suppress(OSError):
@@ -277,7 +278,7 @@ def busy_gpus() -> list[str] | None:
         return None
 
 
-def told(question: dict[str, Any]) -> dict[str, Any]:
+def told(question: Json) -> Json:
     """All but what takes another host.
 
     Args:
@@ -306,7 +307,7 @@ def told(question: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(question: dict[str, Any]) -> None:
+def main(question: Json) -> None:
     """Print all of it; then, for each line of `ADDRESS TCP UDP MTU` of others, the time and how they are reached.
 
     Returns when the input ends.

@@ -89,13 +89,13 @@ class Backend(Protocol):
         output: a file for what the job says, in place of this process's own output.
         """
 
-    def state(self, job: Any) -> JobState:
+    def state(self, job: object) -> JobState:
         """Where the job is."""
 
     def wait(self, job: Any) -> int:
         """Wait for its end; the exit status."""
 
-    def cancel(self, job: Any) -> None:
+    def cancel(self, job: object) -> None:
         """End it and everything it started; returns when it has ended.
 
         Raises:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.launch.failure import End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
 from ortlaunch.plan import Plan
@@ -82,7 +82,7 @@ def record_attempt(run: RunDir, end: End, number: int, seconds: float, checkpoin
     )
 
 
-def _failure(first: dict[str, Any] | None, end: End) -> str:
+def _failure(first: Json | None, end: End) -> str:
     """What is compared from attempt to attempt: an exception, or a status."""
     if first is None or first["secondary"] or first["type"] in ("Signal", "Exit"):
         return f"exit status {end.status}"

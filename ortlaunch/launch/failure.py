@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch.errors import DamagedFile
+from ortlaunch.json_types import Json
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan, is_this_host
 from ortlaunch.rank import EXIT_SAVED
@@ -74,7 +75,7 @@ def _launcher_failure(run: RunDir) -> str:
     return ""
 
 
-def _unheard(run: RunDir, records: list[dict[str, Any]], stopped_by: int | None) -> set[int]:
+def _unheard(run: RunDir, records: list[Json], stopped_by: int | None) -> set[int]:
     """Ranks that may be why a launcher asked the others to stop, where no person did.
 
     Their guardian was killed: it has taken room for an account, and left none; or it never began.
@@ -107,9 +108,7 @@ def explain_silence(run: RunDir, command: str) -> End:
     return End(137, f"ortlaunch: {gone}, and its ranks ended with it\nlogs: {run.logs}")
 
 
-def _without_cause(
-    run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[dict[str, Any]]
-) -> End:
+def _without_cause(run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[Json]) -> End:
     """The end of a run of which no rank tells a failure of its own."""
     plan, asked = Plan.read(run.plan), _asked(run)
     status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
@@ -144,12 +143,12 @@ def _without_cause(
     return End(first["exit_status"], _text(first))
 
 
-def first_failure(run: RunDir) -> dict[str, Any] | None:
+def first_failure(run: RunDir) -> Json | None:
     """The record of the earliest failure that is not the echo of another's, else of an echo."""
     return _first(_records(run))
 
 
-def _records(run: RunDir) -> list[dict[str, Any]]:
+def _records(run: RunDir) -> list[Json]:
     """What ranks and their guardians wrote of their ends, who judged that the run stood still, and who lost a host."""
     return [account(path) for path in run.told]
 
@@ -159,12 +158,12 @@ def _program(plan: Plan) -> str:
     return LAUNCHERS[plan.launcher].program if plan.launcher in LAUNCHERS else "their launcher"
 
 
-def _first(records: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _first(records: list[Json]) -> Json | None:
     """The earliest failure that is not the echo of another's; of echoes a rank that was killed before it had saved."""
     return min(records, key=_order, default=None)
 
 
-def _order(record: dict[str, Any]) -> tuple[bool, bool, int, float]:
+def _order(record: Json) -> tuple[bool, bool, int, float]:
     """Hosts' clocks differ: what could read another's account came after it, and times count only where none could."""
     return record["secondary"], record.get("type") != "Outlived", record.get("after", 0), record["time"]
 
@@ -186,7 +185,7 @@ def _asked(run: RunDir) -> dict[int, tuple[int, float]]:
     return found
 
 
-def _stopped(run: RunDir, first: dict[str, Any] | None, number: int) -> End:
+def _stopped(run: RunDir, first: Json | None, number: int) -> End:
     """The end of a run that was asked to stop and did not save; where an older checkpoint is, it is run again."""
     late = first is None or first.get("type") == "Outlived"
     told = f"{_text(first)}\n" if first and (late or not first["secondary"]) else ""
@@ -232,7 +231,7 @@ def _names(plan: Plan, ranks: list[int]) -> str:
     return ", ".join([*names, *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])])
 
 
-def _text(first: dict[str, Any], shown: bool = False) -> str:
+def _text(first: Json, shown: bool = False) -> str:
     seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
     told = _OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
     said = f"{told}\n\n" if told and not seen else ""

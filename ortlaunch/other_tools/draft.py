@@ -58,7 +58,7 @@ class Draft:
         self.tools, self.account = tools, Account()
         self.command, self.base = command, base
         self.recipe = Tree(config.place, kind="mapping")
-        self._assumed: list[tuple[str, Any, str]] = []
+        self._assumed: list[tuple[str, object, str]] = []
 
     def take(self, key: str) -> Tree | None:
         """A key that asks for something, which is then dealt with; None where it is absent or asks for nothing."""
@@ -79,7 +79,7 @@ class Draft:
         assumed = [value for each, value, _ in self._assumed if each == path]
         return there.plain() if there is not None else assumed[0] if assumed else None
 
-    def put(self, path: str, node: Tree, key: str, value: Any = None, why: str = "") -> None:
+    def put(self, path: str, node: Tree, key: str, value: object = None, why: str = "") -> None:
         """Set a key of the recipe to `value`, or to the config's own; `why` it does not mean quite the same."""
         tree = node if value is None else made(value, node)
         there = self.recipe.find(keys(path))
@@ -94,7 +94,7 @@ class Draft:
         )
         return None
 
-    def assume(self, path: str, value: Any, why: str) -> None:
+    def assume(self, path: str, value: object, why: str) -> None:
         """Set what the config does not say, once all that it says is known."""
         self._assumed.append((path, value, why))
 
@@ -165,7 +165,7 @@ def is_empty(node: Tree) -> bool:
     return node.scalar is None or node.scalar is False or node.scalar == ""
 
 
-def made(value: Any, node: Tree) -> Tree:
+def made(value: object, node: Tree) -> Tree:
     """A value of ours with the place of another tool's."""
     if isinstance(value, Tree):
         return value

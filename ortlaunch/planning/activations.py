@@ -6,14 +6,13 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 
 from __future__ import annotations
 
-from typing import Any
-
+from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 
 _SCALE, _MASK = 4, 1  # bytes that a dropout keeps a number: torch on a CPU the factor, others a truth
 
 
-def layer_bytes(recipe: Recipe, c: dict[str, Any], length: int, width: int, device: str) -> int:
+def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
     """Bytes a token that one layer keeps; `width` is that of its numbers, 4 or 2."""
     h, i, heads = int(c["hidden_size"]), int(c["intermediate_size"]), int(c["num_attention_heads"])
     attention = 4 * heads * int(c.get("head_dim") or h // heads)  # queries, keys, values and what they give
@@ -27,7 +26,7 @@ def _mask(recipe: Recipe, width: int, device: str) -> int:
     return width if device == "cpu" and recipe.engine.name != "ort" else _MASK
 
 
-def _score(recipe: Recipe, c: dict[str, Any], width: int, device: str) -> int:
+def _score(recipe: Recipe, c: Json, width: int, device: str) -> int:
     """Bytes a score of attention: its softmax and, with dropout, mask and what is left; none in a fused kernel."""
     dropped = bool(c.get("attention_probs_dropout_prob") or c.get("attention_dropout"))
     if not _fused(recipe):

@@ -6,19 +6,20 @@ Everything comes from the recipe and the plan's batch, so that there is one sour
 
 from __future__ import annotations
 
-from typing import Any
-
+from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.models import Offload
 
 NEVER = 10**9
 
 
-def deepspeed_config(recipe: Recipe, micro_samples: int, accumulation_steps: int, ranks: int) -> dict[str, Any] | None:
+def deepspeed_config(
+    recipe: Recipe, micro_samples: int, accumulation_steps: int, ranks: int
+) -> dict[str, object] | None:
     """The DeepSpeed config of a recipe, or None where it trains without DeepSpeed."""
     if recipe.zero is None:
         return None
-    config: dict[str, Any] = {
+    config: Json = {
         "train_batch_size": micro_samples * accumulation_steps * ranks,
         "train_micro_batch_size_per_gpu": micro_samples,
         "gradient_accumulation_steps": accumulation_steps,
@@ -33,7 +34,7 @@ def deepspeed_config(recipe: Recipe, micro_samples: int, accumulation_steps: int
     return _merged(config, recipe.zero.deepspeed)
 
 
-def _offload(offload: Offload | None) -> dict[str, Any]:
+def _offload(offload: Offload | None) -> dict[str, object]:
     """DeepSpeed's sections for what is kept off the GPU."""
     if offload is None:
         return {}
@@ -42,7 +43,7 @@ def _offload(offload: Offload | None) -> dict[str, Any]:
     return {section: {"device": device, **common} for section, device in devices.items() if device}
 
 
-def _merged(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+def _merged(base: Json, top: Json) -> Json:
     merged = dict(base)
     for key, value in top.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.plan import Bytes, Memory
 from ortlaunch.planning.activations import layer_bytes
@@ -62,7 +63,7 @@ def chunked(recipe: Recipe, tokens: int, vocabulary: int, device: str) -> int:
     return 0 if whole else chunk_rows(recipe.engine.chunked_loss, tokens, vocabulary, device)
 
 
-def full_config(recipe: Recipe) -> dict[str, Any] | None:
+def full_config(recipe: Recipe) -> Json | None:
     """The model's config with every default, or None where it cannot be known without transformers."""
     if recipe.model.pretrained:
         known = config_of(recipe.model.pretrained)
@@ -76,12 +77,12 @@ def full_config(recipe: Recipe) -> dict[str, Any] | None:
     return config
 
 
-def tensor_sizes(config: dict[str, Any], task: str) -> list[int]:
+def tensor_sizes(config: Json, task: str) -> list[int]:
     """Elements of each parameter of a BERT or Llama model with the head of `task`; tied weights are one."""
     return _bert(config, task) if config["model_type"] == "bert" else _llama(config, task)
 
 
-def _bert(c: dict[str, Any], task: str) -> list[int]:
+def _bert(c: Json, task: str) -> list[int]:
     h, i, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     embeddings = [vocab * h, c["max_position_embeddings"] * h, c["type_vocab_size"] * h, h, h]
     layer = [*[h * h, h] * 4, h * i, i, i * h, h, *[h] * 4]
@@ -98,7 +99,7 @@ def _labels(c: dict[str, Any], task: str) -> int:
     return 1 if MODEL_TASKS[task].label == "number" else int(c.get("num_labels", 2))
 
 
-def _llama(c: dict[str, Any], task: str) -> list[int]:
+def _llama(c: Json, task: str) -> list[int]:
     h, i, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     heads, kv = c["num_attention_heads"], c["num_key_value_heads"] or c["num_attention_heads"]
     width = c["head_dim"] or h // heads
@@ -253,7 +254,7 @@ def _setting(recipe: Recipe, name: str, default: float) -> float:
     return value if isinstance(value, (int, float)) else default
 
 
-def _lora_tensors(lora: Lora, c: dict[str, Any], task: str) -> list[int] | None:
+def _lora_tensors(lora: Lora, c: Json, task: str) -> list[int] | None:
     """Elements of each adapter's two matrices, or None where a target module is not known here."""
     h, i, heads = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"]
     width = (c.get("head_dim") or h // heads) * heads
@@ -280,7 +281,7 @@ def _lora_tensors(lora: Lora, c: dict[str, Any], task: str) -> list[int] | None:
     return [lora.r * side for pair in (*layers, *heads_of_bert) for side in pair]
 
 
-def _activations(recipe: Recipe, c: dict[str, Any], micro: int, width: int, device: str) -> int:
+def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -> int:
     length, layers = recipe.data.sequence_length or 0, int(c["num_hidden_layers"])
     tokens = micro * length
     a_layer, logits = tokens * layer_bytes(recipe, c, length, width, device), _logits(recipe, c, tokens, device)
@@ -292,7 +293,7 @@ def _activations(recipe: Recipe, c: dict[str, Any], micro: int, width: int, devi
     return layers * a_layer + logits
 
 
-def _logits(recipe: Recipe, c: dict[str, Any], tokens: int, device: str) -> int:
+def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:
     """Bytes of head and loss beside the weights, in float32."""
     if recipe.model.traits.label:
         return 0

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+
+from ortlaunch.json_types import Json
 
 # Pixels of a chart and of the part with the lines, and the colours of style.css.
 AREA = {"width": 520, "height": 250, "left": 62, "right": 510, "top": 10, "bottom": 224, "colors": 8}
@@ -55,7 +56,7 @@ class Scale:
         return round(self.first + (value - low) / (high - low or 1.0) * (self.last - self.first), 1)
 
 
-def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> dict[str, Any] | None:
+def chart(title: str, curves: Sequence[Curve], from_zero: bool = False) -> dict[str, object] | None:
     """Everything that one chart draws; None where no run has a value.
 
     Args:
@@ -117,7 +118,7 @@ def _decades(up: Scale) -> list[float]:
     return inside if len(inside) >= 2 else [up.low, up.high]
 
 
-def _drawn(curve: Curve, across: Scale, up: Scale) -> dict[str, Any]:
+def _drawn(curve: Curve, across: Scale, up: Scale) -> Json:
     """The lines of a run; few points are drawn as dots, too, and where a later start took the run up again."""
     groups = groupby(curve.points, key=lambda point: point[1] is not None)
     lines = [[(x, y) for x, y in group if y is not None] for is_whole, group in groups if is_whole]
@@ -140,7 +141,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return sorted({points[0], points[-1], *(point for pair in ends for point in pair)})
 
 
-def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[str, Any]]:
+def _strips(curves: Sequence[Curve], across: Scale, up: Scale) -> Iterator[dict[str, object]]:
     """Transparent strips whose title, shown under the pointer, is each run's value there."""
     steps = sorted({x for curve in curves for x, _ in curve.finite})
     steps = steps[:: math.ceil(len(steps) / _STRIPS)]

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
+from ortlaunch.json_types import Json
 from ortlaunch.recipe.text.place import leaves
 from ortlaunch.report.curves import Curve, chart
 from ortlaunch.report.records import Record, command, number
@@ -30,7 +31,7 @@ _NO_CURVES = ("step", "samples", "epoch", "skipped_steps", "left_out_steps", "el
 _PARTS = ("weights", "gradients", "optimizer", "activations", "buckets", "other", "model", "peak")
 
 
-def content(records: Sequence[Record]) -> dict[str, Any]:
+def content(records: Sequence[Record]) -> Json:
     """All values of the page."""
     return {
         "records": records,
@@ -53,13 +54,13 @@ def _state(one: Record) -> str:
     return f"{one.status.state.value}{code}{took}{sure}"
 
 
-def _evaluation(one: Record) -> dict[str, Any]:
+def _evaluation(one: Record) -> dict[str, object]:
     """The last evaluation's metrics."""
-    last: dict[str, Any] = next((line for line in reversed(one.lines) if "evaluation_loss" in line), {})
+    last: Json = next((line for line in reversed(one.lines) if "evaluation_loss" in line), {})
     return {name.removeprefix("evaluation_"): value for name, value in last.items() if name.startswith("evaluation_")}
 
 
-def _newest(one: Record, name: str) -> Any:
+def _newest(one: Record, name: str) -> object:
     return next((line[name] for line in reversed(one.lines) if line.get(name) is not None), None)
 
 
@@ -85,7 +86,7 @@ def _of(one: int | None, whole: int | None, between: str = "of") -> str | None:
     return f"{one:,} {between} {whole:,}"
 
 
-def _curves(records: Sequence[Record]) -> list[dict[str, Any]]:
+def _curves(records: Sequence[Record]) -> list[dict[str, object]]:
     known = dict.fromkeys(name for record in records for line in record.lines for name in line)
     others = [name for name in known if name not in (*_NO_CURVES, *(each for _, each, _ in _CURVES))]
     more = [(name.capitalize().replace("_", " "), name, False) for name in others]
@@ -159,7 +160,7 @@ def _torch(one: Record) -> str | None:
     return "\n".join([f"{one.ort.get('torch_share', 0):.1%} of the time of the passes", *said]) if said else None
 
 
-def _without(values: Any, *names: str) -> dict[str, Any] | None:
+def _without(values: Any, *names: str) -> dict[str, object] | None:
     """A mapping without what is absent in it."""
     return {k: v for k, v in (values or {}).items() if v not in (None, [], {}) and k not in names} or None
 
@@ -172,7 +173,7 @@ def _folded(values: Any, noun: str) -> Markup | None:
     return Markup("<details><summary>{}</summary>{}</details>").format(head, lines)
 
 
-def _memory(one: Record) -> dict[str, Any] | None:
+def _memory(one: Record) -> dict[str, object] | None:
     measured, planned = one.memory.get("measured"), one.memory.get("planned") or {}
     if not measured:
         return None
@@ -184,7 +185,7 @@ def _memory(one: Record) -> dict[str, Any] | None:
     }
 
 
-def _checkpoints(one: Record) -> dict[str, Any] | None:
+def _checkpoints(one: Record) -> dict[str, object] | None:
     said = {line.get("step") for line in one.saves}
     found = {
         "saves": [_save(line, one.kept) for line in one.saves]
@@ -195,21 +196,21 @@ def _checkpoints(one: Record) -> dict[str, Any] | None:
     return found if any(found.values()) else None
 
 
-def _save(line: dict[str, Any], kept: Sequence[int]) -> tuple[object, ...]:
+def _save(line: Json, kept: Sequence[int]) -> tuple[object, ...]:
     state = "kept" if line.get("step") in kept else "taken away"
     return line.get("step"), warning(line["error"]) if line.get("error") else state, line.get("seconds")
 
 
-def _values_of(lines: Sequence[dict[str, Any]], *names: str) -> list[list[Any]]:
+def _values_of(lines: Sequence[Json], *names: str) -> list[list[object]]:
     return [[line.get(name) for name in names] for line in lines]
 
 
-def _evaluated(found: dict[str, Any]) -> str:
+def _evaluated(found: dict[str, object]) -> str:
     said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items() if name != "step")
     return f"step {found.get('step')}: {said}"
 
 
-def _starts(one: Record) -> dict[str, Any]:
+def _starts(one: Record) -> dict[str, object]:
     attempts = one.status.job.attempts
     return {
         "commands": [(line.get("time"), command(line)) for line in one.commands],
@@ -230,7 +231,7 @@ def _differences(records: Sequence[Record]) -> list[tuple[str, list[object]]]:
     return facts(records, map(fact, differ))
 
 
-def _json(value: Any) -> str | None:
+def _json(value: object) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 

@@ -19,13 +19,13 @@ def facts(records: Sequence[Record], rows: Iterable[Fact]) -> list[tuple[str, li
     return [(name, values) for name, values in known if any(value not in (None, "", [], {}) for value in values)]
 
 
-def cards(records: Sequence[Record], read: Callable[[Record], Any]) -> list[tuple[Record, Any]]:
+def cards(records: Sequence[Record], read: Callable[[Record], object]) -> list[tuple[Record, object]]:
     """The values of each run that has some."""
     found = [(record, told(read, record)) for record in records]
     return [(record, value) for record, value in found if value is not None]
 
 
-def told(read: Callable[[Record], Any], record: Record) -> Any:
+def told(read: Callable[[Record], object], record: Record) -> Any:
     """What a record says; where another version of ortlaunch wrote it, or it is damaged, that this cannot be told."""
     try:
         return read(record)
@@ -57,5 +57,5 @@ def cell(value: object) -> object:
     return value
 
 
-def _inside(value: Any) -> object:
+def _inside(value: object) -> object:
     return json.dumps(value) if isinstance(value, (dict, list)) else cell(value)

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ortlaunch import recipe
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
@@ -75,7 +74,7 @@ def claimed(run: RunDir) -> RunDir:
 
 
 def write_run(
-    run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, Any] | None = None, again: bool = False
+    run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, object] | None = None, again: bool = False
 ) -> Request:
     """Write what the ranks read, and put aside what an earlier start left; returns what starts them.
 
@@ -159,6 +158,6 @@ def _is_written_before(run: RunDir, path: Path) -> bool:
     return is_temporary(path) or path in (*earlier, run.resume, run.micro_size, run.choice)
 
 
-def differences(before: Any, after: Any) -> Iterator[str]:
+def differences(before: object, after: object) -> Iterator[str]:
     """`key.path: old -> new` for every leaf that differs."""
     return (f"{path}: {old!r} -> {new!r}" for path, old, new in leaves(before, after))

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from ortlaunch import __version__, machine
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_line
 
@@ -30,7 +30,7 @@ def record(run: RunDir, recipe: Path) -> None:
     append_line(run.commands, line)
 
 
-def commit(folder: Path) -> dict[str, Any] | None:
+def commit(folder: Path) -> dict[str, object] | None:
     """`commit`, and whether the work tree is `dirty` (None: not known in time); None outside git."""
     head = _git(folder, "rev-parse", "HEAD")
     if not head:
@@ -39,7 +39,7 @@ def commit(folder: Path) -> dict[str, Any] | None:
     return {"commit": head.strip(), "dirty": None if changes is None else bool(changes)}
 
 
-def environment() -> dict[str, Any]:
+def environment() -> Json:
     """What this run was made of: ortlaunch, Python, the machine, every installed package's version."""
     from importlib import metadata  # takes time, and only a start needs it
 

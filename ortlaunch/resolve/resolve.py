@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch import machine, recipe, start
 from ortlaunch.errors import PlanError, RecipeError
+from ortlaunch.json_types import Json
 from ortlaunch.plan import Plan, is_this_host
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.hosts import hostfile_text
@@ -48,7 +49,7 @@ class ResolvedRun(NamedTuple):
     plan: Plan
     notes: tuple[str, ...]
     command: Command
-    choice: dict[str, Any] | None = None  # how engine.name: auto was decided
+    choice: Json | None = None  # how engine.name: auto was decided
 
     def with_overrides(self, *overrides: str) -> ResolvedRun:
         """The same command with further overrides; no file is read again."""

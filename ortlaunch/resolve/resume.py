@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.recipe import Recipe
@@ -196,7 +196,7 @@ def _since(before: Recipe | None, resolved: ResolvedRun) -> Iterator[str]:
             yield f"  changed: {path}: {old!r} -> {new!r}"
 
 
-def today(resolved: ResolvedRun) -> dict[str, Any]:
+def today(resolved: ResolvedRun) -> dict[str, object]:
     """What a checkpoint of this run would say."""
     git = provenance.commit(resolved.command.path.parent)
     return origin.origin(resolved.file.recipe, resolved.plan, provenance.environment(), git)

@@ -10,9 +10,10 @@ import math
 import re
 import signal
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ortlaunch.errors import LaunchError, PlanError
+from ortlaunch.json_types import Json
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.plan import Plan
@@ -166,7 +167,7 @@ def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
     return tried
 
 
-def _judged(size: int, said: dict[str, Any]) -> Try:
+def _judged(size: int, said: Json) -> Try:
     limit = f"{said['limit']} ({human(said['limit_bytes'])})"
     taken = f"takes {human(said['taken'])} of {human(said['free'])} that {limit} left to rank {said['rank']}"
     return Try(size, said["share"] <= MARGIN, said["share"], f"{taken}: {said['share']:.0%}")

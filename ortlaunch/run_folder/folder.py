@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import DamagedFile
+from ortlaunch.json_types import Json
 
 # Files of a checkpoint: its list of files with their checksums, and the mark that it was written to its end.
 MANIFEST = "manifest.json"
@@ -257,17 +258,17 @@ def is_temporary(path: Path) -> bool:
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write JSON whole or not at all."""
     write_text(path, json_text(value, indent=2) + "\n")
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
+def json_text(value: object, indent: int | None = None) -> str:
     """JSON of a value; it has no inf and nan, which become words that float() reads."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -302,18 +303,18 @@ def read_json(path: Path, kind: type[Any] = dict) -> Any:
     return _Mapping(path, value) if kind is dict else value
 
 
-class _Mapping(dict[str, Any]):
+class _Mapping(dict[str, object]):
     """What a file of ours holds: another version may have written it, or less of it be left."""
 
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+    def __init__(self, path: Path, values: dict[str, object]) -> None:
         super().__init__(values)
         self._path = path
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         raise DamagedFile(f"{self._path}: has no {name!r}: it is damaged, or of another version of ortlaunch")
 
 
-def account(path: Path) -> dict[str, Any]:
+def account(path: Path) -> Json:
     """What ended a rank, or the whole run (`RunDir.told`); of a damaged one that something ended."""
     number, said = path.stem.removeprefix("rank_"), f"{path} tells no more"
     try:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import json_text
 
 
 class Lines(NamedTuple):
     """JSON lines of a file."""
 
-    found: list[dict[str, Any]]
+    found: list[Json]
     left_out: list[str]
     """A sentence for each line that cannot be read."""
 
@@ -61,7 +62,7 @@ def take_line(lines: Lines, place: str, line: bytes, *names: str) -> None:
         lines.found.append(value)
 
 
-def append_line(path: Path, value: Any) -> None:
+def append_line(path: Path, value: object) -> None:
     """Add a JSON line; after half a one, of a process that was killed, on a line of its own."""
     with path.open("ab+") as file:
         cut = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"

@@ -12,9 +12,9 @@ import fcntl
 import json
 import os
 import time
-from typing import Any
 
 from ortlaunch.errors import PlanError
+from ortlaunch.json_types import Json
 from ortlaunch.process import Process, flock_holders
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
@@ -84,7 +84,7 @@ def _begin(file: int, run: RunDir) -> bool:
         time.sleep(0.1)
 
 
-def _holder(file: int) -> dict[str, Any]:
+def _holder(file: int) -> dict[str, object]:
     """Who began the run there; nothing is known while it is being written, or where it is none of ours."""
     with contextlib.suppress(ValueError):
         found = json.loads(os.pread(file, 4096, 0))
@@ -93,19 +93,19 @@ def _holder(file: int) -> dict[str, Any]:
     return {}
 
 
-def _named(holder: dict[str, Any]) -> str:
+def _named(holder: Json) -> str:
     if not holder:
         return "another run"
     return f"process {holder['pid']} on host {holder['host']} (since {holder['since']})"
 
 
-def _has_gone(holder: dict[str, Any]) -> bool:
+def _has_gone(holder: Json) -> bool:
     """Whether it was a process of this host, which has ended."""
     process = _process(holder)
     return process is not None and process.is_here and not process.lives()
 
 
-def _process(holder: dict[str, Any]) -> Process | None:
+def _process(holder: Json) -> Process | None:
     return Process(**{name: holder[name] for name in Process._fields}) if holder else None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules import resume_rules
@@ -23,7 +24,7 @@ _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "trans
 _FORMAT = 1
 
 
-def origin(recipe: Recipe, plan: Plan, environment: Mapping[str, Any], git: Mapping[str, Any] | None) -> dict[str, Any]:
+def origin(recipe: Recipe, plan: Plan, environment: Mapping[str, Any], git: Mapping[str, object] | None) -> Json:
     """Of a run that is about to start.
 
     Args:
@@ -42,7 +43,7 @@ def origin(recipe: Recipe, plan: Plan, environment: Mapping[str, Any], git: Mapp
     }
 
 
-def of_run(run: RunDir, recipe: Recipe) -> dict[str, Any]:
+def of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
     """Of the run that lives in a folder, from what was written there before its ranks started."""
     environment = read_json(run.environment) if run.environment.exists() else {}
     started = json_lines(run.commands, "git").found
@@ -52,7 +53,7 @@ def of_run(run: RunDir, recipe: Recipe) -> dict[str, Any]:
     return origin(recipe, Plan.read(run.plan), environment, git)
 
 
-def read(checkpoint: Path) -> dict[str, Any] | None:
+def read(checkpoint: Path) -> Json | None:
     """Of a checkpoint; None: it was written by a version that kept no such thing, or cannot be read."""
     try:
         found = read_json(checkpoint / ORIGIN)
@@ -74,10 +75,10 @@ def of_evaluation(checkpoint: Path, found: list[Change]) -> list[Change]:
     return resume_rules.of_evaluation(found, RunDir(checkpoint.parents[1]).vocabulary.exists())
 
 
-def _filled(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+def _filled(recipe: Mapping[str, object]) -> Mapping[str, Any]:
     """With the defaults of fields that came later."""
     try:
-        filled: Mapping[str, Any] = Recipe.model_validate(recipe).model_dump(mode="json")
+        filled: Mapping[str, object] = Recipe.model_validate(recipe).model_dump(mode="json")
     except ValueError:  # of a version whose fields were others
         return recipe
     return filled

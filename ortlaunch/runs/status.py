@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ortlaunch.errors import DamagedFile, InputError, LaunchError, MissingDependency
+from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, backend
 from ortlaunch.launch.failure import End, explain_silence, first_failure, ranks_that_began
 from ortlaunch.launch.record import JobRecord, now
@@ -44,7 +45,7 @@ class Status:
     step: int | None
     steps: int | None
     logged_seconds_ago: float | None  # since the newest metrics of this start
-    metrics: dict[str, Any]  # the newest of each name
+    metrics: Json  # the newest of each name
     alive: tuple[int, ...]  # processes of it here that have not ended yet though it has
     unreadable: tuple[str, ...] = ()  # what of its files is damaged, and was left out
 
@@ -223,7 +224,7 @@ def _seconds(job: JobRecord, started: float) -> float | None:
     return time.time() - started
 
 
-def _newest_metrics(run: RunDir, wrong: list[str]) -> dict[str, Any]:
+def _newest_metrics(run: RunDir, wrong: list[str]) -> Json:
     """The newest value of each name; a last line that was half written is none, and one that is damaged is told."""
     if not run.metrics.exists():
         return {}

@@ -101,7 +101,7 @@ def scheduler(name: str) -> Scheduler:
     return cast(Scheduler, import_module(SCHEDULERS[name].module))
 
 
-def yaml_text(*documents: Mapping[str, Any]) -> str:
+def yaml_text(*documents: Mapping[str, object]) -> str:
     """Manifests as a person would write them: in order, texts of several lines as such."""
     import yaml  # here: Slurm does without
 

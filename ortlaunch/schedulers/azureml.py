@@ -9,8 +9,8 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import write_text
@@ -42,7 +42,7 @@ def manifest(job: QueuedRun) -> str:
     return f"{job.headline}\n{yaml_text(description(job))}"
 
 
-def description(job: QueuedRun) -> dict[str, Any]:
+def description(job: QueuedRun) -> Json:
     """The job; paths of files are this machine's, and are sent along."""
     own, plan = job.options["azureml"], job.plan
     is_image = not own["environment"].startswith("azureml:")

@@ -18,7 +18,7 @@ from ortlaunch.schedulers import QueuedRun, Seen, wanted, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
 
-Object = dict[str, Any]
+Object = dict[str, object]
 _RESOURCES = {"job": "job.batch", "trainjob": "trainjob.trainer.kubeflow.org"}
 _CONTAINERS = {"job": "train", "trainjob": "node"}  # the runtime's is called so
 _LABEL = "ortlaunch.run"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ortlaunch.errors import InputError
+from ortlaunch.json_types import Json
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
@@ -49,11 +49,11 @@ def with_steps(
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": steps})})
 
 
-def _begun(run: RunDir, epochs: float) -> dict[str, Any] | None:
+def _begun(run: RunDir, epochs: float) -> Json | None:
     """What this run settled when it began, if it goes on for as many epochs."""
     if not run.steps.exists() or not run.complete_checkpoints():
         return None
-    found: dict[str, Any] = read_json(run.steps)
+    found: Json = read_json(run.steps)
     return found if found["epochs"] == epochs else None
 
 

@@ -9,7 +9,6 @@ import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
@@ -49,7 +48,7 @@ class Session:
     """By time.perf_counter(); the engine was built after it."""
     progress: Progress = field(default_factory=lambda: Progress(rank=1))
     """What goes on now, and since when; the default shows nothing."""
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, object] = field(default_factory=dict)
     """Of samples and frozen weights, for checkpoints to hold."""
 
     def reading_ahead(self) -> contextlib.AbstractContextManager[None]:

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
 # What both sides and every package may import: the ground floor.
-GROUND = {"__init__", "errors", "rank", "process", "machine", "units", "launchers", "metrics", "model_tasks", "start",
-          "die_with_parent"}  # fmt: skip
+GROUND = {"__init__", "errors", "json_types", "rank", "process", "machine", "units", "launchers", "metrics",
+          "model_tasks", "start", "die_with_parent"}  # fmt: skip
 # What the worker may import beside itself and ortmodule: the ground floor, and what crosses to it.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
           "ortmodule.build.extensions"}  # fmt: skip
@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
     "__main__": ({"cli"}, set()),
     "errors": (set(), set()),
+    "json_types": (set(), set()),
     "rank": ({"errors"}, set()),
     "cache": ({"errors", "run_folder"}, set()),
     "file_errors": ({"errors", "cache"}, set()),

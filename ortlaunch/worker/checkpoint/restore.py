@@ -8,12 +8,12 @@ from __future__ import annotations
 import bisect
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, file_of
 from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
@@ -76,9 +76,9 @@ class Shards:
             raise CheckpointError(f"{self.folder} lacks the {kind} of {part.name} from element {at:,} on")
 
 
-def _index_of(folder: Path) -> dict[str, Any]:
+def _index_of(folder: Path) -> Json:
     try:
-        index: dict[str, Any] = dict(read_json(folder / INDEX))
+        index: Json = dict(read_json(folder / INDEX))
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{folder / INDEX} is no index of a checkpoint, and nothing else is read: {error}"
@@ -89,7 +89,7 @@ def _index_of(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load(folder: Path, named: NamedState, group: DistributedContext) -> dict[str, Any]:
+def load(folder: Path, named: NamedState, group: DistributedContext) -> Json:
     """Read weights, optimizer state, buffers and loss scale (collective); returns the loop's state.
 
     Raises:
@@ -104,7 +104,7 @@ def load(folder: Path, named: NamedState, group: DistributedContext) -> dict[str
     noted += _load_scale(shards.index["loss_scale"], named)
     named.refresh()
     group.print_all(noted)
-    state: dict[str, Any] = shards.index["state"]
+    state: Json = shards.index["state"]
     return state
 
 
@@ -123,9 +123,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     _load_buffers(shards.buffers[0], buffers)
 
 
-def _require_same_model(
-    index: dict[str, Any], shapes: dict[str, tuple[int, ...]], buffers: dict[str, torch.Tensor]
-) -> None:
+def _require_same_model(index: Json, shapes: dict[str, tuple[int, ...]], buffers: dict[str, torch.Tensor]) -> None:
     there = {**index["weights"], **index["buffers"]}
     here = {**shapes, **{name: value.shape for name, value in buffers.items()}}
     lost, unknown = sorted(here.keys() - there), sorted(there.keys() - here)
@@ -168,7 +166,7 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
 def _load_master(shards: Shards, parts: list[Part], optimizer: torch.optim.Optimizer) -> None:
     master, group = parts[0].master, parts[0].group
     before = optimizer.state.pop(master, {})  # after a rollback; a checkpoint may be older than the first step
-    state: dict[str, Any] = {}
+    state: Json = {}
     for kind in tensor_kinds(group):
         there = [part for part in parts if shards.has(kind, part.name)]
         if there:
@@ -186,7 +184,7 @@ def _load_master(shards: Shards, parts: list[Part], optimizer: torch.optim.Optim
         optimizer.state[master] = state
 
 
-def _zeros(before: Any, master: torch.Tensor) -> torch.Tensor:
+def _zeros(before: object, master: torch.Tensor) -> torch.Tensor:
     """As large as the master weights; in the memory that was the optimizer's own, if any."""
     if isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (master.shape, master.dtype):
         return before.zero_()

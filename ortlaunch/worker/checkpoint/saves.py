@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.lines import append_line, json_lines
 from ortlaunch.run_folder.records import SaveLine, as_json
@@ -16,7 +16,7 @@ def record(run: RunDir, line: SaveLine) -> None:
         append_line(run.saves, as_json(line))
 
 
-def records(run: RunDir) -> list[dict[str, Any]]:
+def records(run: RunDir) -> list[Json]:
     """All lines that can be read."""
     return json_lines(run.saves, "step").found
 

@@ -10,9 +10,9 @@ import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from ortlaunch.errors import CheckpointError, LastSaveError
+from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder import origin
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
@@ -42,7 +42,7 @@ class Saving:
         recipe: Recipe,
         group: DistributedContext,
         stepper: Stepper,
-        identity: Mapping[str, Any],
+        identity: Mapping[str, object],
     ) -> None:
         self.run, self.recipe, self.group, self.stepper = run, recipe, group, stepper
         self.made_by = {**origin.of_run(run, recipe), **identity} if run.plan.exists() else {}
@@ -80,7 +80,7 @@ class Saving:
         if self.background is not None and self.background[2].has_ended():
             self.wait()
 
-    def save(self, step: int, state: dict[str, Any], asked: Ask = Ask.NOTHING) -> None:
+    def save(self, step: int, state: Json, asked: Ask = Ask.NOTHING) -> None:
         """Write one (collective), or begin to; one that a stop or a person asks for is complete at the end.
 
         Raises:
@@ -106,7 +106,7 @@ class Saving:
         by_clock = self.by_clock and not self.run.save_request.exists()
         return asked is Ask.NOTHING or bool(self.group.gather_numbers([by_clock])[0][0])
 
-    def _begin(self, step: int, state: dict[str, Any], began: float) -> None:
+    def _begin(self, step: int, state: Json, began: float) -> None:
         beside, samples = self.beside, state["samples"]
         assert beside is not None
         taken = snapshot(self.run, self.group, self.stepper, step, state, copied=True)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.checkpoint.manifest import File
 from ortlaunch.worker.checkpoint.tensor_file import write_tensors
@@ -38,7 +39,7 @@ class Snapshot:
     """One rank's share of a checkpoint; its tensors are training's own, or copies of them."""
 
     rank: int
-    index: dict[str, Any]
+    index: Json
     tensors: list[Entry]
     numbers: dict[str, dict[str, float]]
     """`step` and its like, by kind and parameter."""
@@ -56,7 +57,7 @@ class Snapshot:
         return {name: write_tensors(folder / name, self.tensors, {"numbers": json.dumps(self.numbers)})}
 
 
-def take(named: NamedState, state: dict[str, Any], group: DistributedContext) -> Snapshot:
+def take(named: NamedState, state: dict[str, object], group: DistributedContext) -> Snapshot:
     """This rank's share of what the ranks hold; `state` is the loop's.
 
     Raises:
@@ -75,7 +76,7 @@ def take(named: NamedState, state: dict[str, Any], group: DistributedContext) ->
     return Snapshot(group.rank, _index(named, state, group.size), tensors, numbers)
 
 
-def _index(named: NamedState, state: dict[str, Any], ranks: int) -> dict[str, Any]:
+def _index(named: NamedState, state: dict[str, object], ranks: int) -> dict[str, object]:
     group = named.optimizer.param_groups[0]
     return {
         "format": FORMAT,
@@ -117,7 +118,7 @@ def _buffers(named: NamedState) -> Iterator[Entry]:
         yield f"{BUFFER}:{name}@0", tuple(value.shape), value.detach().reshape(-1)
 
 
-def _state_of(part: Part, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def _state_of(part: Part, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
     """What the optimizer keeps for a part, by its names."""
     kept = {name: value for name, value in optimizer.state.get(part.master, {}).items() if value is not None}
     if kept and counts_by_group(optimizer) and "step" in part.group:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.json_types import Json
 from ortlaunch.worker.checkpoint.manifest import File
 
 _DTYPES = {
@@ -44,7 +45,7 @@ def write_tensors(
 ) -> File:
     """Write (key, shape, flat tensor) in this order, onto the disk; size and sum of what was written."""
     header, end = {"__metadata__": metadata} if metadata else {}, 0
-    described: dict[str, Any] = dict(header)
+    described: dict[str, object] = dict(header)
     for key, shape, tensor in tensors:
         begin, end = end, end + tensor.numel() * tensor.element_size()
         described[key] = {"dtype": _name_of(key, tensor.dtype), "shape": list(shape), "data_offsets": [begin, end]}
@@ -110,7 +111,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _entry(path: Path, base: int, size: int, entry: dict[str, Any]) -> Entry:
+def _entry(path: Path, base: int, size: int, entry: Json) -> Entry:
     begin, end = entry["data_offsets"]
     dtype = _NAMED[entry["dtype"]]
     if not 0 <= begin <= end <= size - base:

@@ -12,9 +12,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import COMPLETE, MANIFEST, RunDir, read_json, write_json, write_text
 from ortlaunch.run_folder.origin import ORIGIN
 from ortlaunch.units import human
@@ -24,9 +24,7 @@ from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-def save(
-    run: RunDir, made_by: dict[str, Any], group: DistributedContext, stepper: Stepper, step: int, state: dict[str, Any]
-) -> Path:
+def save(run: RunDir, made_by: Json, group: DistributedContext, stepper: Stepper, step: int, state: Json) -> Path:
     """Write the checkpoint after `step` steps (collective).
 
     Args:
@@ -39,7 +37,7 @@ def save(
 
 
 def snapshot(
-    run: RunDir, group: DistributedContext, stepper: Stepper, step: int, state: dict[str, Any], copied: bool = False
+    run: RunDir, group: DistributedContext, stepper: Stepper, step: int, state: dict[str, object], copied: bool = False
 ) -> Snapshot:
     """What the checkpoint of this step will hold (collective); `copied`: training may go on before it is written.
 
@@ -53,9 +51,7 @@ def snapshot(
     return found[0]
 
 
-def write(
-    run: RunDir, made_by: dict[str, Any], group: DistributedContext, taken: Snapshot, step: int, samples: int
-) -> Path:
+def write(run: RunDir, made_by: Json, group: DistributedContext, taken: Snapshot, step: int, samples: int) -> Path:
     """Write what was taken, whole or not at all (collective); arguments and errors as of `save`."""
     folder, partial = run.checkpoint(step), run.partial(step)
     with _agreed(run, group, partial):
@@ -140,7 +136,7 @@ def _flushed(folder: Path, names: list[str]) -> dict[str, File]:
     return found
 
 
-def _complete(run: RunDir, step: int, manifest: dict[str, Any]) -> None:
+def _complete(run: RunDir, step: int, manifest: dict[str, object]) -> None:
     """Give the folder its name and its mark, in this order also on the disk."""
     folder, partial = run.checkpoint(step), run.partial(step)
     write_json(partial / MANIFEST, manifest)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import documents_read, rows, value
 from ortlaunch.worker.data.reading import DataError, Row
@@ -17,7 +18,7 @@ _TURNS = 3  # of a built-in chat
 class Chat:
     """Messages with `role` and `content`, of which one at least is the assistant's."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Json]
     place: str
 
     def __len__(self) -> int:
@@ -43,7 +44,7 @@ def chat_texts(source: str | Corpus) -> Iterator[str]:
     return (message["content"] for chat, _ in chats_read(source) for message in chat.messages)
 
 
-def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+def _messages(row: Row, column: str) -> list[Json]:
     found = value(row, column)
     if not isinstance(found, list) or not found:
         raise DataError(f"{row.place}: {column} is {found!r:.80}; it must be a list of messages")
@@ -54,7 +55,7 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(row: Row, name: str, message: Any) -> dict[str, Any]:
+def _message(row: Row, name: str, message: Any) -> Json:
     if not isinstance(message, dict):
         raise DataError(f"{row.place}: {name} is {message!r:.80}; it must have a role and a content")
     for key in ("role", "content"):
@@ -65,7 +66,7 @@ def _message(row: Row, name: str, message: Any) -> dict[str, Any]:
     return {key: each for key, each in message.items() if each is not None}
 
 
-def _pair(row: Row, source: Corpus) -> list[dict[str, Any]]:
+def _pair(row: Row, source: Corpus) -> list[Json]:
     found = []
     for role, column in (("user", source.prompt_column), ("assistant", source.response_column)):
         assert column is not None, "the recipe's rules ask for both"

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ortlaunch.cache import note
+from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.chat_rows import Chat, chats_read
 from ortlaunch.worker.data.corpus import fingerprint
@@ -135,7 +136,7 @@ class _Template:
         shown = after.rstrip()
         return first, len(shown) if shown.endswith(self.end_marks) else len(after)
 
-    def _text(self, messages: list[dict[str, Any]], **options: Any) -> str:
+    def _text(self, messages: list[Json], **options: Any) -> str:
         if not messages:
             return ""
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))

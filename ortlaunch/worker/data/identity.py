@@ -14,7 +14,7 @@ from ortlaunch.worker.data.order import order_name
 _PIECES, _TOKENS = 64, 4096  # looked at; a corpus may be larger than memory
 
 
-def identity(samples: Any) -> dict[str, Any]:
+def identity(samples: Any) -> dict[str, object]:
     """`samples`, `fingerprint` of tokens or texts (null for custom data, whose items may be random), and `order`."""
     return {"samples": len(samples), "fingerprint": _fingerprint(samples), "order": _order(samples)}
 
@@ -25,7 +25,7 @@ def _order(samples: Any) -> str:
     return order_name(len(samples))
 
 
-def _fingerprint(samples: Any) -> str | None:
+def _fingerprint(samples: object) -> str | None:
     if isinstance(samples, Mixture):
         parts = [_fingerprint(part) for part in samples.parts]
         return None if None in parts else hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

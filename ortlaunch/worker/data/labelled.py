@@ -116,7 +116,7 @@ class LabelledTexts:
     def classes(self) -> int:
         return int(max(self.labels)) + 1
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
         document, size = _document(self._documents, index), self.size(index)
         ids, behind = document[:size], document[size:]
         found = {"input_ids": self._padded(ids, self._pad)}

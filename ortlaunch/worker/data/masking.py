@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -142,7 +142,7 @@ class MaskedSamples(ABC):
     def batch(self, places: Places) -> dict[str, torch.Tensor]:
         """Samples (index, epoch): tensors are (samples, ...)."""
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
         return {name: values[0] for name, values in self.batch([(index, epoch)]).items()}
 
 

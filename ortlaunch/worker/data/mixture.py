@@ -39,7 +39,7 @@ class Mixture:
     def __len__(self) -> int:
         return self.ends[-1]
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
         """`epoch` is that of the sample's own source."""
         number, within = self._within(index)
         return self.parts[number].sample(within, epoch)

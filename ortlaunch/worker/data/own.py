@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ortlaunch.json_types import Json
 from ortlaunch.worker.data.reading import DataError
 
 
@@ -31,7 +32,7 @@ def find(key: str, target: str) -> Any:
     return found
 
 
-def call(key: str, target: str, arguments: dict[str, Any]) -> Any:
+def call(key: str, target: str, arguments: Json) -> Any:
     """What the user's own `module:function` returns.
 
     Raises:
@@ -51,7 +52,7 @@ class OwnCollate:
     def __init__(self, name: str) -> None:
         self.name, self.function = name, find("data.collate", name)
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Mapping[str, object]]) -> dict[str, torch.Tensor]:
         found = self.function(samples)
         if not isinstance(found, Mapping) or not found:
             raise DataError(f"data.collate: {self.name} returned {type(found).__name__}; it must be names to tensors")
@@ -81,8 +82,8 @@ class OwnSamples:
     def __len__(self) -> int:
         return len(self.items)
 
-    def sample(self, index: int, epoch: int) -> Any:
-        item = self.items[index]
+    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
+        item: Mapping[str, object] = self.items[index]
         if self.is_mapping and not isinstance(item, Mapping):
             raise DataError(
                 f"sample {index} of data.factory is a {type(item).__name__}; it must be a mapping of names to tensors, "

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from ortlaunch.errors import InputError
+from ortlaunch.json_types import Json
 
 _OPENED: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _BY_DATASETS = (".zst", ".lz4", ".zip")
@@ -38,7 +39,7 @@ class DataError(InputError):
 class Row(NamedTuple):
     """One row of a corpus."""
 
-    values: dict[str, Any]
+    values: Json
     place: str
     """`file:line`, or what else says where it is."""
     share: float = 0.0
@@ -129,7 +130,7 @@ def _jsonl(path: str) -> Iterator[Row]:
                 yield Row(_object(text, f"{path}:{number}"), f"{path}:{number}", file.share)
 
 
-def _object(text: str, place: str) -> dict[str, Any]:
+def _object(text: str, place: str) -> Json:
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
@@ -141,7 +142,7 @@ def _object(text: str, place: str) -> dict[str, Any]:
     return found
 
 
-def _refuse_half_pairs(values: dict[str, Any], place: str) -> None:
+def _refuse_half_pairs(values: Json, place: str) -> None:
     """JSON can write half of a surrogate pair, which no other format has and no tokenizer takes."""
     for column, value in values.items():
         try:
@@ -186,7 +187,7 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
     if form not in _LOADER:
         raise DataError(f"{path}: a Parquet file is compressed within, not as a whole; unpack it")
     by = "document" if document == "file" else document
-    options: dict[str, Any] = {"sample_by": by} if form == "text" else {}
+    options: Json = {"sample_by": by} if form == "text" else {}
     try:
         found = datasets.load_dataset(_LOADER[form], data_files=[path], split="train", streaming=True, **options)
         yield from (Row(values, f"{path}: row {number}") for number, values in enumerate(found, 1))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ortlaunch.cache import cache_folder, renew
 from ortlaunch.errors import DamagedFile
+from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.run_folder.folder import read_json, write_json
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
@@ -221,7 +222,7 @@ def _encoded(chunks: Iterator[Chunk], encode: Callable[[list[Any]], Iterable[Seq
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterable[Sequence[int]]]:
     """Texts -> token ids without special ones; a copy, for the tokenizer's own may cut off or pad."""
     if not tokenizer.is_fast:
-        options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        options: Json = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         return lambda texts: tokenizer(texts, **options)["input_ids"]
     backend = plain_backend(tokenizer)
     return lambda texts: (found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False))
@@ -239,7 +240,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 def _chunks(items: Iterable[tuple[Any, float]]) -> Iterator[Chunk]:
     """Bounded in documents and letters, so that memory is too."""
-    taken, letters = list[Any](), 0
+    taken, letters = list[object](), 0
     for item, share in items:
         taken.append(item)
         letters += len(item)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ortlaunch.errors import DamagedFile
+from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Data as Fields
@@ -92,7 +93,7 @@ def keep(run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels
     write_json(run.vocabulary, as_json(record))
 
 
-def _asked(data: Fields) -> dict[str, Any] | None:
+def _asked(data: Fields) -> Json | None:
     """The tokenizer that is trained on the corpus."""
     if not isinstance(data.tokenizer, TokenizerTraining):
         return None

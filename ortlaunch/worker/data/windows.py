@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ class Blocks:
         """Tokens of a sample, which are all the same."""
         return self.length
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
         block = window(self.tokens, index * self.length, self.length)
         return {"input_ids": block, **self.mask, "labels": block}
 
@@ -45,7 +44,7 @@ class SeparateDocuments:
     def __len__(self) -> int:
         return len(self.tokens) // self.length
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
         first, after = index * self.length, (index + 1) * self.length
         known, last = (int(np.searchsorted(self.ends, place, side="right")) for place in (first, after))
         begins = [place for place in (self.ends[known:last] - first).tolist() if 0 < place < self.length]

@@ -72,7 +72,7 @@ def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> D
 
 def as_on_a_device(recipe: Recipe, micro_samples: int) -> Recipe:
     """The artifacts' recipe: a step is one pass, nothing is sharded, and attention is written out, for its gradient."""
-    fields, alone = recipe.model, dict[str, Any](gradient_checkpointing=False)
+    fields, alone = recipe.model, dict[str, object](gradient_checkpointing=False)
     if not fields.traits.is_own:
         alone["attention"] = "eager"
     return recipe.model_copy(
@@ -106,7 +106,7 @@ def _generate(made: Any, recipe: Recipe, forward: Forward, folder: Path) -> None
     onnx.save(model, str(path))
 
 
-def _optimizer(recipe: Recipe) -> Any:
+def _optimizer(recipe: Recipe) -> object:
     """The recipe's, as far as ONNX Runtime has it for devices."""
     from onnxruntime.training.onnxblock import optim
 

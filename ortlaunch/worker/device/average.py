@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from ortlaunch.errors import CheckpointError, InputError
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import read_json
 from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
 
-Weights = dict[str, Any]
+Weights = Json
 
 
 def average(place: DeviceFolder, checkpoints: list[Path], weights: list[float] | None, to: Path) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.errors import CheckpointError, InputError, MissingDependency
+from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.tracing.compat import forget_failed_import
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.model.packing import one_a_row
 from ortlaunch.worker.onnx.onnx_model import Batch, arrays
 
-Arrays = dict[str, Any]
+Arrays = Json
 STEPS = "ortlaunch.steps"
 """Property of a checkpoint: optimizer steps on devices."""
 SAMPLES = "ortlaunch.samples"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError
+from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.worker.data import Data, stack_of
 from ortlaunch.worker.model.chunked_head import LABELS
@@ -142,7 +143,7 @@ def _open_sizes(batches: list[Batch]) -> dict[tuple[int, int], str]:
     return pairs
 
 
-def _values(model: Any, names: list[str], batch: Batch) -> dict[str, Any]:
+def _values(model: Any, names: list[str], batch: Batch) -> Json:
     """Everything that the graph computes, for one batch."""
     import onnx
     import onnxruntime

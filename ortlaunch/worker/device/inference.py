@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ortlaunch.errors import EngineError
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.worker.device.artifacts import LIMIT
 from ortlaunch.worker.device.device import Device
@@ -55,7 +55,7 @@ def _made_up(device: Device, place: DeviceFolder) -> Batch:
     import onnx
 
     generator, graph = torch.Generator().manual_seed(0), onnx.load(str(place.eval)).graph
-    named: dict[str, Any] = {each.name: each.type.tensor_type for each in graph.input}
+    named: Json = {each.name: each.type.tensor_type for each in graph.input}
     found = {}
     for name in device.inputs:
         shape = [_SIZES.get(axis.dim_param, axis.dim_value) for axis in named[name].shape.dim]

@@ -29,7 +29,7 @@ class Averaging:
     def __init__(self, model: nn.Module, group: DistributedContext) -> None:
         self.group = group
         ids = [group.device.index] if group.device.type == "cuda" else None
-        self.module: Any = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        self.module = nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.unused: tuple[str, ...] = ()
         """Trained parameters that got no gradient on some rank in the first pass: if any, averaging is by hand."""

@@ -135,7 +135,7 @@ def _nodes_of(local: int, ranks: int, nodes: Sequence[int], gpus: Sequence[int |
     return tuple(_share(nodes, local, ranks)) or (nodes[local * len(nodes) // ranks],)
 
 
-def _share(things: Sequence[Any], number: int, shares: int) -> Sequence[Any]:
+def _share(things: Sequence[object], number: int, shares: int) -> Sequence[Any]:
     return things[number * len(things) // shares : (number + 1) * len(things) // shares]
 
 

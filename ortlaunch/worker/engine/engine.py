@@ -11,9 +11,10 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.machine import share_of_cores
@@ -50,6 +51,9 @@ from ortlaunch.worker.model.pretrained import loading_notes
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.user_frames import described
 
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.witness import Witness
+
 _PACKAGES = (
     "torch",
     "transformers",
@@ -71,17 +75,17 @@ class Engine:
     """A stepper, and the record of what runs; `plain` and `another(plain)`, of this engine, share the weights."""
 
     stepper: Stepper
-    eval_module: Any
+    eval_module: nn.Module
     record: EngineReport
     device: torch.device
     input_dtype: torch.dtype | None
     loss_weight: LossWeight
     flops_per_token: float | None
-    witness: Any = None
+    witness: Witness | None = None
     memory: MemoryUse | None = None
     notes: tuple[str, ...] = field(default=())
     plain: Any = None
-    another: Callable[[Any], Any] = field(default=lambda model: None)
+    another: Callable[[nn.Module], nn.Module] = field(default=lambda model: model)
     onnxruntime: Callable[[], OnnxRuntime | None] = field(default=lambda: None)
     """What ONNX Runtime has done so far, for the report."""
     own_precision: bool = False
@@ -91,7 +95,7 @@ class Engine:
         """A batch as this engine's model takes it: on its device, numbers with a point in the weights' precision."""
         return _placed(self.loss_weight.prepared(batch), self.device, self.input_dtype)
 
-    def to_compare(self) -> Any:
+    def to_compare(self) -> nn.Module:
         """A module without dropout, with products as exact as torch's: the run's own where it is one."""
         return self.another(self.plain) if dropouts(self.plain) or self.own_precision else self.eval_module
 
@@ -137,7 +141,9 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     if dtype is not None:
         cast_parameters(model, dtype)  # DeepSpeed would, on the device, after an export
     _move(model, group.device, recipe)
-    used, module, witness, fallback = recipe.engine.name, model, None, ""
+    used, fallback = recipe.engine.name, ""
+    module: nn.Module = model
+    witness: Witness | None = None
     if used == "ort":
         module, witness, fallback = _ort(recipe, model, group, _placed(weight.prepared(sample), group.device, dtype))
         used = "eager" if fallback else "ort"
@@ -211,7 +217,7 @@ def _with_engine(recipe: Recipe, **settings: Any) -> Recipe:
     return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=settings)})
 
 
-def _stepper(recipe: Recipe, plan: Plan, module: Any, chosen: Chosen, group: DistributedContext) -> Stepper:
+def _stepper(recipe: Recipe, plan: Plan, module: nn.Module, chosen: Chosen, group: DistributedContext) -> Stepper:
     if plan.deepspeed is not None:
         return DeepSpeedStepper(module, chosen.optimizer, group, plan.deepspeed)
     steps, norm = plan.batch.accumulation_steps, recipe.train.max_grad_norm
@@ -227,7 +233,7 @@ def _chunked(recipe: Recipe, model: LossModule, sample: Batch, group: Distribute
     return ChunkedLoss(chunked.asked, None, why) if why else chunked
 
 
-def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch) -> tuple[Any, Any, str]:
+def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch) -> tuple[nn.Module, Witness, str]:
     """(module, witness, why it fell back or ""): all ranks decide the same."""
     from ortlaunch.ortmodule.options import require_effect
     from ortlaunch.ortmodule.witness import Witness
@@ -252,10 +258,10 @@ def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: B
     if reason and not recipe.engine.allow_fallback:
         raise EngineError(f"ONNX Runtime cannot run this model: {in_recipes_words(_brief(reason))}\n{_ADVICE}")
     witness.restart()
-    return (model, witness, reason) if reason else (wrapped, witness, "")
+    return (model if reason or wrapped is None else wrapped), witness, reason
 
 
-def _wrapped(recipe: Recipe, model: Any, group: DistributedContext) -> Any:
+def _wrapped(recipe: Recipe, model: LossModule, group: DistributedContext) -> nn.Module:
     from ortlaunch.ortmodule import ORTModule
 
     # What transformers' models read does not change between steps; a class of the user's may do anything.
@@ -263,7 +269,7 @@ def _wrapped(recipe: Recipe, model: Any, group: DistributedContext) -> Any:
     return ORTModule(model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow))
 
 
-def _probe(recipe: Recipe, wrapped: Any, model: LossModule, group: DistributedContext, sample: Batch) -> None:
+def _probe(recipe: Recipe, wrapped: nn.Module, model: LossModule, group: DistributedContext, sample: Batch) -> None:
     """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if recipe.zero is None else None
@@ -319,7 +325,7 @@ def _attention(model: LossModule) -> str | None:
     return getattr(getattr(model.model, "config", None), "_attn_implementation", None)
 
 
-def _onnxruntime(recipe: Recipe, witness: Any) -> OnnxRuntime:
+def _onnxruntime(recipe: Recipe, witness: Witness) -> OnnxRuntime:
     from ortlaunch.ortmodule import options
     from ortlaunch.ortmodule.base import registry, torch_calls
     from ortlaunch.ortmodule.base.counters import tally

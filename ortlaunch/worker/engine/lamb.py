@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ortlaunch.json_types import Json
+
 # Elements updated at once: a step needs about three copies of them for a moment.
 _PORTION = 1 << 25
 
@@ -43,7 +45,7 @@ class Lamb(torch.optim.Optimizer):
                 self._update(group, parameters)
         return loss
 
-    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+    def _update(self, group: Json, parameters: list[torch.Tensor]) -> None:
         first, second = group["betas"]
         means, squares = self._moments(parameters)
         gradients = [p.grad.to(mean.dtype) for p, mean in zip(parameters, means) if p.grad is not None]

@@ -73,7 +73,7 @@ class MemoryUse:
             return
         reduce = engine.allreduce_gradients
 
-        def look_and_reduce(*args: Any, **kwargs: Any) -> Any:
+        def look_and_reduce(*args: object, **kwargs: object) -> object:
             self._count(stepper)
             return reduce(*args, **kwargs)
 
@@ -149,17 +149,17 @@ def _gradients(owners: list[Any]) -> Iterator[torch.Tensor]:
                 yield gradient
 
 
-def _held(owner: Any, names: tuple[str, ...]) -> Iterator[torch.Tensor]:
+def _held(owner: object, names: tuple[str, ...]) -> Iterator[torch.Tensor]:
     for name in names:
         yield from _tensors(getattr(owner, name, None))
 
 
-def _buckets(sharder: Any) -> Iterator[torch.Tensor]:
+def _buckets(sharder: object) -> Iterator[torch.Tensor]:
     for bucket in getattr(sharder, "ipg_buckets", {}).values():
         yield from _tensors(list(vars(bucket).values()))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     """Tensors in lists and mappings, however deep."""
     if isinstance(value, torch.Tensor):
         yield value

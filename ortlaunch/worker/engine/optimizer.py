@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
+from ortlaunch.json_types import Json
 from ortlaunch.recipe.fields.models import Optimizer
 
 # multi_tensor_adam.cu of ONNX Runtime 1.19.2: `int sizes[]`, and `chunk_idx * chunk_size` in int.
@@ -47,8 +48,8 @@ def build_optimizer(
         count = len([*model.parameters()])
         why = f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
         raise InputError(f"model: there is nothing to train: {why}")
-    rate: dict[str, Any] = {"lr": recipe.learning_rate}
-    adam: dict[str, Any] = {**rate, "betas": recipe.betas, "eps": recipe.epsilon}
+    rate: Json = {"lr": recipe.learning_rate}
+    adam: Json = {**rate, "betas": recipe.betas, "eps": recipe.epsilon}
     if recipe.name == "lamb":
         from ortlaunch.worker.engine.lamb import Lamb
 
@@ -90,7 +91,7 @@ def _why_not_these(groups: Sequence[Mapping[str, Any]], zero: Mapping[str, Any] 
 
 def parameter_groups(
     recipe: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]
-) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+) -> tuple[list[dict[str, object]], tuple[str, ...]]:
     """Trained parameters with and without weight decay; a word of `no_decay` that matches nothing is noted."""
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     spared = {name for name, _ in trained for word in recipe.no_decay if word in name}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from ortlaunch.errors import EngineError
+from ortlaunch.json_types import Json
 from ortlaunch.ortmodule import Settings
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.engine import Engine
@@ -17,7 +17,7 @@ _SAME = [field.name for field in dataclasses.fields(Settings) if field.name in E
 _variables: dict[str, str] = {}
 
 
-def settings_of(engine: Engine, **others: Any) -> Settings:
+def settings_of(engine: Engine, **others: object) -> Settings:
     """Settings of the same name, and those that the recipe has another word for; `others` are no recipe's."""
     lower = engine.matmul_precision != "highest"
     # bfloat16, and oneDNN, are inside torch's products only.
@@ -46,7 +46,7 @@ def prepare(engine: Engine, environ: Mapping[str, str] = os.environ) -> None:
         raise EngineError(in_recipes_words(str(error))) from None
 
 
-def report(recipe: Recipe) -> dict[str, Any]:
+def report(recipe: Recipe) -> Json:
     """For engine.json: what the recipe chose, and variables from outside, which agree with it."""
     chosen = recipe.engine.model_dump(mode="json", exclude_defaults=True, exclude={"name", "allow_fallback"})
     return {"settings": chosen, "variables": dict(_variables)}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ortlaunch.json_types import Json
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.engine.averaging import Averaging
 from ortlaunch.worker.model.named_state import NamedState, buffers_of, grad_scaler, trained_shapes, whole_parts
@@ -41,7 +42,7 @@ class Stepped(NamedTuple):
 class Stepper(Protocol):
     """What the loop needs of an engine."""
 
-    module: Any
+    module: nn.Module
     numbers: Numbers
     """What the passes returned beside their losses."""
 
@@ -86,7 +87,7 @@ class TorchStepper:
         self.model, self.optimizer, self.group = model, optimizer, group
         self.accumulation, self.max_norm, self.numbers = accumulation, max_norm, Numbers()
         self.averaging = Averaging(model, group) if group.size > 1 else None
-        self.module: Any = self.averaging.module if self.averaging else model
+        self.module: nn.Module = self.averaging.module if self.averaging else model
         self.dtype = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=precision == "fp16")
         self.casts: contextlib.ExitStack | None = None
@@ -168,7 +169,7 @@ class DeepSpeedStepper:
     unused = ()  # DeepSpeed takes a gradient that does not come for zeros
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: DistributedContext, config: dict[str, Any]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, group: DistributedContext, config: Json
     ) -> None:
         import deepspeed
 
@@ -181,7 +182,7 @@ class DeepSpeedStepper:
             self.engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
-        self.module: Any = self.engine
+        self.module: nn.Module = self.engine
         self.scales = bool(config.get("fp16", {}).get("enabled"))
         self.named_state()  # now, that a run whose state cannot be saved does not begin
 

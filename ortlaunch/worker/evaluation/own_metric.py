@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ortlaunch.errors import HookError
+from ortlaunch.json_types import Json
 from ortlaunch.worker.data.own import find
 from ortlaunch.worker.model.own_numbers import LOSS, named
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -54,7 +55,7 @@ class OwnMetric:
         if self.name is None:
             return {}
         pieces = group.collect(self.pieces)
-        told: dict[str, Any] = {}
+        told: Json = {}
         if group.rank == 0:
             try:
                 told = {"found": self._asked(sorted(itertools.chain(*pieces), key=lambda piece: piece.first), taken)}
@@ -95,7 +96,7 @@ def _arrays(values: Mapping[str, Any], samples: int) -> Arrays:
     return {name: (row.float() if row.is_floating_point() else row).numpy() for name, row in rows.items()}
 
 
-def _joined(parts: list[Arrays]) -> dict[str, Any]:
+def _joined(parts: list[Arrays]) -> Json:
     """All samples' rows, in order: an array, or a list of rows where batches differ in their shape."""
     return {name: _rows([part[name] for part in parts if name in part]) for name in parts[0]} if parts else {}
 

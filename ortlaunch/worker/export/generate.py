@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import InputError
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.worker.supervision.alone import run_alone
 
@@ -48,7 +49,7 @@ def _model(place: str, step: int | None) -> tuple[Any, Any]:
     return whole.model, data.tokenizer
 
 
-def text(model: Any, tokenizer: PreTrainedTokenizerBase, asked: dict[str, Any]) -> str:
+def text(model: Any, tokenizer: PreTrainedTokenizerBase, asked: Json) -> str:
     """The prompt and what follows it.
 
     Raises:

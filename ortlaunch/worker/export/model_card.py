@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ortlaunch.json_types import Json
 from ortlaunch.metrics import METRICS
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import Corpus
@@ -31,9 +31,7 @@ def model_card(run: RunDir, step: int, repo: str, folder: Path) -> ModelCard:
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n")
 
 
-def _metadata(
-    recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], repo: str, library: str | None
-) -> ModelCardData:
+def _metadata(recipe: Recipe, engine: Json, lines: list[Json], repo: str, library: str | None) -> ModelCardData:
     used = [f"engine:{engine['engine']['used']}"] if engine else []
     return ModelCardData(
         base_model=_of_hub(recipe.model.pretrained),
@@ -68,7 +66,7 @@ def _named(source: str | Corpus) -> str | None:
     return source.name if isinstance(source, Corpus) and source.format == "hub" else None
 
 
-def _results(recipe: Recipe, lines: list[dict[str, Any]]) -> list[EvalResult] | None:
+def _results(recipe: Recipe, lines: list[dict[str, object]]) -> list[EvalResult] | None:
     """The last evaluation up to this step."""
     last = next((line for line in reversed(lines) if "evaluation_loss" in line), None)
     if last is None or recipe.data.evaluation is None or not recipe.model.traits.pipeline:
@@ -96,12 +94,12 @@ def _about(source: str | Corpus) -> str:
     return ", ".join(Path(path).name for path in source.path or ())
 
 
-def _parts(recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], repo: str, step: int) -> Iterator[str]:
+def _parts(recipe: Recipe, engine: Json, lines: list[Json], repo: str, step: int) -> Iterator[str]:
     base = f", from {recipe.model.pretrained}" if recipe.model.pretrained else ""
     yield f"# {repo.rpartition('/')[2]}"
     yield f"Task {recipe.model.task}{base}, trained for {step:,} steps with ortlaunch."
     yield "## Data\n\n" + "\n".join(f"- `{key}`: {_about(source)}" for key, source in recipe.data.sources())
-    last: dict[str, Any] = {}
+    last: Json = {}
     for line in lines:
         last.update({name: value for name, value in line.items() if value is not None})
     yield "## How it went\n\n" + _table(last)
@@ -112,7 +110,7 @@ def _parts(recipe: Recipe, engine: dict[str, Any], lines: list[dict[str, Any]], 
     )
 
 
-def _engine(engine: dict[str, Any]) -> Iterator[str]:
+def _engine(engine: Json) -> Iterator[str]:
     chosen, optimizer = engine["engine"], engine["optimizer"]
     yield f"- engine: {chosen['used']}" + (f" (asked: {chosen['asked']})" if chosen["asked"] != chosen["used"] else "")
     if engine.get("onnxruntime"):
@@ -124,7 +122,7 @@ def _engine(engine: dict[str, Any]) -> Iterator[str]:
     yield "- versions: " + ", ".join(f"{name} {version}" for name, version in engine["versions"].items())
 
 
-def _table(values: dict[str, Any]) -> str:
+def _table(values: dict[str, object]) -> str:
     said = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in values.items()}
     rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in said.items()]
     return "\n".join(["| | |", "|---|---|", *rows])
@@ -138,5 +136,5 @@ def _fenced(text: str, language: str) -> str:
     return f"{fence}{language}\n{text}{fence}"
 
 
-def _metrics(run: RunDir) -> Iterator[dict[str, Any]]:
+def _metrics(run: RunDir) -> Iterator[Json]:
     yield from json_lines(run.metrics, "step").found

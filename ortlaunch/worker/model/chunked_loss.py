@@ -66,7 +66,9 @@ def _head_loss(
         return loss / len(counted), *gradients, factor.fill_(mean / share)
 
 
-def _outputs(hidden: Tensor, weight: Tensor, bias: Any, labels: Any, rows: Any, *wanted: bool) -> tuple[Tensor, ...]:
+def _outputs(
+    hidden: Tensor, weight: Tensor, bias: object, labels: object, rows: object, *wanted: bool
+) -> tuple[Tensor, ...]:
     """What the operator returns, not yet filled; rows without a label have no gradient."""
     exact = torch.promote_types(hidden.dtype, torch.float32)
     of_hidden = torch.zeros_like(hidden) if wanted[0] else hidden.new_empty(0)

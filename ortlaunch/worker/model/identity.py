@@ -6,7 +6,6 @@ A checkpoint holds both, for it has only what is trained: LoRA's base is loaded,
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from ortlaunch.worker.data.identity import identity as of_data
 _ELEMENTS = 64  # of each tensor that are looked at: another seed or another base changes nearly all
 
 
-def identity(samples: Any, model: nn.Module) -> dict[str, dict[str, Any]]:
+def identity(samples: object, model: nn.Module) -> dict[str, dict[str, object]]:
     """As a checkpoint holds it, by the names of recipe/resume_rules.OTHER_RULES; the model is whole, and on the CPU.
 
     samples: None where nothing is trained on.

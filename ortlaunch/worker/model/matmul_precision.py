@@ -107,7 +107,7 @@ def keep_positions_exact(model: nn.Module) -> None:
             module.forward = functools.partial(_by_elements, module.forward)
 
 
-def _by_elements(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _by_elements(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
     with _ByElements():
         return forward(*args, **kwargs)
 

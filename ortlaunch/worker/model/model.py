@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
@@ -221,7 +222,7 @@ def config_of(recipe: Recipe, data: Data) -> Any:
     return config
 
 
-def _refuse_unknown(fields: dict[str, Any], config: PreTrainedConfig) -> None:
+def _refuse_unknown(fields: Json, config: PreTrainedConfig) -> None:
     """transformers takes any name without a word; here an unknown one is an error."""
     known = {*config.to_dict(), *getattr(config, "attribute_map", {}), "num_labels", "tie_word_embeddings", "head_dim"}
     for name in fields:
@@ -230,9 +231,9 @@ def _refuse_unknown(fields: dict[str, Any], config: PreTrainedConfig) -> None:
             raise InputError(f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else ""))
 
 
-def _from_data(data: Data, config: PreTrainedConfig, fresh: bool) -> dict[str, Any]:
+def _from_data(data: Data, config: PreTrainedConfig, fresh: bool) -> Json:
     """What the tokenizer and the labels decide, unless the recipe does."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name in _SPECIAL_WORDS if data.tokenizer is not None else ():
         word = getattr(data.tokenizer, name, None)
         if word is not None and hasattr(config, name) and (fresh or getattr(config, name) is None):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ortlaunch.json_types import Json
+
 Numbers = dict[str, float]
 
 
@@ -26,7 +28,7 @@ class Part:
     """The tensor that the optimizer steps; its state is kept under this tensor."""
     offset: int
     """Where the range begins in the flattened master tensor."""
-    group: dict[str, Any]
+    group: Json
     """The optimizer's parameter group of this tensor."""
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ortlaunch.errors import InputError
+from ortlaunch.json_types import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,7 +56,7 @@ def load_pretrained(
     }  # fmt: skip
 
 
-def _load(auto: Any, source: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+def _load(auto: Any, source: str, **options: Any) -> tuple[Any, Json]:
     """Model and loading info of transformers."""
     from safetensors import SafetensorError
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.worker.data import IGNORED
 
@@ -43,7 +44,7 @@ class OnnxModel(nn.Module):
         return {"loss": loss(self.task, output, batch), **output} if "labels" in batch else output
 
 
-def arrays(inputs: Sequence[str], batch: Batch) -> dict[str, Any]:
+def arrays(inputs: Sequence[str], batch: Batch) -> Json:
     """What a graph takes of a batch, for onnxruntime.
 
     Raises:

@@ -104,9 +104,9 @@ class DistributedContext:
                 print(line, flush=True)
 
 
-def side_group() -> Any:
+def side_group() -> dist.ProcessGroup:
     """Another group of all ranks, on the CPU, whose messages pass those of the first (collective)."""
-    made = dist.new_group(backend="gloo", timeout=JOIN_TIMEOUT)
+    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=JOIN_TIMEOUT)
     _KEPT.append(made)
     return made
 
@@ -217,7 +217,7 @@ def _on_one_host(rank: Rank) -> bool:
     return rank.local_world_size == rank.world_size
 
 
-def _backend(devices: Sequence[int], rank: Rank, device: torch.device) -> dict[str, Any]:
+def _backend(devices: Sequence[int], rank: Rank, device: torch.device) -> dict[str, object]:
     """Arguments of init_process_group: NCCL with the rank's GPU; gloo on CPUs, and where ranks share a GPU.
 
     NCCL takes one rank a GPU. Given the GPU, it connects at once, and a barrier does not guess which one to use; torch

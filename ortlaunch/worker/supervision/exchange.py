@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.rank import Rank
 from ortlaunch.worker.supervision.stall import SILENT_SECONDS, Beat
 
@@ -57,7 +58,7 @@ class Exchange:
             if self.is_hub:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
 
-    def meet(self, place: dict[str, Any]) -> None:
+    def meet(self, place: Json) -> None:
         """Begin to talk, once the ranks have told where."""
         if self._key or self.socket is None or not place:
             return
@@ -137,7 +138,7 @@ class Exchange:
             for said, address in self._messages():
                 self._take(said, address)
 
-    def _take(self, said: dict[str, Any], address: Any) -> None:
+    def _take(self, said: Json, address: Any) -> None:
         word = said["say"]
         if not self.is_hub:
             self._hub_heard, self._hub_answers = time.monotonic(), True
@@ -153,7 +154,7 @@ class Exchange:
             self._gone.add(said["rank"])
             self._heard.pop(said["rank"], None)
 
-    def _messages(self) -> Iterator[tuple[dict[str, Any], Any]]:
+    def _messages(self) -> Iterator[tuple[dict[str, object], object]]:
         assert self.socket is not None
         for _ in range(_MESSAGES_A_LOOK):
             try:
@@ -163,7 +164,7 @@ class Exchange:
             if hmac.compare_digest(data[:_DIGEST], self._digest(data[_DIGEST:])):
                 yield json.loads(data[_DIGEST:]), address
 
-    def _send(self, said: dict[str, Any], address: Any = None) -> None:
+    def _send(self, said: Json, address: Any = None) -> None:
         assert self.socket is not None
         data = json.dumps(said).encode()
         data = self._digest(data) + data

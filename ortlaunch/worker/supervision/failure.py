@@ -11,10 +11,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 from ortlaunch import machine
 from ortlaunch.errors import OrtlaunchError
+from ortlaunch.json_types import Json
 from ortlaunch.rank import EXIT_SAVED, Rank
 from ortlaunch.run_folder.folder import RunDir, account, is_full, write_json
 from ortlaunch.worker.supervision.pulse import Pulse
@@ -54,7 +54,7 @@ class Account:
         """Whether the rank has told its end itself."""
         return self._path.exists()
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Json:
         """The account."""
         return account(self._path)
 
@@ -81,12 +81,12 @@ class Account:
             print(text, file=file)
         return status
 
-    def of_end(self, pid: int, what: str, record: dict[str, Any]) -> None:
+    def of_end(self, pid: int, what: str, record: Json) -> None:
         """Write what the guardian saw of a rank that told nothing itself."""
         record = {"message": what, "traceback": self._last_words(), **record}
         self.write(pid, what + (self._no_space() if record["signal"] is None else ""), record)
 
-    def write(self, pid: int, what: str, record: dict[str, Any]) -> None:
+    def write(self, pid: int, what: str, record: Json) -> None:
         """Add who and where, and write it whole."""
         host, rank = socket.gethostname(), self.rank
         place = f"rank {rank.rank} on host {host} (local rank {rank.local_rank})"
@@ -104,7 +104,7 @@ class Account:
         with contextlib.suppress(OSError):
             self._store({**self.read(), "secondary": True})
 
-    def _store(self, record: dict[str, Any]) -> None:
+    def _store(self, record: Json) -> None:
         try:
             write_json(self._path, record)
         except OSError:
@@ -128,7 +128,7 @@ class Account:
         return ""
 
 
-def _fill(spare: Path, record: dict[str, Any], size: int) -> None:
+def _fill(spare: Path, record: Json, size: int) -> None:
     """Write into room that is taken already; of a long traceback the end, which tells."""
     much = len(json.dumps(record)) - size
     if much > 0:

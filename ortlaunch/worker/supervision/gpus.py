@@ -103,7 +103,7 @@ def forward_timer(device: torch.device) -> ForwardTimer | None:
     return ForwardTimer() if device.type == "cuda" else None
 
 
-def _recorded_event() -> Any:
+def _recorded_event() -> object:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -70,7 +70,7 @@ class Progress:
         if self.bar is not None:
             self.bar.update()
 
-    def watch(self, module: Any, timer: Any = None) -> None:
+    def watch(self, module: Any, timer: object = None) -> None:
         """Note where this module's forward passes begin and end; on a GPU, by a timer of its own."""
         self.pulse.timer = timer
         module.register_forward_pre_hook(lambda *_: self.pulse.at(FORWARD))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from ortlaunch.json_types import Json
 from ortlaunch.process import bytes_moved, family, read_stat
 
 STAGES = ("", "reading a batch", "a pass", "the forward pass", "the backward pass", "the optimizer step")
@@ -133,13 +134,13 @@ class Pulse:
         self._numbers[_COLLECTIVES] = number
 
     @property
-    def place(self) -> dict[str, Any]:
+    def place(self) -> Json:
         """Where the guardians meet; empty until the ranks have told it."""
         text = self._memory[_PLACE:].rstrip(b"\0")
         return json.loads(text) if text.endswith(b"}") else {}
 
     @place.setter
-    def place(self, value: dict[str, Any]) -> None:
+    def place(self, value: dict[str, object]) -> None:
         text = json.dumps(value).encode()
         assert len(text) <= _BYTES - _PLACE
         self._memory[_PLACE : _PLACE + len(text)] = text

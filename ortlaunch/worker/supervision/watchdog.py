@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from ortlaunch.plan import Plan
 from ortlaunch.process import read_stat
@@ -191,7 +190,7 @@ class Watchdog:
             if self.verdict is not None:
                 write_json(self.run.stall, self._record_of(self.verdict))
 
-    def _record_of(self, verdict: Verdict) -> dict[str, Any]:
+    def _record_of(self, verdict: Verdict) -> dict[str, object]:
         first, stacks = verdict.behind[0], self.exchange.stacks
         late = [beat.rank for beat in verdict.behind]
         shown = "".join(f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late if rank in stacks)

@@ -11,10 +11,10 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir, json_text, read_json, write_json
 from ortlaunch.worker.engine.comparison import compare_with_draws
 from ortlaunch.worker.engine.differences import LEAST_LOSS, LIMITS, Comparison
@@ -55,7 +55,7 @@ def _live(session: Session) -> None:
     for order in _orders(folder):
         waited = {"seconds": time.perf_counter() - slept[0], "processor_seconds": time.process_time() - slept[1]}
         if order["do"] == "compare":
-            found: dict[str, Any] = {"parity": {**parity(life.session), **loss_from_highest(life.session)}}
+            found: Json = {"parity": {**parity(life.session), **loss_from_highest(life.session)}}
         else:
             found = life.turn(order["steps"])
         # Gathered, so that rank 0 tells of no order that another rank has not carried out.
@@ -93,7 +93,7 @@ class MeasuredTraining:
         still = self.session.recipe.optimizer.model_copy(update={"learning_rate": 0.0})
         self.session = replace(self.session, recipe=self.session.recipe.model_copy(update={"optimizer": still}))
 
-    def turn(self, count: int) -> dict[str, Any]:
+    def turn(self, count: int) -> Json:
         """`count` measured steps, after one that brings this variant back into the caches."""
         self.steps(1)
         self.session.group.barrier()
@@ -102,7 +102,7 @@ class MeasuredTraining:
         return {"begun": begun, "ended": time.time(), "seconds": took}
 
 
-def _orders(run: RunDir) -> Iterator[dict[str, Any]]:
+def _orders(run: RunDir) -> Iterator[Json]:
     """Each order once; ends with the one to leave. Between two looks the rank sleeps."""
     last = 0
     while True:
@@ -116,13 +116,13 @@ def _orders(run: RunDir) -> Iterator[dict[str, Any]]:
         yield order
 
 
-def _write(run: RunDir, group: DistributedContext, record: dict[str, Any]) -> None:
+def _write(run: RunDir, group: DistributedContext, record: Json) -> None:
     if group.rank == 0:
         with run.results.open("a", encoding="utf-8") as file:
             file.write(json_text(record) + "\n")
 
 
-def _facts(session: Session) -> dict[str, Any]:
+def _facts(session: Session) -> Json:
     recipe, group, engine = session.recipe, session.group, session.engine
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
     peak = None
@@ -139,7 +139,7 @@ def peak_memory(device: torch.device) -> int:
     return status("VmHWM")
 
 
-def parity(session: Session) -> dict[str, Any]:
+def parity(session: Session) -> Json:
     """The verdict on this variant, the worst of its ranks: loss and gradients against plain PyTorch (collective)."""
     if is_plain(session.engine):
         return {"verdict": "reference"}
@@ -169,7 +169,7 @@ def loss_from_highest(session: Session) -> dict[str, float]:
     return {"loss_from_highest": max(map(float, session.group.gather(str(mine))))}
 
 
-def _badness(verdict: dict[str, Any]) -> float:
+def _badness(verdict: Json) -> float:
     largest = verdict.get("largest")
     return math.inf if largest is None else float(largest)
 
@@ -190,7 +190,7 @@ def _compared(session: Session) -> Comparison:
         )
 
 
-def _told(found: Comparison, tolerance: float) -> dict[str, Any]:
+def _told(found: Comparison, tolerance: float) -> Json:
     told = {
         "verdict": "passes" if found.largest <= tolerance else "differs",
         # null where a number is not finite, for which JSON has no name

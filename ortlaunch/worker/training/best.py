@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ortlaunch.errors import HookError, InputError
+from ortlaunch.json_types import Json
 from ortlaunch.metrics import metrics_of
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.best import KeepBest, StopAfter, direction
@@ -20,7 +20,7 @@ from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.session import Session
 
 STOP = "train.stop_after"
-Memory = dict[str, dict[str, Any]]
+Memory = dict[str, Json]
 
 
 def take(recipe: Recipe, memory: Memory, step: int, evaluated: dict[str, float]) -> None:
@@ -74,7 +74,7 @@ class _First:
     def __len__(self) -> int:
         return self._count
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
         return self._samples.sample(index, epoch)
 
 

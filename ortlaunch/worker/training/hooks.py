@@ -10,7 +10,6 @@ import difflib
 import os
 import socket
 import traceback
-from typing import Any
 
 from ortlaunch.errors import HookError, InputError
 from ortlaunch.run_folder.folder import write_json
@@ -32,7 +31,7 @@ class Hook:
             self.own = call("train.hook", self.name, {})
             _require_known(self.name, self.own)
 
-    def on_step(self, step: int, values: dict[str, Any]) -> None:
+    def on_step(self, step: int, values: dict[str, object]) -> None:
         """A logged step, with its line of metrics.jsonl."""
         self._tell("on_step", step, dict(values))
 
@@ -44,7 +43,7 @@ class Hook:
         """A complete checkpoint."""
         self._tell("on_checkpoint", step, str(self.run.checkpoint(step)))
 
-    def _tell(self, method: str, step: int, what: Any) -> None:
+    def _tell(self, method: str, step: int, what: object) -> None:
         own = getattr(self.own, method, None)
         if own is None:
             return
@@ -68,7 +67,7 @@ class Hook:
             self.agreed.ask(Ask.STOP)
 
 
-def _require_known(name: str, own: Any) -> None:
+def _require_known(name: str, own: object) -> None:
     """Refuse a method that looks like one of ours and is never called, such as another tool's `on_train_end`.
 
     Raises:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
+from ortlaunch.json_types import Json
 from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
 from ortlaunch.worker.session import Session
 
@@ -52,13 +52,13 @@ class Meter:
             self.losses.append(loss)
             self.numbers.keep()
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Json:
         """Values since the last reading (collective)."""
         taken = len(self.losses)
         loss = self.group.mean(float(sum_of(self.losses)) / taken) if taken else None
         seconds = (time.perf_counter() - self.started) / self.steps
         tokens = self.batch.tokens_per_step
-        values: dict[str, Any] = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
+        values: Json = {"loss": loss, "samples_per_second": self.batch.global_samples / seconds}
         if tokens:
             values["tokens_per_second"] = tokens / seconds
             if self.flops_per_token:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
+from ortlaunch.json_types import Json
 from ortlaunch.metrics import METRICS
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, json_text, write_text
@@ -28,7 +28,7 @@ class Metrics:
         self.trackers = [Beside(name, recipe, run, first_step) for name in recipe.log.trackers]
         self.started = time.perf_counter()
 
-    def write(self, step: int, values: dict[str, Any]) -> None:
+    def write(self, step: int, values: Json) -> None:
         """Record the values of a step (from 1) and show them."""
         elapsed = time.perf_counter() - self.started
         record = {"step": step, **values, "elapsed_seconds": round(self.before + elapsed, 3)}
@@ -41,7 +41,7 @@ class Metrics:
             tracker.log(step, values)
         self._show(step, values, elapsed)
 
-    def _show(self, step: int, values: dict[str, Any], elapsed: float) -> None:
+    def _show(self, step: int, values: dict[str, object], elapsed: float) -> None:
         left = elapsed / max(1, step - self.first_step) * (self.max_steps - step)
         line = f"step {step}/{self.max_steps}  " + "  ".join(_shown(values)) + f"  ETA {duration(left)}"
         print(line, flush=True)
@@ -53,7 +53,7 @@ class Metrics:
             tracker.close(failed)
 
 
-def _shown(values: dict[str, Any]) -> list[str]:
+def _shown(values: dict[str, object]) -> list[str]:
     forms = {
         "epoch": "epoch {:.2f}", "loss": "loss {:.4f}",
         "learning_rate": "lr {:.3g}", "gradient_norm": "grad norm {:.3g}", "tokens_per_second": "{:,.0f} tokens/s",
@@ -66,7 +66,7 @@ def _shown(values: dict[str, Any]) -> list[str]:
     return [*(form.format(values[name]) for name, form in forms.items() if values.get(name) is not None), *own]
 
 
-def own_names(values: Mapping[str, Any]) -> list[str]:
+def own_names(values: Mapping[str, object]) -> list[str]:
     """Of those numbers that the user's own model or metric gave."""
     known = {*(each.name for each in fields(MetricsLine)), *(EVALUATION + name for name in METRICS)}
     return [name for name, value in values.items() if name not in known and value is not None]
@@ -83,6 +83,6 @@ def _cut_after(run: RunDir, step: int) -> float:
     return float(kept[-1]["elapsed_seconds"]) if kept else 0.0
 
 
-def records(run: RunDir) -> list[dict[str, Any]]:
+def records(run: RunDir) -> list[Json]:
     """What can be read of metrics.jsonl."""
     return json_lines(run.metrics, "step").found

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from ortlaunch.errors import EngineError, ParityError
+from ortlaunch.json_types import Json
 from ortlaunch.recipe.rules.parity import Compared, compared_steps
 from ortlaunch.run_folder.engine_report import Parity
 from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
@@ -20,7 +21,7 @@ from ortlaunch.worker.engine.engine import Engine
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
-Record = dict[str, Any]
+Record = Json
 _SHOWN = 5  # parameters that are named
 _ADVICE = (
     "Nothing is trained further. Where this is an error of the engine: engine.name=inductor or eager; where it is "

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.text.place import leaves
 from ortlaunch.run_folder.folder import RunDir, write_text
@@ -39,7 +40,7 @@ class Beside:
         self._thread = threading.Thread(target=self._live, args=(recipe, run, first_step), daemon=True)
         self._thread.start()
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
+    def log(self, step: int, values: Json) -> None:
         """Does not wait."""
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         self._said.put((step, numbers))
@@ -158,7 +159,7 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
+def _settings(recipe: Recipe) -> Json:
     """The recipe without values of environment variables."""
     whole = recipe.model_dump(mode="json")
     whole["launch"]["env"] = sorted(whole["launch"]["env"])
