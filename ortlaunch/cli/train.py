@@ -48,7 +48,7 @@ def start(
     from ortlaunch.resolve.resume import ResumeOptions
     from ortlaunch.run import preview
 
-    resolved = resolve(recipe, overrides, options._replace(planned_only=dry_run), os.environ)
+    resolved = resolve(recipe, overrides, options, os.environ)
     if dry_run:
         resolved = preview.preview(resolved)
         run = run_folder(run_dir, resolved, os.environ)

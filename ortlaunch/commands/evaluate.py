@@ -39,7 +39,7 @@ def evaluate(asked: Asked, options: LaunchOptions) -> int:
 def dry_run(asked: Asked, options: LaunchOptions) -> str:
     """What would be started."""
     step = chosen_step(asked.run, asked.step)
-    return preview.dry_run(_resolved(asked, options._replace(planned_only=True)), asked.run.evaluation_of(step))
+    return preview.dry_run(_resolved(asked, options), asked.run.evaluation_of(step))
 
 
 def _resolved(asked: Asked, options: LaunchOptions) -> ResolvedRun:

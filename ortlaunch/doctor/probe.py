@@ -249,17 +249,18 @@ def token(folder: str) -> str | None:
 
 
 def stale() -> list[str]:
-    """Ranks of this user that are alive here: `process id (run folder)`; those of other users are not this user's."""
-    found = {}
-    for number in filter(str.isdecimal, os.listdir("/proc")):
+    """Ranks of this user that are alive here, by run: `run folder (process id, ...)`."""
+    found: dict[str, list[str]] = {}
+    for number in sorted(filter(str.isdecimal, os.listdir("/proc")), key=int):
         try:
             with open(f"/proc/{number}/cmdline", "rb") as file:
                 words = file.read().rstrip(b"\0").split(b"\0")
             if b"ortlaunch.worker" in words and os.stat(f"/proc/{number}").st_uid == os.getuid():
-                found[int(number)] = os.path.join(os.readlink(f"/proc/{number}/cwd"), os.fsdecode(words[-1]))
+                folder = os.path.join(os.readlink(f"/proc/{number}/cwd"), os.fsdecode(words[-1]))
+                found.setdefault(folder, []).append(number)
         except OSError:
             continue
-    return [f"{number} ({folder})" for number, folder in sorted(found.items())]
+    return [f"{folder} ({', '.join(numbers)})" for folder, numbers in found.items()]
 
 
 def gpus() -> int:

@@ -14,6 +14,7 @@ from ortlaunch.recipe.hints.dialects import DIALECTS
 from ortlaunch.recipe.text.place import HIDDEN, SECRET, Place, keys, without_secrets
 from ortlaunch.recipe.text.tree import Tree
 from ortlaunch.recipe.text.words import closest, normal
+from ortlaunch.recipe.text.yaml_text import in_line
 
 NONE = "none: "
 _NO_BF16 = ("engine.name", "eager", "ONNX Runtime has bf16 on CUDA only; precision=fp32 engine.name=ort runs on it")
@@ -189,7 +190,7 @@ def word(node: Tree) -> str:
     """A value on a line."""
     if node.kind == "scalar":
         return str(node.raw if node.raw is not None else node.scalar)
-    text = str(without_secrets(node.plain()))
+    text = in_line(without_secrets(node.plain()))
     return text if len(text) <= 80 else text[:77] + "..."
 
 

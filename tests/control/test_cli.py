@@ -22,7 +22,7 @@ from ortlaunch.run import control
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run_folder.folder import RunDir
 from tests.control.typed import Ended, Run
-from tests.makers import CUSTOM
+from tests.makers import CUSTOM, WORDS
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
@@ -252,7 +252,13 @@ def test_dry_run(ortlaunch: Run) -> None:
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(ortlaunch: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that does not exist, an unknown name of --allow, a folder without permission."""
+    """A missing data file, an unknown checkpoint, an unknown name of --allow, a folder without permission."""
+    missing = {**CUSTOM, "model": {"task": "causal-lm", "config": {"model_type": "llama"}},
+               "data": {**WORDS, "train": {"format": "text", "path": "none.txt"}}}  # fmt: skip
+    Path("missing.yaml").write_text(json.dumps(missing))
+    ended = ortlaunch("train", "missing.yaml", "--dry-run")
+    assert (ended.status, ended.out) == (2, "")
+    assert "data.train.path: got none.txt, which matches no file here" in ended.err
     dry = ("train", "good.yaml", "--dry-run", "--run-dir", "runs/here")
     assert "--resume" in ortlaunch(*dry, "--resume=last").err
     assert "--allow: got x" in ortlaunch(*dry, "--allow=x").err

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ortlaunch.recipe.text.yaml_text import in_line
+
 
 class Rule(NamedTuple):
     """What becomes of a change."""
@@ -144,9 +146,10 @@ class Change(NamedTuple):
 
 
 def _as_written(value: Any) -> str:
-    """A list of one text is one text in a recipe, too."""
+    """As a recipe has it, where a list of one text is one text, too."""
     single = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
-    return repr(value[0] if single else value)
+    text = value[0] if single else value
+    return repr(text) if isinstance(text, (str, int, float)) and not isinstance(text, bool) else in_line(text)
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any], rules: Mapping[str, RuleOf]) -> list[Change]:

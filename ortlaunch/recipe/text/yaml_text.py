@@ -125,6 +125,14 @@ def dump(value: Any) -> str:
     return text
 
 
+def in_line(value: Any) -> str:
+    """A value on one line, as a recipe or the command line may have it."""
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )
+    return text.removesuffix("...\n").rstrip()
+
+
 class _Builder:
     """YAML nodes -> Tree, with the loader's own reading of scalars but for YAML 1.1's traps."""
 

@@ -332,6 +332,6 @@ def _schedule_notes(recipe: Recipe, state: TrainState) -> Iterator[str]:
     if before is None or step >= recipe.train.steps or math.isclose(before, learning_rate(recipe, step - 1)):
         return
     yield (
-        f"the learning rate goes from {before:.4g} at step {step} to {learning_rate(recipe, step):.4g} at step "
-        f"{step + 1}: the schedule runs over {recipe.train.steps} steps, or is another, than when step {step} was taken"
+        f"learning rate: {before:.4g} at step {step}, {learning_rate(recipe, step):.4g} at step {step + 1}: "
+        "the length or kind of the schedule has changed"
     )

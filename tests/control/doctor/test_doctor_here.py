@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -133,14 +134,17 @@ def test_options_that_would_do_nothing(options: dict[str, Any], message: str) ->
 
 
 def test_ranks_of_this_user_alone_are_stale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A rank that is alive is listed with its run folder; to another user it is not listed."""
+    """Ranks that are alive are listed by run folder; to another user they are not listed."""
     command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", "ortlaunch.worker", "runs/x"]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
-        assert rank.stdout is not None
-        assert rank.stdin is not None
-        rank.stdout.readline()
-        mine = f"{rank.pid} ({tmp_path}/runs/x)"
+    with contextlib.ExitStack() as stack:
+        pipes: Any = {"cwd": tmp_path, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        ranks = [stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        for rank in ranks:
+            rank.stdout.readline()
+        numbers = ", ".join(str(number) for number in sorted(rank.pid for rank in ranks))
+        mine = f"{tmp_path}/runs/x ({numbers})"
         assert mine in probe.stale()
         monkeypatch.setattr(os, "getuid", lambda: 4711)
         assert mine not in probe.stale()
-        rank.stdin.close()
+        for rank in ranks:
+            rank.stdin.close()

@@ -73,7 +73,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         ({"memlock": 1 << 16}, "memlock", WARNING, "at most 64.0 KiB, and it has InfiniBand"),
         ({"busy_gpus": ["7, 30 MiB"]}, "gpus idle", WARNING, "at work: 7, 30 MiB"),
         ({"busy_gpus": None}, "gpus idle", WARNING, "nvidia-smi does not say"),
-        ({"stale": ["7 (/r/a)", "8 (/r/b)"]}, "stale", WARNING, "ranks of yours alive: 7 (/r/a), 8 (/r/b)"),
+        ({"stale": ["/r/a (7, 9)", "/r/b (8)"]}, "stale", WARNING, "ranks of yours alive: /r/a (7, 9), /r/b (8)"),
     ],
 )
 def test_what_is_wrong(told: dict[str, Any], check: str, verdict: str, what: str, tells: Any, tmp_path: Path) -> None:

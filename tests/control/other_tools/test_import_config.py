@@ -170,6 +170,7 @@ def test_trls_sft(tmp_path: Path) -> None:
          "always packed"),
         ({"datasets": [{"path": "a/b", "type": "sharegpt"}]}, "dropped", "datasets.type", "not from and value"),
         ({"special_tokens": {"pad_token": "<pad>"}}, "dropped", "special_tokens", "nearest: data.tokenizer"),
+        ({"datasets": [{"path": "a/b", "type": "alpaca"}]}, "taken", "datasets", "data.train: {format: hub, name: a/b"),
         ({"tf32": True}, "taken", "tf32", "engine.matmul_precision: high"),
         ({"tf32": True, "bf16": True}, "needless", "tf32", "the precision of the passes"),
         ({"dataloader_num_workers": 4}, "taken", "dataloader_num_workers", "data.workers"),

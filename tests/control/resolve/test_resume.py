@@ -85,7 +85,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "steps and clipping": (
         {"train": {"max_steps": 9, "max_grad_norm": 1.0}}, {},
         ["  changed: train.max_steps: 3 -> 9: takes effect (the schedule runs over the new length)",
-         "  changed: train.max_grad_norm: None -> 1.0: takes effect"],
+         "  changed: train.max_grad_norm: null -> 1.0: takes effect"],
     ),
     "micro size at equal global size": (
         {"batch": BATCH}, {},
@@ -97,7 +97,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "ranks, ZeRO and engine": (
         {"ranks": 2, "zero": {"stage": 1}, "engine": {"name": "inductor"}}, {},
         ["  changed: engine.name: 'eager' -> 'inductor': takes effect",
-         "  changed: zero: None -> {'stage': 1, 'fused_gradient_norm': True, 'offload': None, 'deepspeed': {}}: "
+         "  changed: zero: null -> {stage: 1, fused_gradient_norm: true, offload: null, deepspeed: {}}: "
          "takes effect",
          "  changed: world.ranks: 1 -> 2: takes effect",
          "  changed: world.global_samples: 2 -> 4: takes effect (the next step takes the samples that follow)"],
@@ -105,27 +105,27 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "logging, checkpoints and launch": (
         {"log": {"every_steps": 5}, "checkpoint": {"keep": 1}, "launch": {"env": {"NOTE": "x"}}}, {},
         ["  changed: checkpoint.keep: 3 -> 1: takes effect",
-         "  changed: launch.env.NOTE: None -> 'x': takes effect",
+         "  changed: launch.env.NOTE: null -> 'x': takes effect",
          "  changed: log.every_steps: 10 -> 5: takes effect"],
     ),
     "the code and the packages": (
         {}, {"code": {"ortlaunch": "0.9", "python": "3.11.9", "commit": "ab12", "dirty": False},
              "packages": {"torch": "2.4.0", "six": "0", "tqdm": "3"}},
         ["  changed: code.ortlaunch: '0.9' -> '1.0': takes effect",
-         "  changed: code.commit: 'ab12' -> None: takes effect",
-         "  changed: code.dirty: False -> None: takes effect",
+         "  changed: code.commit: 'ab12' -> null: takes effect",
+         "  changed: code.dirty: false -> null: takes effect",
          "  changed: packages.torch: '2.4.0' -> '2.13.0': takes effect",
-         "  changed: packages.peft: None -> '0.19': takes effect",
+         "  changed: packages.peft: null -> '0.19': takes effect",
          "  changed: packages, 2 others: 'old versions' -> 'new versions': takes effect"],
     ),
     "the model": (
         {"model": {"task": "custom", "factory": "mine:model", "arguments": {"width": 3}}}, {},
-        ["  model.arguments.width: None -> 3: refused without --allow model"],
+        ["  model.arguments.width: null -> 3: refused without --allow model"],
     ),
     "the data and their order": (
         {"data": {"train": {"format": "custom", "factory": "mine:data", "arguments": {"n": 1}}}, "seed": 7}, {},
         ["  seed: 42 -> 7: refused without --allow data (order, masking and dropout are drawn from it)",
-         "  data.train.arguments.n: None -> 1: refused without --allow data"],
+         "  data.train.arguments.n: null -> 1: refused without --allow data"],
     ),
     "the optimizer's kind": (
         {"optimizer": {"name": "adamw", "learning_rate": 0.1}}, {},
@@ -139,7 +139,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "the loss": (
         {"train": {"max_steps": 3, "loss_weight": "mask"}}, {},
-        ["  train.loss_weight: None -> 'mask': refused without --allow loss (what is minimized is another mean)"],
+        ["  train.loss_weight: null -> 'mask': refused without --allow loss (what is minimized is another mean)"],
     ),
 }  # fmt: skip
 
@@ -301,11 +301,13 @@ def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
     ("before", "after", "expected"),
     [
         (["dev.jsonl"], ["new.jsonl"], "'dev.jsonl' -> 'new.jsonl'"),
-        (["a"], ["a", "b"], "'a' -> ['a', 'b']"),
+        (["a"], ["a", "b"], "'a' -> [a, b]"),
         ([1], 2, "[1] -> 2"),
+        (2, None, "2 -> null"),
+        (False, True, "false -> true"),
     ],
 )
-def test_a_list_of_one_text_is_printed_as_text(before: Any, after: Any, expected: str) -> None:
+def test_values_are_printed_as_a_recipe_has_them(before: Any, after: Any, expected: str) -> None:
     """As it was written in the recipe."""
     change = resume_rules.Change("data.evaluation.path", before, after, resume_rules.Rule(resume_rules.EFFECT))
     assert change.line().startswith(f"data.evaluation.path: {expected}: ")
