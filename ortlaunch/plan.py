@@ -132,7 +132,7 @@ class Plan:
     name: str
     """The recipe's `name`."""
     task: str
-    """What the ranks do: train, parity, evaluate, bench, try or fabric (of `doctor --fabric`)."""
+    """What the ranks do: train, parity, evaluate, bench, try or fabric (of `selftest`)."""
     launcher: str
     """What starts them: local, torchrun or mpi; `inside`: a launcher of the user's own has."""
     device: str

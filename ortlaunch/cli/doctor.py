@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ortlaunch.cli.options import Overrides, shipped_recipes, with_launch_options
+from ortlaunch.cli.options import (
+    FindingsAsJson,
+    Overrides,
+    PortOption,
+    PortsOption,
+    port_range,
+    shipped_recipes,
+    with_launch_options,
+)
 
 
 @with_launch_options
@@ -31,20 +39,9 @@ def doctor(
     interface: Annotated[
         str | None, typer.Option("--interface", help="A network interface that every host must have.")
     ] = None,
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Of the first host, that ranks are to meet at; 0: any.")
-    ] = 0,
-    ports: Annotated[
-        str | None,
-        typer.Option("--ports", metavar="LOW-HIGH", help="Ports that all hosts are to reach of each other; any else."),
-    ] = None,
-    fabric: Annotated[
-        bool,
-        typer.Option("--fabric", help="Start ranks there, too, and measure matrix products, links and the all-reduce."),
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Every finding, as JSON; its schema: `ortlaunch schema --doctor`.")
-    ] = False,
+    port: PortOption = 0,
+    ports: PortsOption = None,
+    json: FindingsAsJson = False,
 ) -> None:
     """Look before a run: at this machine, or at the hosts of --hostfile or of the Slurm job that this runs in.
 
@@ -52,20 +49,12 @@ def doctor(
     each other (TCP, UDP, packets of the MTU), shared folder, disk, clock, limits, ranks left behind.
     Exit status 1 where a check failed.
     """
-    import json as texts
-    from dataclasses import asdict
-
-    from ortlaunch.doctor.finding import FAILED, told
+    from ortlaunch.doctor.finding import FAILED, as_json, told
     from ortlaunch.run.checkup import Place, checkup
 
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"got {device}; cpu or cuda", param_hint="--device")
-    low, _, high = (ports or "0-0").partition("-")
-    if not (low.isdecimal() and high.isdecimal() and int(low) <= int(high) <= 65535 and (int(low) or not ports)):
-        raise typer.BadParameter(f"got {ports}; two ports from 1 to 65535, as 40000-50000", param_hint="--ports")
-    wanted = (int(low), int(high)) if ports else None
-    found = checkup(
-        recipe, tuple(overrides or ()), options, Place(run_dir, device, interface, port, wanted, fabric), os.environ
-    )
-    typer.echo(texts.dumps([asdict(finding) for finding in found], indent=2) if json else told(found))
+    place = Place(run_dir, device, interface, port, port_range(ports))
+    found = checkup(recipe, tuple(overrides or ()), options, place, os.environ)
+    typer.echo(as_json(found) if json else told(found))
     raise typer.Exit(any(finding.verdict == FAILED for finding in found))

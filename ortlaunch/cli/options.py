@@ -51,6 +51,16 @@ ResumeOption = Annotated[
         "run's folder or a checkpoint, for a run folder that has none yet.",
     ),
 ]
+PortOption = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="Of the first host, that ranks are to meet at; 0: any.")
+]
+PortsOption = Annotated[
+    str | None,
+    typer.Option("--ports", metavar="LOW-HIGH", help="Ports that all hosts are to reach of each other; any else."),
+]
+FindingsAsJson = Annotated[
+    bool, typer.Option("--json", help="Every finding, as JSON; its schema: `ortlaunch schema --doctor`.")
+]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option("--allow", metavar="NAME", help="Let a change take effect that would be refused, as data or model."),
@@ -63,6 +73,16 @@ DryRun = Annotated[
         help="Print the command that would run, on standard error plan, changes and refusals; write nothing.",
     ),
 ]
+
+
+def port_range(ports: str | None) -> tuple[int, int] | None:
+    """The ends of `LOW-HIGH`."""
+    if ports is None:
+        return None
+    low, _, high = ports.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high) <= 65535):
+        raise typer.BadParameter(f"got {ports}; two ports from 1 to 65535, as 40000-50000", param_hint="--ports")
+    return int(low), int(high)
 
 
 def _launch_options(

@@ -1,6 +1,7 @@
-"""`ortlaunch selftest`: one tiny recipe under each backend that this place has; ranks and losses must be the same.
+"""`ortlaunch selftest`: hosts are checked and measured, and a tiny recipe is trained under each backend of this place.
 
-Each is the command that a user would type, in a folder of its own beside the others; ranks say who they are.
+Each training is the command that a user would type, in a folder of its own beside the others; ranks write who they are.
+All results are findings, as those of `ortlaunch doctor`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,26 @@ import json
 import math
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch import start
-from ortlaunch.errors import InputError, MissingDependency
+from ortlaunch.doctor import fabric
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding
+from ortlaunch.errors import InputError, MissingDependency, PlanError
+from ortlaunch.launch import backend
+from ortlaunch.launch.failure import explain_end
 from ortlaunch.launch.mpi import find_mpirun
 from ortlaunch.plan import Plan
-from ortlaunch.planning.hosts import Host, read_hostfile
-from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.planning.hosts import Host, read_hostfile, select
+from ortlaunch.planning.world import LaunchOptions
+from ortlaunch.resolve.prepare import write_run
+from ortlaunch.resolve.resolve import resolve
+from ortlaunch.run.checkup import Place, checkup, with_job
+from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.lines import json_lines
 
 _TOLERANCE = 1e-5
@@ -56,9 +66,24 @@ train: {max_steps: 4}
 log: {every_steps: 1}
 launch: {device: cpu}
 """
+# What is measured is the device that a training would have, with any number of ranks.
+_MEASURED = ("launch.device=auto", "batch={micro_size: 1, accumulation_steps: 1}")
 
 
-class Trial(NamedTuple):
+class SelftestRequest(NamedTuple):
+    """Where ranks are started, and what they train."""
+
+    folder: Path
+    """A new folder for all runs, which all hosts share."""
+    overrides: tuple[str, ...] = ()
+    """Of the tiny recipe."""
+    launch: LaunchOptions = LaunchOptions()
+    """With a launcher: trainings on this host and by this launcher alone."""
+    port: int = 0
+    ports: tuple[int, int] | None = None
+
+
+class Training(NamedTuple):
     """One backend, and the words that start the recipe under it."""
 
     name: str
@@ -66,80 +91,118 @@ class Trial(NamedTuple):
     verb: str = "train"
 
 
-class Outcome(NamedTuple):
-    """What it came to."""
+class Trained(NamedTuple):
+    """The result of a training."""
 
     name: str
     where: str
     losses: tuple[float, ...]
     seconds: float
+    log: Path
     wrong: str = ""
 
-    def line(self, expected: Sequence[float]) -> str:
-        """For a person, beside the first one's losses."""
-        ends = f"{self.losses[0]:.6f} -> {self.losses[-1]:.6f}" if self.losses else "none"
-        return f"  {self.name:<18} {self.where:<34} {ends:<24} {self.seconds:6.1f} s  {self.verdict(expected)}"
+    def finding(self, expected: Sequence[float]) -> Finding:
+        """Beside the losses of the first training."""
+        ends = f", losses {self.losses[0]:.6f} -> {self.losses[-1]:.6f}" if self.losses else ""
+        wrong = self.wrong or self._difference(expected)
+        what = f"{wrong or 'equal'}: {self.where}{ends}, {self.seconds:.1f} s"
+        check = f"train {self.name}"
+        return Finding("all", check, FAILED, what, f"see {self.log}") if wrong else Finding("all", check, OK, what)
 
-    def verdict(self, expected: Sequence[float]) -> str:
-        """`equal`, or what is wrong."""
-        if self.wrong:
-            return self.wrong
+    def _difference(self, expected: Sequence[float]) -> str:
         if len(self.losses) != len(expected):
             return f"{len(self.losses)} STEPS, not {len(expected)}"
         far = max((abs(mine - other) for mine, other in zip(self.losses, expected)), default=math.inf)
-        return "equal" if far <= _TOLERANCE else f"LOSSES DIFFER by {far:.2g}"
+        return "" if far <= _TOLERANCE else f"LOSSES DIFFER by {far:.2g}"
 
 
-def selftest(folder: Path, hostfile: str | None, overrides: Sequence[str], slurm: bool = False) -> bool:
-    """Run all, print the table; whether all are equal. With `slurm` a job is queued, too.
+def selftest(
+    request: SelftestRequest, may_queue: Callable[[str], bool], environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Every finding as soon as it is known; no rank is started where a check of the hosts failed.
 
     Ended by a signal, it ends what it has started and cancels the job.
+
+    Args:
+        may_queue: answers whether a job may be queued; called with the question, before anything is started.
 
     Raises:
         InputError: the folder is there and not empty.
     """
+    folder, options = request.folder, request.launch
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: is not empty; give a new folder with --dir")
+    hosts = _hosts(options)
+    nodes = min(_slurm_nodes(), 2)
+    queues = nodes > 0 and may_queue(f"Queue a job of {nodes} nodes in Slurm, too?")
     folder.mkdir(parents=True, exist_ok=True)
-    hosts = read_hostfile(hostfile, 1).hosts if hostfile else ()
     (folder / "selftest_model.py").write_text(_MODULE, encoding="utf-8")
     (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts), encoding="utf-8")
-    print(f"  {'backend':<18} {'ranks':<34} {'losses':<24} {'time':>8}", flush=True)
-    outcomes: list[Outcome] = []
-    for trial in _trials(hostfile, hosts):
-        if trial.verb == "submit" and not slurm:
-            print(f"  {trial.name:<18} not tested: it queues a job, with --slurm", flush=True)
+    place, measured = Place(folder, port=request.port, ports=request.ports), (*_MEASURED, *request.overrides)
+    checked = checkup(folder / "recipe.yaml", measured, options, place, environ)
+    yield from checked
+    if any(finding.verdict == FAILED for finding in checked):
+        yield Finding("all", "ranks", WARNING, "none started, for a check failed", "mend that first")
+        return
+    yield from _measure(folder, measured, options, environ)
+    expected: tuple[float, ...] | None = None
+    for training in _trainings(options, hosts, nodes):
+        if training.verb == "submit" and not queues:
+            what, mend = "not tested: it queues a job", "answer yes, or give --yes"
+            yield Finding("all", f"train {training.name}", WARNING, what, mend)
             continue
-        outcomes.append(_run(folder, trial, overrides))
-        print(outcomes[-1].line(outcomes[0].losses), flush=True)
-    bad = sum(one.verdict(outcomes[0].losses) != "equal" for one in outcomes)
-    print(
-        f"{bad} of {len(outcomes)} backends differ or failed; see {folder}"
-        if bad
-        else f"{len(outcomes)} backends: equal"
-    )
-    return not bad
+        trained = _train(folder, training, request.overrides)
+        expected = trained.losses if expected is None else expected
+        yield trained.finding(expected)
+
+
+def _measure(
+    folder: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]
+) -> Sequence[Finding]:
+    """Start ranks as a training's are; judge the rates, links and all-reduce that they measure."""
+    options = with_job(options, environ)._replace(task="fabric")
+    resolved = resolve(folder / "recipe.yaml", tuple(overrides), options, environ)
+    if resolved.world.inside is not None:
+        raise PlanError("selftest starts its ranks itself, and this process is a rank of a launcher already")
+    run, plan = RunDir(folder / "fabric"), resolved.plan
+    request = write_run(run, resolved.file.recipe, plan)
+    launcher, log = backend(plan.launcher), run.path / "output.txt"
+    job = launcher.submit(request._replace(notice_ends=True), log)
+    end = explain_end(run, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
+    if job.signal is not None:
+        sys.exit(128 + job.signal)
+    if end.status or not run.fabric.exists():
+        return [Finding("all", "ranks", FAILED, f"those that measure failed: {end.text}", f"see {log}")]
+    return fabric.judge(read_json(run.fabric), plan.nodes)
+
+
+def _hosts(options: LaunchOptions) -> Sequence[Host]:
+    """Those of the host file that are chosen."""
+    if options.hostfile is None:
+        return ()
+    return select(read_hostfile(options.hostfile, 1).hosts, options.include, options.exclude)
 
 
 def _global_size(hosts: Sequence[Host]) -> int:
     return math.lcm(4, sum(host.slots for host in hosts) or 1)
 
 
-def _trials(hostfile: str | None, hosts: Sequence[Host]) -> Iterator[Trial]:
-    """What this place has."""
-    two = ("--nproc-per-node", "2")
-    yield Trial("local", ("--launcher", "local"))
-    yield Trial("torchrun", ("--launcher", "torchrun", *two))
-    has_mpi = _has_mpirun()
-    if has_mpi:
-        yield Trial("mpi", ("--launcher", "mpi", *two))
-    if hostfile and len({host.slots for host in hosts}) == 1:  # torchrun takes no others
-        yield Trial("torchrun, hosts", ("--launcher", "torchrun", "--hostfile", hostfile))
-    if hostfile and has_mpi:
-        yield Trial("mpi, hosts", ("--launcher", "mpi", "--hostfile", hostfile))
-    if there := _slurm_nodes():
-        nodes = min(there, 2)
-        yield Trial("slurm", (f"launch.nodes={nodes}", f"launch.processes_per_node={2 // nodes}"), "submit")
+def _trainings(options: LaunchOptions, hosts: Sequence[Host], nodes: int) -> Iterator[Training]:
+    """What this place has; the first one's losses are those that all are compared with."""
+    launchers = [options.launcher] if options.launcher in ("torchrun", "mpi") else ["torchrun", "mpi"]
+    if "mpi" in launchers and not _has_mpirun():
+        launchers.remove("mpi")
+    yield Training("local", ("--launcher", "local"))
+    ranks = str(options.processes_per_node or 2)
+    for launcher in launchers:
+        yield Training(launcher, ("--launcher", launcher, "--nproc-per-node", ranks))
+    chosen = (("--hostfile", options.hostfile), ("--include", options.include), ("--exclude", options.exclude))
+    words = [word for name, value in chosen if value for word in (name, value)]
+    for launcher in launchers if hosts else ():
+        if launcher == "mpi" or len({host.slots for host in hosts}) == 1:  # torchrun takes no others
+            yield Training(f"{launcher}, hosts", ("--launcher", launcher, *words))
+    if nodes:
+        yield Training("slurm", (f"launch.nodes={nodes}", f"launch.processes_per_node={2 // nodes}"), "submit")
 
 
 def _has_mpirun() -> bool:
@@ -158,23 +221,24 @@ def _slurm_nodes() -> int:
     return len(set(ended.stdout.split()))
 
 
-def _run(folder: Path, trial: Trial, overrides: Sequence[str]) -> Outcome:
+def _train(folder: Path, training: Training, overrides: Sequence[str]) -> Trained:
     """Train under one backend, to the end."""
-    run, began = RunDir(folder / trial.name.replace(", ", "-")), time.monotonic()
+    run, began = RunDir(folder / training.name.replace(", ", "-")), time.monotonic()
+    log = folder / f"{run.path.name}.log"
     command = start.command("ortlaunch.cli")
-    words = (trial.verb, str(folder / "recipe.yaml"), *trial.words, *overrides, "--run-dir", str(run))
-    status = _call((*command, *words), folder / f"{run.path.name}.log")
-    if trial.verb == "submit" and not status:
+    words = (training.verb, str(folder / "recipe.yaml"), *training.words, *overrides, "--run-dir", str(run))
+    status = _call((*command, *words), log)
+    if training.verb == "submit" and not status:
         try:
-            status = _call((*command, "status", str(run), "--wait"), folder / f"{run.path.name}.log")
+            status = _call((*command, "status", str(run), "--wait"), log)
         except BaseException:  # a signal
-            _call((*command, "cancel", str(run)), folder / f"{run.path.name}.log")
+            _call((*command, "cancel", str(run)), log)
             raise
     seconds = time.monotonic() - began
     if status:
-        return Outcome(trial.name, "", (), seconds, f"FAILED with status {status}: {folder / run.path.name}.log")
+        return Trained(training.name, f"status {status}", (), seconds, log, "FAILED")
     plan = Plan.read(run.plan)
-    return Outcome(trial.name, _where(plan), _losses(run), seconds, _misplaced(run, plan))
+    return Trained(training.name, _where(plan), _losses(run), seconds, log, _misplaced(run, plan))
 
 
 def _call(argv: Sequence[str], log: Path) -> int:
@@ -197,6 +261,6 @@ def _losses(run: RunDir) -> tuple[float, ...]:
 
 def _misplaced(run: RunDir, plan: Plan) -> str:
     """Ranks that were not where the plan has them."""
-    told = {path.name: json.loads(path.read_text()) for path in (run.path / "ranks").glob("[0-9]*")}
-    wrong = [rank.rank for rank in plan.ranks if told.get(str(rank.rank)) != list(rank)]
-    return f"RANKS DIFFER from the plan: {', '.join(map(str, wrong))}" if wrong else ""
+    actual = {path.name: json.loads(path.read_text()) for path in (run.path / "ranks").glob("[0-9]*")}
+    wrong = [rank.rank for rank in plan.ranks if actual.get(str(rank.rank)) != list(rank)]
+    return f"RANKS DIFFER from the plan ({', '.join(map(str, wrong))})" if wrong else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final, Literal
 
 from ortlaunch.errors import LaunchError
@@ -24,8 +25,8 @@ class Finding:
     check: str
     """Of a host: `reached`, `interpreter`, `packages`, `alias`, `address`, `interface`, `port`, `udp`, `mtu`, `gpus`,
     `run folder`, `disk`, `clock`, `cpus`, `/dev/shm`, `open files`, `memlock`, `gpus idle` or `stale`. Of this machine,
-    too: `python`, `torch`, `ort`, `deepspeed`, `mpi`, `nccl` or `recipe`. Of `--fabric`: `matrix rate`, `link` or
-    `all-reduce`."""
+    too: `python`, `torch`, `ort`, `deepspeed`, `mpi`, `nccl` or `recipe`. Of `selftest`:
+    `matrix rate`, `link`, `all-reduce` or `ranks`, and `train BACKEND`."""
     verdict: Literal["ok", "warning", "failed"]
     """`failed`: a run on it would fail."""
     what: str
@@ -33,7 +34,7 @@ class Finding:
     mend: str = ""
     """What to do; empty where nothing is wrong."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Of `--fabric`: what was measured, by name with its unit."""
+    """What was measured, by name with its unit: of `matrix rate`, `link` and `all-reduce`."""
 
     def __str__(self) -> str:
         """For a person."""
@@ -49,8 +50,18 @@ def judged(host: str, check: str, good: bool, what: str, mend: str, *, else_: Li
 def told(findings: Sequence[Finding]) -> str:
     """The table, what is wrong last, and the verdict."""
     ordered = sorted(findings, key=lambda one: (OK, WARNING, FAILED).index(one.verdict))
+    return "\n".join([*map(str, ordered), summary(findings)])
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """`ready`, or how many checks failed."""
     failed = sum(one.verdict == FAILED for one in findings)
-    return "\n".join([*map(str, ordered), f"{failed} of {len(findings)} checks failed" if failed else "ready"])
+    return f"{failed} of {len(findings)} checks failed" if failed else "ready"
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """All of them; the schema is `ortlaunch schema --doctor`."""
+    return json.dumps([asdict(finding) for finding in findings], indent=2)
 
 
 def refused(wrong: Sequence[Finding]) -> LaunchError:

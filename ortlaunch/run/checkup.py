@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.doctor import here, hosts
-from ortlaunch.doctor.finding import FAILED, WARNING, Finding
+from ortlaunch.doctor.finding import Finding
 from ortlaunch.doctor.hosts import Asked
 from ortlaunch.errors import PlanError
 from ortlaunch.plan import Node
@@ -27,7 +27,6 @@ class Place(NamedTuple):
     interface: str | None = None
     port: int = 0
     ports: tuple[int, int] | None = None
-    fabric: bool = False  # ranks are started and measure
 
 
 def asked_of(resolved: ResolvedRun, folder: Path) -> Asked:
@@ -50,8 +49,8 @@ def checkup(
     Raises:
         InputError: the recipe or the host file is wrong.
     """
-    _refuse_unused(options, recipe is not None or place.fabric)
-    options = _with_job(options, environ)._replace(planned_only=True)
+    _refuse_unused(options, recipe is not None)
+    options = with_job(options, environ)._replace(planned_only=True)
     folder = Path(os.path.abspath(place.folder or "."))
     resolved = resolve(recipe, overrides, options, environ) if recipe else None
     asked = asked_of(resolved, folder) if resolved else Asked(_nodes(options), _device(environ), folder)
@@ -62,26 +61,17 @@ def checkup(
         ports=place.ports,
     )
     chosen = resolved.file.recipe if resolved else None
-    found = hosts.look(asked) if options.hostfile else here.look(asked, chosen, resolved.plan if resolved else None)
-    if not place.fabric:
-        return found
-    if any(finding.verdict == FAILED for finding in found):
-        return [*found, Finding("all", "all-reduce", WARNING, "not measured, for a check failed", "mend that first")]
-    from ortlaunch.run import fabric
-
-    typed = (("device", place.device), ("interface", place.interface))
-    launch = [f"launch.{name}={value}" for name, value in typed if value]
-    return [*found, *fabric.measure(fabric.Asked(chosen, tuple(launch), options), folder, environ)]
+    return hosts.look(asked) if options.hostfile else here.look(asked, chosen, resolved.plan if resolved else None)
 
 
 def _refuse_unused(options: LaunchOptions, starts: bool) -> None:
     if not starts and (options.launcher or options.processes_per_node):
-        raise PlanError("--launcher and --nproc-per-node: give a recipe, or --fabric, for which ranks are counted")
+        raise PlanError("--launcher and --nproc-per-node: give a recipe, for which ranks are counted")
     if options.hostfile is None and (options.include or options.exclude):
         raise PlanError("--include and --exclude choose from a host file: give --hostfile")
 
 
-def _with_job(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
+def with_job(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
     """Inside a Slurm job its nodes stand for a host file."""
     job = () if options.hostfile else hosts_of_job(environ)
     if not job:

@@ -96,7 +96,7 @@ class RunDir:
     slow_ranks = _File("slow_ranks.jsonl")
     attempts = _File("attempts")
     ready = _File("ready")
-    fabric = _File("fabric.json")  # what `ortlaunch doctor --fabric` measured
+    fabric = _File("fabric.json")  # what the ranks of `ortlaunch selftest` measured
     requests = _File("requests")
     stop_request = _File("requests/stop.json")
     restart_request = _File("requests/restart.json")  # another start, beside a stop

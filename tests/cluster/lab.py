@@ -209,7 +209,10 @@ class Lab:
         self._file("known_hosts", "".join(f"{','.join((name, *also[name]))} {key}" for name, key in keys.items()))
         self._file("ssh_config", _SSH.format(folder=self.folder))
         for name in numbers:
-            self._file(f"{name}.sshd", _SSHD.format(folder=self.folder, name=name))
+            # The package that is tested may be that of another folder than the environment's.
+            path = os.environ.get("PYTHONPATH")
+            shared = f"SetEnv PYTHONPATH={path}\n" if path else ""
+            self._file(f"{name}.sshd", _SSHD.format(folder=self.folder, name=name) + shared)
         (self.folder / "state").mkdir()
         self._file(
             "slurm.conf",

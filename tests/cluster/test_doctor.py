@@ -130,34 +130,3 @@ def test_inside_a_job_of_slurm(lab: Lab, folder: Path) -> None:
     assert wrong(lab, folder, before=salloc) == []
     found = wrong(lab, folder, "recipe.yaml", "checkpoint.keep=100000000", before=salloc)
     assert [(one["host"], one["check"]) for one in found] == [("host1", "disk"), ("host2", "disk")]
-
-
-def test_a_slow_host_is_named_by_the_fabric(lab: Lab, folder: Path) -> None:
-    """Ranks are started on the hosts, links measured, and the one whose cable is slow is told from its neighbours."""
-    (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in lab.names))
-    shaped = (
-        "tc",
-        "qdisc",
-        "add",
-        "dev",
-        "eth0",
-        "root",
-        "tbf",
-        "rate",
-        "40mbit",
-        "burst",
-        "32kbit",
-        "latency",
-        "400ms",
-    )
-    assert lab.run("host2", *shaped).returncode == 0
-    try:
-        found = wrong(lab, folder, "--hostfile", "hosts", "--fabric", "--launcher", "torchrun")
-    finally:
-        lab.run("host2", "tc", "qdisc", "del", "dev", "eth0", "root")
-    slow = [
-        one for one in found if one["check"] == "link"
-    ]  # the hosts share this machine's cores: rates are not judged
-    assert [(one["host"], one["verdict"], one["what"][:5]) for one in slow] == [("host2", "failed", "SLOW:")]
-    assert slow[0]["figures"]["bytes_per_second"] < 2e7  # one way at 5e6, the other at what this machine can
-    assert list(folder.glob("ortlaunch-fabric-*")) == []

@@ -1,25 +1,64 @@
-"""`ortlaunch selftest` on a login node: every backend of the lab, one table."""
+"""`ortlaunch selftest` on a login node: every backend of the lab, and a slow host."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
+from ortlaunch.doctor.schema import json_schema
 from tests.cluster.lab import LOGIN, Lab
 from tests.e2e.runs import COMMAND, environment
 
-pytestmark = [pytest.mark.lab, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
+
+SHAPED = "tc qdisc add dev eth0 root tbf rate 40mbit burst 32kbit latency 400ms"
 
 
+def selftest(lab: Lab, folder: Path, *words: str, hosts: int = 2) -> list[dict[str, Any]]:
+    """Findings of some hosts, which must fit the schema."""
+    (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in lab.names[:hosts]))
+    env = {**lab.environ, **environment(folder), "PATH": lab.environ["PATH"]}
+    typed = ("selftest", "--hostfile", "hosts", "--dir", "st", "--json", *words)
+    ended = lab.run(LOGIN, str(COMMAND), *typed, cwd=folder, env=env, timeout=540)
+    assert ended.stdout.startswith("["), ended.stderr
+    findings: list[dict[str, Any]] = json.loads(ended.stdout)
+    jsonschema.validate(findings, json.loads(json_schema()))
+    assert ended.returncode == any(one["verdict"] == "failed" for one in findings)
+    return findings
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_every_backend_is_equal(lab: Lab, tmp_path: Path) -> None:
-    """One process, two ranks here, two hosts by ssh, two nodes of Slurm."""
-    (tmp_path / "hosts").write_text("host1 slots=1\nhost2 slots=1\n")
-    env = {**lab.environ, **environment(tmp_path), "PATH": lab.environ["PATH"]}
-    words = ("selftest", "--hostfile", "hosts", "--slurm", "--dir", "st")
-    ended = lab.run(LOGIN, str(COMMAND), *words, cwd=tmp_path, env=env, timeout=540)
-    print(ended.stdout)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    lines = [line.split("  ") for line in ended.stdout.splitlines()[1:-1]]
-    assert [line[1] for line in lines] == ["local", "torchrun", "mpi", "torchrun, hosts", "mpi, hosts", "slurm"]
-    assert {line[-1] for line in lines} == {"equal"}
+    """One process, two ranks here, two hosts by ssh, two nodes of Slurm; the hosts are measured, too."""
+    found = {one["check"]: one for one in selftest(lab, tmp_path, "--yes")}
+    trained = {check: one for check, one in found.items() if check.startswith("train ")}
+    names = ["local", "torchrun", "mpi", "torchrun, hosts", "mpi, hosts", "slurm"]
+    assert list(trained) == [f"train {name}" for name in names]
+    assert {one["what"].split(":")[0] for one in trained.values()} == {"equal"}
+    assert {"reached", "run folder", "port", "matrix rate", "link", "all-reduce"} <= set(found)
+    # The hosts share this machine's cores: their rates are not judged.
+    assert {check for check, one in found.items() if one["verdict"] == "failed"} <= {"matrix rate"}
+
+
+@pytest.fixture
+def slow_host(lab: Lab) -> Iterator[None]:
+    """The cable of host2 carries 40 Mbit/s."""
+    assert lab.run("host2", *SHAPED.split()).returncode == 0
+    yield
+    lab.run("host2", "tc", "qdisc", "del", "dev", "eth0", "root")
+
+
+@pytest.mark.timeout(400)
+def test_a_slow_host_is_named(lab: Lab, tmp_path: Path, slow_host: None) -> None:
+    """Links are measured, and the host whose cable is slow is distinguished from its neighbours; nothing is queued."""
+    found = selftest(lab, tmp_path, "--launcher", "torchrun", hosts=3)
+    links = [one for one in found if one["check"] == "link" and one["verdict"] != "ok"]
+    assert [(one["host"], one["verdict"], one["what"][:5]) for one in links] == [("host2", "failed", "SLOW:")]
+    assert links[0]["figures"]["bytes_per_second"] < 2e7  # one way at 5e6, the other at what this machine can
+    assert found[-1]["what"] == "not tested: it queues a job"

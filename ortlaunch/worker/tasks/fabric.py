@@ -1,4 +1,4 @@
-"""`ortlaunch doctor --fabric`: what ranks compute and send each other, measured; judged by the control side.
+"""`ortlaunch selftest`: what ranks compute and send each other, measured; judged by the control side.
 
 An all-reduce is as slow as its slowest rank, so that each host's links to its neighbours are measured, too.
 """

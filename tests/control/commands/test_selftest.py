@@ -5,73 +5,100 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ortlaunch.commands import selftest
-from ortlaunch.commands.selftest import Outcome, Trial
+from ortlaunch.commands.selftest import SelftestRequest, Trained, Training
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding
 from ortlaunch.errors import InputError
+from ortlaunch.planning.world import LaunchOptions
 
 LOSSES = (2.0, 1.0)
+CHECKED = Finding("localhost", "disk", OK, "1 GiB free")
 
 
 @pytest.fixture
-def comes_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second backend whose losses are the first word of its command."""
-    trials = [Trial("local", ("1.0",)), Trial("mpi", ("1.5",))]
-    monkeypatch.setattr(selftest, "_trials", lambda hostfile, hosts: iter(trials))
-    monkeypatch.setattr(
-        selftest, "_run", lambda folder, trial, _: Outcome(trial.name, "a:0-0", (2.0, float(trial.words[0])), 1.0)
-    )
+def place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A login node with mpirun and two nodes of Slurm; trainings under mpirun have another last loss. Lists them."""
+    names: list[str] = []
+
+    def train(folder: Path, training: Training, overrides: Sequence[str]) -> Trained:
+        names.append(training.name)
+        last = 1.5 if "mpi" in training.name else 1.0
+        return Trained(training.name, "a:0-0", (2.0, last), 1.0, folder / "log")
+
+    monkeypatch.setattr(selftest, "checkup", lambda *_: [CHECKED])
+    monkeypatch.setattr(selftest, "_measure", lambda *_: [Finding("a", "link", OK, "to b")])
+    monkeypatch.setattr(selftest, "_has_mpirun", lambda: True)
+    monkeypatch.setattr(selftest, "_slurm_nodes", lambda: 3)
+    monkeypatch.setattr(selftest, "_train", train)
+    return names
 
 
-def test_a_backend_with_other_losses_fails_it(
-    comes_to: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def run(folder: Path, answer: bool = False, **launch: str | int) -> dict[str, Finding]:
+    """Findings by their check."""
+    request = SelftestRequest(folder, launch=LaunchOptions(**launch))  # type: ignore[arg-type]
+    return {one.check: one for one in selftest.selftest(request, lambda question: answer, {})}
+
+
+def test_a_backend_with_other_losses_fails_it(place: list[str], tmp_path: Path) -> None:
+    """Checks, measurements, then trainings; the one that differs is named with its log."""
+    found = run(tmp_path / "st")
+    assert list(found) == ["disk", "link", "train local", "train torchrun", "train mpi", "train slurm"]
+    assert [one.verdict for one in found.values()] == [OK, OK, OK, OK, FAILED, WARNING]
+    assert found["train mpi"].what.startswith("LOSSES DIFFER by 0.5: a:0-0, losses 2.000000 -> 1.500000")
+    assert found["train mpi"].mend == f"see {tmp_path}/st/log"
+
+
+def test_no_rank_is_started_where_a_check_failed(
+    place: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is named in its line, and counted."""
-    assert not selftest.selftest(tmp_path / "st", None, ())
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split("s  ")[-1] for line in said[1:3]] == ["equal", "LOSSES DIFFER by 0.5"]
-    assert said[3].startswith("1 of 2 backends differ or failed; see ")
+    """And that is a finding of its own."""
+    monkeypatch.setattr(selftest, "checkup", lambda *_: [replace(CHECKED, verdict=FAILED)])
+    assert run(tmp_path / "st", answer=True)["ranks"].what == "none started, for a check failed"
+    assert place == []
+
+
+@pytest.mark.parametrize("answer", [False, True])
+def test_a_job_is_queued_on_request(answer: bool, place: list[str], tmp_path: Path) -> None:
+    """Without a yes nothing is submitted, and that is a finding."""
+    found = run(tmp_path / "st", answer)["train slurm"]
+    assert ("slurm" in place) is answer
+    assert found.verdict == (OK if answer else WARNING)
+    assert found.what.startswith("equal" if answer else "not tested: it queues a job")
+
+
+def test_a_launcher_of_choice(place: list[str], tmp_path: Path) -> None:
+    """The others are left out; hosts of which some are chosen, too."""
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=2\nc slots=1\n")
+    run(tmp_path / "st", launcher="torchrun", hostfile=str(tmp_path / "hosts"), exclude="b")
+    assert place == ["local", "torchrun", "torchrun, hosts"]
 
 
 @pytest.mark.parametrize(
-    ("outcome", "verdict"),
+    ("losses", "wrong", "start"),
     [
-        (Outcome("mpi", "", (2.0, 1.0 + 9e-6), 1.0), "equal"),
-        (Outcome("mpi", "", (2.0,), 1.0), "1 STEPS, not 2"),
-        (Outcome("mpi", "", (), 1.0), "0 STEPS, not 2"),
-        (Outcome("mpi", "", LOSSES, 1.0, "RANKS DIFFER from the plan: 1"), "RANKS DIFFER from the plan: 1"),
+        ((2.0, 1.0 + 9e-6), "", "equal: "),
+        ((2.0,), "", "1 STEPS, not 2: "),
+        ((), "", "0 STEPS, not 2: "),
+        (LOSSES, "RANKS DIFFER from the plan (1)", "RANKS DIFFER from the plan (1): "),
     ],
 )
-def test_verdicts(outcome: Outcome, verdict: str) -> None:
+def test_verdicts(losses: tuple[float, ...], wrong: str, start: str) -> None:
     """Within 1e-5, as many steps, and ranks where the plan has them."""
-    assert outcome.verdict(LOSSES) == verdict
+    found = Trained("mpi", "a:0-1", losses, 1.0, Path("log"), wrong).finding(LOSSES)
+    assert found.what.startswith(start)
+    assert found.verdict == (OK if start == "equal: " else FAILED)
 
 
 def test_a_folder_that_is_not_empty(tmp_path: Path) -> None:
     """An earlier selftest's runs would be continued."""
     (tmp_path / "x").write_text("")
     with pytest.raises(InputError, match="is not empty; give a new folder with --dir"):
-        selftest.selftest(tmp_path, None, ())
-
-
-def test_a_job_is_queued_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without --slurm nothing is submitted, and that is printed."""
-    queued: list[str] = []
-    monkeypatch.setattr(selftest, "_has_mpirun", lambda: False)
-    monkeypatch.setattr(selftest, "_slurm_nodes", lambda: 2)
-    monkeypatch.setattr(
-        selftest, "_run", lambda folder, trial, _: queued.append(trial.verb) or Outcome(trial.name, "", LOSSES, 1.0)
-    )
-    for slurm in (False, True):
-        queued.clear()
-        assert selftest.selftest(tmp_path / str(slurm), None, (), slurm)
-        assert ("submit" in queued) is slurm
-        assert ("not tested: it queues a job" in capsys.readouterr().out) is not slurm
+        run(tmp_path)
 
 
 def test_a_signal_leaves_no_job_and_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +113,7 @@ def test_a_signal_leaves_no_job_and_no_process(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(selftest, "_call", call)
     with pytest.raises(SystemExit):
-        selftest._run(tmp_path, Trial("slurm", (), "submit"), ())
+        selftest._train(tmp_path, Training("slurm", (), "submit"), ())
     assert called == ["submit", "status", "cancel"]
 
 

@@ -1,4 +1,4 @@
-"""What is said of this machine, and of what ranks measured (`doctor --fabric`)."""
+"""What is said of this machine, and of what ranks measured (`ortlaunch selftest`)."""
 
 from __future__ import annotations
 
