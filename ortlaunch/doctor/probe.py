@@ -16,11 +16,11 @@ import sys
 import time
 import zlib
 
-from ortlaunch.json_types import Json
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing takes as long as all else here
     from collections.abc import Iterator, Sequence
+
+    from ortlaunch.json_types import Json
 
 PACKAGES = ("ortlaunch", "torch", "transformers", "deepspeed", "onnxruntime-training", "onnxruntime-training-cpu",
             "mpi4py", "numpy")  # fmt: skip

@@ -33,10 +33,10 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "errors": (set(), set()),
     "json_types": (set(), set()),
     "rank": ({"errors"}, set()),
-    "cache": ({"errors", "run_folder"}, set()),
+    "cache": ({"errors", "json_types", "run_folder"}, set()),
     "file_errors": ({"errors", "cache"}, set()),
     "output": ({"errors"}, set()),
-    "machine": ({"process"}, set()),
+    "machine": ({"process", "json_types"}, set()),
     "start": (set(), set()),
     "process": (set(), set()),
     "die_with_parent": (set(), set()),
@@ -52,9 +52,11 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "run_folder.export_records": (set(), set()),
     "run_folder.device_folder": (set(), set()),
     "planning": ({*GROUND, "recipe", "plan", "planning"}, set()),
-    "planning.memory": ({"recipe", "model_tasks", "plan", "planning.activations", "planning.startup"}, set()),
+    "planning.memory": (
+        {"recipe", "json_types", "model_tasks", "plan", "planning.activations", "planning.startup"}, set()
+    ),
     "planning.startup": ({"recipe", "plan"}, set()),
-    "planning.activations": ({"recipe"}, set()),
+    "planning.activations": ({"recipe", "json_types"}, set()),
     "launch": ({*GROUND, "plan", "run_folder", "launch"}, set()),
     "schedulers": ({*GROUND, "plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
     "resolve": ({*GROUND, "user_modules", "recipe", "plan", "planning", "launch", "run_folder", "resolve"}, set()),
@@ -62,7 +64,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {*GROUND, "recipe", "plan", "launch", "doctor", "ortmodule.build.extensions", "ortmodule.build.cuda_libraries"},
         set(),
     ),
-    "doctor.probe": (set(), set()),
+    "doctor.probe": ({"json_types"}, set()),  # for type checkers alone: its source is sent to the hosts
     "doctor.schema": ({"doctor"}, {"pydantic"}),
     "bench": (
         {*GROUND, "cache", "ortmodule.build.extensions", "recipe", "plan", "launch", "doctor", "run_folder", "resolve",
