@@ -97,6 +97,7 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
     """The session of the tiny BERT as `train` builds it, on the ranks of the context."""
     from ortlaunch.planning.hosts import Host
     from ortlaunch.planning.make_plan import make_plan
+    from ortlaunch.planning.workload import workload
     from ortlaunch.planning.world import World
     from ortlaunch.recipe import load
     from ortlaunch.run_folder.folder import RunDir
@@ -105,7 +106,7 @@ def session_of(folder: Path, context: Any, *overrides: str) -> Any:
     world = World(
         (Host("localhost", context.size, tuple(range(context.size))),), "torchrun", "cpu", None, (), threads=1
     )
-    plan = make_plan(recipe, world, modules=".", worker=["-"], environ={})
+    plan = make_plan(recipe, world, workload(recipe, world), modules=".", worker=["-"])
     if recipe.engine.name == "ort":
         from ortlaunch.worker.engine.ort_settings import prepare
 
@@ -195,6 +196,7 @@ def supervisors(count: int) -> Step:
     """Processor ms a second of so many supervisors of ranks that sleep, ten inspections a second; 0: of the loop."""
     from ortlaunch.planning.hosts import Host
     from ortlaunch.planning.make_plan import make_plan
+    from ortlaunch.planning.workload import workload
     from ortlaunch.planning.world import World
     from ortlaunch.rank import Rank
     from ortlaunch.recipe import load
@@ -205,7 +207,7 @@ def supervisors(count: int) -> Step:
     run = RunDir(scratch())
     world = World((Host("localhost", 2, (0, 1)),), "torchrun", "cpu", None, (), threads=1)
     recipe = load(ROOT / "recipes/bert-large/tiny.yaml").recipe
-    run.plan.write_text(make_plan(recipe, world, modules=".", worker=["-"], environ={}).to_json())
+    run.plan.write_text(make_plan(recipe, world, workload(recipe, world), modules=".", worker=["-"]).to_json())
     dogs = [Watchdog(Rank(rank, 2, rank, 2), run) for rank in range(count)]
     children = [Child(sleeper(), run, rank, None) for rank in range(count)]
     if dogs:

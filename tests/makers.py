@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ortlaunch.plan import Plan
+from ortlaunch.planning.forwarding import forwarded
 from ortlaunch.planning.hosts import Host
 from ortlaunch.planning.make_plan import make_plan
+from ortlaunch.planning.workload import workload
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.engine_report import (
@@ -60,8 +62,19 @@ def plan(
     environ: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan of a recipe on hosts, on the CPU, two threads a rank, in a shell without variables."""
-    world = World(tuple(hosts), launcher, "cpu", None, (), threads=2)
-    return make_plan(made, world, modules="here", worker=worker, environ=environ or {})
+    world = world_of(made, hosts, launcher, environ)
+    return make_plan(made, world, workload(made, world), modules="here", worker=worker)
+
+
+def world_of(
+    made: Recipe,
+    hosts: Sequence[Host] = (Host("localhost", 1, (0,)),),
+    launcher: str = "local",
+    environ: Mapping[str, str] | None = None,
+) -> World:
+    """Hosts with a CPU, two threads a rank, in a shell without variables."""
+    forward = forwarded(made, environ or {}, secret=launcher == "inside")
+    return World(tuple(hosts), launcher, "cpu", None, (), threads=2, forward=forward)
 
 
 def engine_report(used: str = "eager", **changes: Any) -> EngineReport:

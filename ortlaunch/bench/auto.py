@@ -11,11 +11,12 @@ import json
 import platform
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch import __version__, machine
-from ortlaunch.bench.measure import Length, Stopped, measure, new_folder, prepared
+from ortlaunch.bench.measure import Length, Say, Stopped, measure, new_folder, prepared
 from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table, times
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
@@ -36,66 +37,66 @@ _NO_SPEED = ("name", "allow_fallback", "parity_steps", "parity_tolerance")
 _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "transformers", "deepspeed", "peft", "triton")
 
 
-def choose(resolved: ResolvedRun, run: RunDir, check: Callable[[], object]) -> ResolvedRun:
-    """The run with its engine: the run folder's, else the remembered one, else the one that is measured now.
-
-    Args:
-        check: called before anything is measured; raises where the run could not start anyway.
+def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
+    """The run folder's engine, else the remembered one, and where it is from; None: it has to be measured.
 
     Raises:
-        PlanError: there is nothing to go by, and this process is a rank already, which can start no jobs.
-        EngineError: no engine runs this model and passes parity.
+        PlanError: it has, and this process is a rank already, which can start no jobs.
     """
-    kept = read_json(run.choice) if run.choice.exists() else None
-    if kept and (run.complete_checkpoints() or kept["key"] == digest(resolved)):
-        return decided(resolved, kept, "as this run began")
+    kept = _choice(read_json(run.choice)) if run.choice.exists() else None
+    if kept and (run.complete_checkpoints() or kept.key == digest(resolved)):
+        return kept, "as this run began"
     found = remembered(resolved)
     if found:
-        return decided(resolved, found, "cached")
+        return found, "cached"
     if resolved.world.inside is not None:
         raise PlanError(
             "engine.name: auto has not been measured for this model, shape and machine, and a launcher's rank can "
             f"start no jobs; run `ortlaunch bench {resolved.command.path}` once outside of the launcher, with as many "
             f"ranks, or name the engine{_nearest(resolved)}"
         )
-    check()
-    folder = new_folder(None, f"{resolved.plan.name}-auto")
-    _say(f"engine auto: measuring once, in {folder}")
+    return None
+
+
+def measured(resolved: ResolvedRun, say: Say) -> Choice:
+    """The engine that is measured now, by a bench of all of them.
+
+    Raises:
+        EngineError: no engine runs this model and passes parity.
+        Stopped: the user stopped it with a signal.
+    """
+    folder = new_folder(None, f"{resolved.file.recipe.name}-auto")
+    say(f"engine auto: measuring once, in {folder}")
     try:
-        report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, _say)
+        report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, say)
     except Stopped as stopped:
-        if resolved.plan.saves and stopped.exit_status != 128 + signal.SIGINT:
+        if resolved.saves and stopped.exit_status != 128 + signal.SIGINT:
             stopped.exit_status = EXIT_SAVED  # nothing has begun, so that all is saved
         raise
     write_json(folder / "bench.json", report)
-    _say(table(report["variants"]))
-    return decided(resolved, _remember(resolved, report, folder))
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+    say(table(report["variants"]))
+    return decide(report["variants"], folder)
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:
-    """The plan of a recipe with engine auto, without measuring: with the remembered engine if there is one."""
+    """A recipe with engine auto, without measuring: with the remembered engine if there is one."""
     found = remembered(resolved)
     if found:
-        return decided(resolved, found, "cached")
+        return applied(resolved, found, "cached")
     note = "engine auto: measured when training starts, and remembered; until then planned as for ort"
-    return resolved._replace(notes=(*resolved.notes, note))
+    return replace(resolved, notes=(*resolved.notes, note))
 
 
-def decided(resolved: ResolvedRun, choice: Json, source: str = "") -> ResolvedRun:
+def applied(resolved: ResolvedRun, choice: Choice, source: str = "") -> ResolvedRun:
     """The same run with the chosen engine; its notes say which and why."""
-    engine, before = choice["chosen"], resolved.file.recipe.engine
-    chosen = resolved.with_choice(*engine_overrides(engine, before, parity=True))
-    note = f"engine auto: {engine}: {choice['why']}{f' ({source})' if source else ''}"
+    engine, before = choice.chosen, resolved.file.recipe.engine
+    note = f"engine auto: {engine}: {choice.why}{f' ({source})' if source else ''}"
     if engine == "eager" and before.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
-    return chosen._replace(choice=choice, notes=(*chosen.notes, note))
+    return resolved.with_engine(choice, note, *engine_overrides(engine, before, parity=True))
 
 
-def remembered(resolved: ResolvedRun) -> Json | None:
+def remembered(resolved: ResolvedRun) -> Choice | None:
     """The choice that was measured for this model, shape and machine, if one was."""
     path = _path(resolved)
     if not path.exists():
@@ -103,11 +104,16 @@ def remembered(resolved: ResolvedRun) -> Json | None:
     require_own(path.parent)
     why = changed(path.with_suffix(".seal"))
     if why:
-        _say(f"{why}; forgotten")
+        print(f"{why}; forgotten", flush=True)
         path.unlink()
         return None
-    found: Json = read_json(path)["choice"]
-    return found
+    return _choice(read_json(path)["choice"])
+
+
+def _choice(found: Json) -> Choice:
+    """As it was written."""
+    named = (found["asked"], found["chosen"], found["why"], found["measured"])
+    return Choice(*named, found.get("bench"), found.get("key"))
 
 
 def _nearest(resolved: ResolvedRun) -> str:
@@ -118,28 +124,23 @@ def _nearest(resolved: ResolvedRun) -> str:
     return f"; the nearest that was measured differs in {', '.join(apart[:4])}" if apart else ""
 
 
-def remember(resolved: ResolvedRun, report: Json, folder: Path) -> None:
-    """After a bench of all engines that measured no less than auto itself would: auto will take its answer."""
-    long_enough = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
-    if long_enough and fastest(report["variants"]) is not None:
-        choice = _remember(resolved, report, folder)
-        _say(f"engine.name: auto will take {choice['chosen']} for this recipe on this machine")
-
-
-def _remember(resolved: ResolvedRun, report: Json, folder: Path) -> dict[str, object]:
-    choice = {**decide(report["variants"]), "bench": str(folder.resolve()), "key": digest(resolved)}
-    _keep(resolved, choice)
-    return choice
-
-
-def _keep(resolved: ResolvedRun, choice: Json) -> None:
+def remember(resolved: ResolvedRun, choice: Choice) -> Choice:
+    """Keep a choice for the next run by this machine's user; returns it with the digest that it is kept by."""
+    kept = replace(choice, key=digest(resolved))
     cache_folder("engines")
-    write_json(_path(resolved), {"key": key(resolved), "choice": choice})
+    write_json(_path(resolved), {"key": key(resolved), "choice": as_json(kept)})
     seal(_path(resolved).with_suffix(".seal"), [_path(resolved)])
+    return kept
 
 
-def decide(rows: Sequence[Json]) -> Json:
-    """The choice and its reason, from a bench's variants.
+def long_enough(report: Json) -> bool:
+    """Whether a bench of all engines has measured no less than auto itself would, and one can be chosen."""
+    shortest = report["rounds"] >= SHORT.rounds and report["steps"] >= SHORT.steps
+    return shortest and fastest(report["variants"]) is not None
+
+
+def decide(rows: Sequence[Json], folder: Path) -> Choice:
+    """The choice and its reason, from the variants of a bench in `folder`.
 
     Raises:
         EngineError: none of them can be chosen.
@@ -150,7 +151,8 @@ def decide(rows: Sequence[Json]) -> Json:
     beaten = [times(best, row) for row in rows if row is not best and passes(row)]
     measured = f"measured {', '.join(beaten)} on {time.strftime('%Y-%m-%d')}" if beaten else "the only one that can be"
     why = "; ".join([measured, *_left_out(rows)])
-    return dict(as_json(Choice("auto", best["engine"], why, {row["engine"]: _brief(row) for row in rows})))
+    figures = {row["engine"]: _brief(row) for row in rows}
+    return Choice("auto", best["engine"], why, figures, str(folder.resolve()))
 
 
 def _left_out(rows: Sequence[Json]) -> Iterator[str]:
@@ -178,28 +180,28 @@ def digest(resolved: ResolvedRun) -> str:
 
 def key(resolved: ResolvedRun) -> Json:
     """All that decides which engine is fastest, as plain values."""
-    recipe, plan = resolved.file.recipe, resolved.plan
+    recipe, world, batch = resolved.file.recipe, resolved.world, resolved.work.batch
     whole = recipe.model_dump(mode="json")
     own = recipe.data.factories
     return {
         "model": whole["model"],
         "data": {name: whole["data"][name] for name in _SHAPES},
         "custom_data": whole["data"]["train"] if own else None,
-        "code": [_code(plan.modules, each) for each in (recipe.model.factory, *own) if each],
-        "batch": [plan.batch.micro_samples, plan.batch.accumulation_steps],
+        "code": [_code(resolved.command.modules, each) for each in (recipe.model.factory, *own) if each],
+        "batch": [batch.micro_samples, batch.accumulation_steps],
         "precision": recipe.precision,
         "zero": whole["zero"],
         "optimizer": recipe.optimizer.name,
         "engine": {name: value for name, value in whole["engine"].items() if name not in _NO_SPEED},
-        "ranks": [node.slots for node in plan.nodes],
-        "device": plan.device,
-        "threads": plan.threads,
+        "ranks": [host.slots for host in world.hosts],
+        "device": world.device,
+        "threads": world.threads,
         "hardware": machine.hardware(),
         "versions": {"ortlaunch": __version__, "python": platform.python_version(), **extensions.versions(_PACKAGES)},
     }
 
 
-def _code(modules: str, factory: str) -> str:
+def _code(modules: Path, factory: str) -> str:
     """Digest of the user's module where it lies beside the recipe; one that is installed goes by its name."""
     base = Path(modules, *factory.partition(":")[0].split("."))
     for path in (base.with_suffix(".py"), base / "__init__.py"):

@@ -26,7 +26,7 @@ def bench(
     if picture:
         require_matplotlib()
     found = prepared(resolved, engines or ENGINES, vary)
-    folder = new_folder(out, resolved.plan.name)
+    folder = new_folder(out, resolved.file.recipe.name)
     report = measure(resolved, found, length, folder, lambda text: print(text, flush=True))
     rows = report["variants"]
     write_json(folder / "bench.json", report)
@@ -36,8 +36,9 @@ def bench(
         draw(measured, title(resolved, report), folder / "bench.png")
         written.append(folder / "bench.png")
     print("\n".join(["", table(rows), *_verdict(rows), f"written: {', '.join(map(str, written))}"]), flush=True)
-    if not engines and not vary:
-        auto.remember(resolved, report, folder)
+    if not engines and not vary and auto.long_enough(report):
+        choice = auto.remember(resolved, auto.decide(rows, folder))
+        print(f"engine.name: auto will take {choice.chosen} for this recipe on this machine", flush=True)
     return int(any(row["state"] == FAILED or (row["state"] == MEASURED and not passes(row)) for row in rows))
 
 
@@ -51,7 +52,7 @@ def _verdict(rows: Sequence[Json]) -> list[str]:
 
 def title(resolved: ResolvedRun, report: Json) -> str:
     """What was measured on what."""
-    hardware, ranks = report["hardware"], resolved.plan.world_size
+    hardware, ranks = report["hardware"], resolved.world.ranks
     gpus = hardware["gpus"] if report["device"] == "cuda" else []
     where = gpus[0] if gpus else f"{hardware['processor']}, {hardware['cores']} cores"
     return f"{report['name']} on {where}, {ranks} {'rank' if ranks == 1 else 'ranks'}"

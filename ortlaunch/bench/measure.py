@@ -101,18 +101,18 @@ def measure(resolved: ResolvedRun, found: Sequence[Variant], length: Length, fol
             for player in players:
                 player.cancel()
     _say_spinning(players, say)
-    plan = resolved.plan
+    world = resolved.world
     return {
         "format": 1,
-        "name": plan.name,
+        "name": resolved.file.recipe.name,
         "recipe": str(resolved.command.path),
         "overrides": list(resolved.file.overrides),
         "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(begun)),
         "seconds": round(time.time() - begun, 1),
         **length._asdict(),
-        "launcher": plan.launcher,
-        "device": plan.device,
-        "nodes": [list(node) for node in plan.nodes],
+        "launcher": world.launcher,
+        "device": world.device,
+        "nodes": [list(node) for node in world.nodes],
         "hardware": machine.hardware(),
         "load": {"before": load, "after": os.getloadavg()},
         "environment": provenance.environment(),

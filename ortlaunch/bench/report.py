@@ -35,7 +35,7 @@ def _row(variant: Variant, player: VariantJob | None) -> Json:
         return {**row, "state": FAILED if failed else REFUSED, "reason": reason, **_folder(player)}
     assert variant.resolved is not None
     took = [seconds for turn in player.turns for seconds in turn["seconds"]]
-    batch, ranks, median = variant.resolved.plan.batch, variant.resolved.plan.world_size, statistics.median(took)
+    batch, ranks, median = variant.resolved.work.batch, variant.resolved.world.ranks, statistics.median(took)
     return {
         **row,
         "state": MEASURED,

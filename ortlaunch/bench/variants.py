@@ -9,13 +9,12 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ortlaunch import doctor
 from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.engine import Engine
-from ortlaunch.resolve.prepare import request_of
+from ortlaunch.resolve.prepare import check_launcher
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder.folder import RunDir
 
@@ -115,9 +114,9 @@ def split_values(text: str) -> Iterator[str]:
 def resolve_variant(variant: Variant, base: ResolvedRun) -> Variant:
     """The variant with its plan, or with the reason why it cannot run here."""
     try:
-        resolved = base.with_overrides(*variant.overrides(base.file.recipe.engine))
-        doctor.require(resolved.file.recipe, resolved.plan)
-        request_of(resolved.plan, RunDir(variant.slug))  # finds mpirun, where that is the launcher
+        resolved = base.with_overrides(*variant.overrides(base.file.recipe.engine)).with_task("bench")
+        doctor.require(resolved.file.recipe, resolved.world)
+        check_launcher(resolved.world, RunDir(variant.slug))
     except InputError as error:
         return variant._replace(refused=str(error))
-    return variant._replace(resolved=resolved._replace(plan=replace(resolved.plan, task="bench")))
+    return variant._replace(resolved=resolved)

@@ -35,7 +35,7 @@ def plan(
     if diff is not None:
         from ortlaunch.commands.plan_diff import Here, differences, other_plan
 
-        here = Here(options._replace(planned_only=True), os.environ, resolved.plan.device)
+        here = Here(options._replace(planned_only=True), os.environ, resolved.world.device)
         found = differences(other_plan(diff, here), resolved.plan)
         typer.echo("\n".join(found) if found else f"same plan as {diff}")
         return

@@ -82,7 +82,7 @@ def submit(resolved: ResolvedRun, chosen: Path | None, run: RunDir, name: str) -
     missing = [*inputs.missing_files(chosen_recipe), *inputs.broken_factories(chosen_recipe, modules)]
     if missing and not SCHEDULERS[name].elsewhere and chosen_recipe.submit.container is None:
         raise RecipeError([resolved.file.explain(problem) for problem in missing])
-    if micro_size.is_asked(resolved.file.recipe) and resolved.plan.world_size > 1:
+    if micro_size.is_asked(resolved.file.recipe) and resolved.world.ranks > 1:
         micro_size.refuse_inside()
     if run.job.exists() and not look(run).state.is_end:
         raise PlanError(f"--run-dir {run}: its run goes on, or is queued; `ortlaunch cancel {run}` ends it")

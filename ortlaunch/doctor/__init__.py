@@ -8,22 +8,22 @@ from collections.abc import Iterator
 
 from ortlaunch import machine, start
 from ortlaunch.errors import MissingDependency
-from ortlaunch.plan import Plan
+from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
 
-def require(recipe: Recipe, plan: Plan) -> None:
+def require(recipe: Recipe, world: World) -> None:
     """Everything that the run needs on this host, before anything is started.
 
     Raises:
         MissingDependency: all that is missing, a line each.
     """
-    missing = [": ".join(filter(None, words)) for words in lacking(recipe, plan)]
+    missing = [": ".join(filter(None, words)) for words in lacking(recipe, world)]
     if missing:
         raise MissingDependency("\n".join(missing))
 
 
-def lacking(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
+def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
     """What the run needs and is not here, each with what mends it where that is not said already."""
     if recipe.zero is not None and not _installed("deepspeed"):
         yield "zero: DeepSpeed is not installed", 'pip install "ortlaunch[deepspeed]", or set zero=null'
@@ -32,10 +32,10 @@ def lacking(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     for tracker in recipe.log.trackers:
         if not _installed(tracker):
             yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'
-    if plan.launcher == "mpi" and len(plan.nodes) > 1 and not _installed("mpi4py"):
+    if world.launcher == "mpi" and len(world.hosts) > 1 and not _installed("mpi4py"):
         yield "launcher mpi on more than one host: mpi4py is not installed", 'pip install "ortlaunch[mpi]"'
     if recipe.engine.name == "ort":
-        on_gpu = plan.device == "cuda" and machine.visible_gpus(os.environ) > 0  # else planned for another host
+        on_gpu = world.device == "cuda" and machine.visible_gpus(os.environ) > 0  # else planned for another host
         yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(on_gpu))
 
 

@@ -10,14 +10,15 @@ from ortlaunch.doctor import hosts, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
 from ortlaunch.errors import MissingDependency
 from ortlaunch.launch.mpi import family, find_mpirun
-from ortlaunch.plan import Node, Plan
+from ortlaunch.plan import Node
+from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
 HERE = "localhost"
 _TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
 
 
-def look(asked: hosts.Asked, recipe: Recipe | None = None, plan: Plan | None = None) -> list[Finding]:
+def look(asked: hosts.Asked, recipe: Recipe | None = None, world: World | None = None) -> list[Finding]:
     """What any run needs here, then what this recipe's does."""
     node = asked.nodes[0]._replace(host=HERE) if asked.nodes else Node(HERE, 1, 0, (0,))
     if len(asked.nodes) > 1:  # that do not exist yet: this one is no host of theirs
@@ -25,9 +26,9 @@ def look(asked: hosts.Asked, recipe: Recipe | None = None, plan: Plan | None = N
     versions = probe.versions()
     found = [_python(), _torch(versions), *_ort(), _deepspeed(versions), _mpi(versions), *_gpus(versions)]
     found += [one for one in hosts.of_this_host(node, asked) if asked.nodes or one.check != "gpus"]  # no slots to fill
-    if recipe is not None and plan is not None:
-        wrong = [Finding(HERE, "recipe", FAILED, what, mend) for what, mend in doctor.lacking(recipe, plan)]
-        found += wrong or [Finding(HERE, "recipe", OK, f"{plan.name}: what it needs is installed")]
+    if recipe is not None and world is not None:
+        wrong = [Finding(HERE, "recipe", FAILED, what, mend) for what, mend in doctor.lacking(recipe, world)]
+        found += wrong or [Finding(HERE, "recipe", OK, f"{recipe.name}: what it needs is installed")]
     return found
 
 

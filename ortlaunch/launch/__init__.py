@@ -7,6 +7,7 @@ run.folder and errors; never the recipe or the worker.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from ortlaunch.launch.stop import Stop
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.plan import Plan
+from ortlaunch.plan import Node, Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
 
@@ -79,6 +80,13 @@ class JobState(Enum):
 
 class Backend(Protocol):
     """A module with these functions; a job is what `submit` returned, or the JobRecord of one of another process."""
+
+    def check(self, nodes: Sequence[Node], run_dir: RunDir) -> None:
+        """Find what would keep it from starting ranks there, before anything is chosen by trying or written.
+
+        Raises:
+            PlanError, MissingDependency: it cannot.
+        """
 
     def request(self, plan: Plan, run_dir: RunDir) -> Request:
         """What to send for this plan; pure."""

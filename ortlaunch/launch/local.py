@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ortlaunch.launch import Request, stop_of
 from ortlaunch.launch.processes import cancel, state, submit, wait
-from ortlaunch.plan import Plan
+from ortlaunch.plan import Node, Plan
 from ortlaunch.run_folder.folder import RunDir
 
-__all__ = ["cancel", "request", "state", "submit", "wait"]
+__all__ = ["cancel", "check", "request", "state", "submit", "wait"]
+
+
+def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
+    """One process can always be started."""
 
 
 def request(plan: Plan, run_dir: RunDir) -> Request:

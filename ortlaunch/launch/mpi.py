@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,17 +22,25 @@ from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Node, Plan, is_this_host
 from ortlaunch.run_folder.folder import RunDir
 
-__all__ = ["argv_mpich", "argv_open_mpi", "cancel", "family", "request", "state", "submit", "wait"]
+__all__ = ["argv_mpich", "argv_open_mpi", "cancel", "check", "family", "request", "state", "submit", "wait"]
 
 # mpi4py's wheel has a module for each family, and would take that of the first library that it finds.
 _ABI = "MPI4PY_MPIABI"
 
 
+def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
+    """An mpirun of a known family, a path and names of hosts that it can read."""
+    if family(find_mpirun()) == "Open MPI" and "," in str(run_dir.hostfile):
+        raise PlanError(f"--run-dir {run_dir}: mpirun would read two host files at the comma; give a path without one")
+    hostfile(nodes, family(find_mpirun()))
+
+
 def request(plan: Plan, run_dir: RunDir) -> Request:
     """The mpirun command of the family that is installed here."""
+    check(plan.nodes, run_dir)
     mpirun = find_mpirun()
     build = argv_open_mpi if family(mpirun) == "Open MPI" else argv_mpich
-    files = ((str(run_dir.hostfile), hostfile(plan, family(mpirun))), *store_file(plan, run_dir))
+    files = ((str(run_dir.hostfile), hostfile(plan.nodes, family(mpirun))), *store_file(plan, run_dir))
     plan = _with_abi(plan, family(mpirun))
     env = {**dict(plan.env), **(_root(plan) if build is argv_open_mpi else {})}
     argv = (*build(plan, run_dir, mpirun), str(run_dir))
@@ -41,8 +50,6 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
 
 def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
     """Open MPI 4 and 5."""
-    if "," in str(run_dir.hostfile):
-        raise PlanError(f"--run-dir {run_dir}: mpirun would read two host files at the comma; give a path without one")
     options = [mpirun, "-n", str(plan.world_size), "--hostfile", str(run_dir.hostfile), "--map-by", "slot"]
     # Open MPI binds 1 or 2 ranks to one core each, which would starve their threads.
     options += ["--bind-to", "none"]
@@ -73,10 +80,10 @@ def _own_address(plan: Plan) -> str | None:
     return None
 
 
-def hostfile(plan: Plan, mpi: str) -> str:
-    """The plan's hosts in the family's own dialect."""
+def hostfile(nodes: Sequence[Node], mpi: str) -> str:
+    """The hosts in the family's own dialect."""
     write = _open_mpi_line if mpi == "Open MPI" else _hydra_line
-    return "".join(f"{write(node)}\n" for node in plan.nodes)
+    return "".join(f"{write(node)}\n" for node in nodes)
 
 
 def _open_mpi_line(node: Node) -> str:

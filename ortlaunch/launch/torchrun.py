@@ -11,6 +11,7 @@ torchrun documents no other.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from ortlaunch import start
@@ -19,19 +20,30 @@ from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.launch.ssh import needs_no_ssh
-from ortlaunch.plan import Plan
+from ortlaunch.plan import Node, Plan
 from ortlaunch.rank import GRACE_SECONDS
 from ortlaunch.run_folder.folder import RunDir
 
-__all__ = ["cancel", "request", "state", "submit", "wait"]
+__all__ = ["cancel", "check", "request", "state", "submit", "wait"]
 
 MOST_RENDEZVOUS_HOSTS = 64  # the file is read whole by each host, and grows with the square of the hosts
 _KEEP_ALIVE_SECONDS = 3600  # each one makes the file longer; a lost host is seen by ssh
 _NO_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun opens a port for a store of the ranks
 
 
+def check(nodes: Sequence[Node], run_dir: RunDir) -> None:
+    """As many ranks on every host: torchrun documents no other number."""
+    slots = sorted({node.slots for node in nodes})
+    if len(slots) > 1:
+        raise PlanError(
+            f"launcher torchrun takes as many ranks on every host, and they have {' and '.join(map(str, slots))} "
+            "slots; make them equal, or use launcher mpi"
+        )
+
+
 def request(plan: Plan, run_dir: RunDir) -> Request:
     """torchrun with a rendezvous in a file; it never restarts ranks by itself."""
+    check(plan.nodes, run_dir)
     # torchrun warns and sets OMP_NUM_THREADS=1 where it is unset.
     env = {
         "OMP_NUM_THREADS": str(plan.threads or 1),
@@ -54,12 +66,6 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
 
 def _on_hosts(plan: Plan, run_dir: RunDir, env: dict[str, str]) -> Request:
     """One torchrun on each host; they count themselves in the order of the names that they are given."""
-    slots = sorted({node.slots for node in plan.nodes})
-    if len(slots) > 1:
-        raise PlanError(
-            f"launcher torchrun takes as many ranks on every host, and they have {' and '.join(map(str, slots))} "
-            "slots; make them equal, or use launcher mpi"
-        )
     if plan.threads is None:
         env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS" or name in dict(plan.env)}
     many = len(plan.nodes) > MOST_RENDEZVOUS_HOSTS

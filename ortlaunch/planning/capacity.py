@@ -6,39 +6,40 @@ from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
 from ortlaunch.machine import cores, tightest_limit
-from ortlaunch.plan import PROCESS, Node, Plan, is_this_host
+from ortlaunch.plan import PROCESS, Memory, Node, is_this_host
+from ortlaunch.planning.world import World
 from ortlaunch.units import human
 
 
-def crowded(plan: Plan, planned_only: bool) -> Iterator[str]:
+def crowded(world: World, memory: Memory | None, planned_only: bool) -> Iterator[str]:
     """Notes on too many ranks for this host's cores, or its memory by the plan's estimate.
 
     Args:
-        planned_only: the plan is looked at, not run: that its model does not fit is a note.
+        planned_only: it is looked at, not run: that its model does not fit is a note.
 
     Raises:
         PlanError: they take more memory than there is, by what is exact in the plan.
     """
-    for node in plan.nodes:
+    for node in world.nodes:
         if not is_this_host(node.host):
             continue
-        if plan.device == "cpu" and node.slots > cores():
+        if world.device == "cpu" and node.slots > cores():
             yield f"{node.host}: {node.slots} ranks share {cores()} cores, and wait for each other"
-        yield from _memory(node, _rank(plan), planned_only)
+        yield from _memory(node, _rank(memory, world.device), planned_only)
 
 
-def _rank(plan: Plan) -> tuple[int, int, str]:
+def _rank(memory: Memory | None, device: str) -> tuple[int, int, str]:
     """Host memory of a rank beside its process: the least and the likely bytes, and a phrase for their content."""
-    if plan.memory is None:
+    if memory is None:
         return 0, 0, "of weights, gradients and optimizer state"
-    parts, host = dict(plan.memory.by_stage)[plan.memory.chosen], plan.memory.host
+    parts, host = dict(memory.by_stage)[memory.chosen], memory.host
     kept, likely = host.offloaded + host.snapshot, host.offloaded + host.snapshot
-    if plan.device == "cpu":
+    if device == "cpu":
         kept, likely = kept + parts.model, kept + parts.total
     if kept < host.built:
         return host.built, max(host.built, likely), "to build the model in float32"
     beside = " and a save beside training (checkpoint.async)" if host.snapshot else ""
-    of = "of weights, gradients and optimizer state" if plan.device == "cpu" else "of what is offloaded"
+    of = "of weights, gradients and optimizer state" if device == "cpu" else "of what is offloaded"
     return kept, likely, of + beside
 
 

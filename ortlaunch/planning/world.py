@@ -5,12 +5,14 @@ Looks at this machine (GPUs, cores, the launcher's environment) without torch; d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
-from ortlaunch.plan import is_this_host
+from ortlaunch.plan import Node, is_this_host
+from ortlaunch.planning.forwarding import forwarded
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_step
 from ortlaunch.rank import Rank, detect
@@ -51,6 +53,18 @@ class World(NamedTuple):
     inside: Rank | None
     notes: tuple[str, ...]
     threads: int | None  # of each rank; None where ranks are on other hosts, whose cores are not known here
+    forward: tuple[str, ...] = ()  # names of variables of the user's shell that every rank gets
+
+    @property
+    def ranks(self) -> int:
+        """A rank for each slot."""
+        return sum(host.slots for host in self.hosts)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The hosts with their ranks, which are counted in the order of the hosts."""
+        firsts = itertools.accumulate((host.slots for host in self.hosts), initial=0)
+        return tuple(Node(host.name, host.slots, first, host.devices) for host, first in zip(self.hosts, firsts))
 
 
 def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, str]) -> World:
@@ -76,7 +90,8 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
     if launcher == "mpi":
         notes += (_MPIRUN_LISTENS,)
     rank = found[0] if found and launcher == "inside" else None
-    return World(hosts, launcher, device, rank, notes, _threads(recipe, hosts, environ))
+    forward = forwarded(recipe, environ, secret=launcher == "inside" and rank is None)
+    return World(hosts, launcher, device, rank, notes, _threads(recipe, hosts, environ), forward)
 
 
 def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...], tuple[str, ...]]:

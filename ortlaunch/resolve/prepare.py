@@ -13,7 +13,9 @@ from ortlaunch import recipe
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.attempts import set_aside
+from ortlaunch.launchers import INSIDE
 from ortlaunch.plan import Plan
+from ortlaunch.planning.world import World
 from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
@@ -22,12 +24,14 @@ from ortlaunch.recipe.rules.resume_rules import leaves
 from ortlaunch.resolve import provenance
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run_folder import lock, origin
+from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.run_folder.folder import RunDir, is_temporary, write_json, write_text
+from ortlaunch.run_folder.records import as_json
 
 
 def run_folder(chosen: Path | None, resolved: ResolvedRun, environ: Mapping[str, str]) -> RunDir:
     """The folder of a new run: `--run-dir`, else runs/<name>-<timestamp>; ranks of one launcher find the same one."""
-    name, rank = resolved.plan.name, resolved.world.inside
+    name, rank = resolved.file.recipe.name, resolved.world.inside
     whole = os.path.abspath(chosen or ".")
     if found := re.search(r"[\x00-\x1f\x7f-\x9f]", whole):
         raise PlanError(f"--run-dir: {whole!r} has the control character {found[0]!r}; give a path without it")
@@ -57,9 +61,19 @@ def launch_id(rank: Rank, environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def check_launcher(world: World, run: RunDir) -> None:
+    """What starts the ranks can be sent for these hosts and this folder.
+
+    Raises:
+        PlanError, MissingDependency: it cannot.
+    """
+    if world.launcher != INSIDE:
+        backend(world.launcher).check(world.nodes, run)
+
+
 def request_of(plan: Plan, run: RunDir) -> Request:
     """What starts the ranks; pure."""
-    if plan.launcher == "inside":
+    if plan.launcher == INSIDE:
         return Request((*plan.argv, str(run)), plan.env, store_file(plan, run))
     return backend(plan.launcher).request(plan, run)
 
@@ -73,9 +87,7 @@ def claimed(run: RunDir) -> RunDir:
     raise LaunchError(f"there are a thousand folders {run}-*")
 
 
-def write_run(
-    run: RunDir, chosen: Recipe, plan: Plan, choice: dict[str, object] | None = None, again: bool = False
-) -> Request:
+def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: Choice | None = None, again: bool = False) -> Request:
     """Write what the ranks read, and put aside what an earlier start left; returns what starts them.
 
     Args:
@@ -91,7 +103,7 @@ def write_run(
     write_json(run.environment, {**provenance.environment(), "ortmodule_variables": variables})
     write_text(run.request, f"{request}\n")
     if choice is not None:
-        write_json(run.choice, choice)
+        write_json(run.choice, as_json(choice))
     set_aside(run)
     killed = filter(is_temporary, run.path.iterdir())
     left = (*(() if again else run.requests.glob("*")), *killed, run.stopped, run.trial, run.launcher_error)
@@ -139,7 +151,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if before is None:
         return []
-    if resolved.plan.task == "parity" and run.complete_checkpoints():
+    if resolved.command.options.task == "parity" and run.complete_checkpoints():
         raise PlanError(
             f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
         )

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from ortlaunch import machine, recipe, start
 from ortlaunch.errors import PlanError, RecipeError
-from ortlaunch.json_types import Json
 from ortlaunch.plan import Plan, is_this_host
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.hosts import hostfile_text
 from ortlaunch.planning.make_plan import make_plan
+from ortlaunch.planning.workload import Workload, workload
 from ortlaunch.planning.world import LaunchOptions, World, resolve_world
 from ortlaunch.recipe import Recipe, RecipeFile
 from ortlaunch.recipe.fields.ort_variables import contradictions, seen
 from ortlaunch.recipe.rules.rules import device_rules, task_rules
 from ortlaunch.resolve import inputs, shipped
+from ortlaunch.run_folder.engine_report import Choice
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
 MODULES_VARIABLE = "ORTLAUNCH_MODULES"
@@ -41,33 +44,73 @@ class Command(NamedTuple):
         return Path(self.environ.get(MODULES_VARIABLE) or self.path.parent)
 
 
-class ResolvedRun(NamedTuple):
-    """A valid recipe with its world and plan, and notes on them for the user."""
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A valid recipe with its world and all choices that are made so far, and notes on them for the user."""
 
     file: RecipeFile
     world: World
-    plan: Plan
+    work: Workload
     notes: tuple[str, ...]
     command: Command
-    choice: Json | None = None  # how engine.name: auto was decided
+    choice: Choice | None = None
+    """How engine.name: auto was decided."""
+    choice_note: tuple[str, ...] = ()
+    """A line on that, the last of the notes."""
+
+    @property
+    def task(self) -> str:
+        """What the ranks do: the verb that was typed."""
+        return self.command.options.task
+
+    @property
+    def saves(self) -> bool:
+        """Whether its ranks have something to save when they are asked to stop, as the plan's."""
+        return self.task == "train"
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of the start; made when it is first used, which is once nothing is left to choose."""
+        return make_plan(
+            self.file.recipe,
+            self.world,
+            self.work,
+            task=self.task,
+            modules=str(self.command.modules),
+            worker=start.command("ortlaunch.worker"),
+        )
 
     def with_overrides(self, *overrides: str) -> ResolvedRun:
         """The same command with further overrides; no file is read again."""
-        return _resolved(self.file.with_overrides(*overrides), self.command, None)
+        file, options = self.file.with_overrides(*overrides), self.command.options
+        return _resolved(file, resolve_world(file.recipe, options, self.command.environ), self.command)
+
+    def with_task(self, task: str) -> ResolvedRun:
+        """The same for ranks that do something else."""
+        return replace(self, command=self.command._replace(options=self.command.options._replace(task=task)))
 
     def with_choice(self, *overrides: str) -> ResolvedRun:
         """The same with what `auto` was found to be; hosts, ranks and device stay."""
-        return _resolved(self.file.with_overrides(*overrides), self.command, self.world)
+        return self._again(self.file.with_overrides(*overrides), self.world)
+
+    def with_engine(self, choice: Choice, note: str, *overrides: str) -> ResolvedRun:
+        """The same with the engine that was chosen; the note says which and why."""
+        return replace(self, choice=choice, choice_note=(note,)).with_choice(*overrides)
 
     def on_hosts(self, names: Collection[str]) -> ResolvedRun:
         """The same run on some of its hosts, in their order."""
         hosts = tuple(host for host in self.world.hosts if host.name in names)
-        again = _resolved(self.file, self.command, self.world._replace(hosts=hosts))
-        return again._replace(choice=self.choice)
+        return self if hosts == self.world.hosts else self._again(self.file, self.world._replace(hosts=hosts))
+
+    def _again(self, file: RecipeFile, world: World) -> ResolvedRun:
+        """With the engine that was chosen."""
+        made = _resolved(file, world, self.command)
+        notes = (*made.notes, *self.choice_note)
+        return replace(made, notes=notes, choice=self.choice, choice_note=self.choice_note)
 
 
 def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, environ: Mapping[str, str]) -> ResolvedRun:
-    """Recipe -> world -> plan; pure but for reading files and looking at this machine.
+    """Recipe -> world -> what follows from both; pure but for reading files and looking at this machine.
 
     Raises:
         InputError: the recipe, the hosts or both together are wrong.
@@ -76,26 +119,19 @@ def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, enviro
     file = recipe.load(found, overrides)
     if options.hostfile is not None and options.hosts_text is None:
         options = options._replace(hosts_text=hostfile_text(options.hostfile))
-    return _resolved(file, Command(path, found, options, environ), None)
+    world = resolve_world(file.recipe, options, environ)
+    return _resolved(file, world, Command(path, found, options, environ))
 
 
-def _resolved(file: RecipeFile, command: Command, world: World | None) -> ResolvedRun:
+def _resolved(file: RecipeFile, world: World, command: Command) -> ResolvedRun:
     given, path, options, environ = command
-    world = world or resolve_world(file.recipe, options, environ)
     _require_rules(file, world, options)
     notes = [f"recipe: {path}"] if path != given else []
     notes += [*world.notes, *_absent(file, world, command), *_engine_notes(file.recipe, world.device, environ)]
-    plan = make_plan(
-        file.recipe,
-        world,
-        task=options.task,
-        modules=str(command.modules),
-        worker=start.command("ortlaunch.worker"),
-        environ=environ,
-    )
+    work = workload(file.recipe, world)
     if world.inside is None:
-        notes += crowded(plan, options.planned_only)
-    return ResolvedRun(file, world, plan, tuple(notes), command)
+        notes += crowded(world, work.memory, options.planned_only)
+    return ResolvedRun(file, world, work, tuple(notes), command)
 
 
 def _require_rules(file: RecipeFile, world: World, options: LaunchOptions) -> None:

@@ -177,7 +177,7 @@ def beginning(run: RunDir, resolved: ResolvedRun, before: Recipe | None, options
     made = origin.read(chosen.folder)
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
         made = {"recipe": before.model_dump(mode="json")}
-    trains = resolved.plan.task != "evaluate"
+    trains = resolved.command.options.task != "evaluate"
     lines.append(f"{'going on' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}")
     if made is None:
         return Beginning(chosen, (*lines, "  it does not say what made it: nothing could be compared"))
@@ -199,7 +199,8 @@ def _since(before: Recipe | None, resolved: ResolvedRun) -> Iterator[str]:
 def today(resolved: ResolvedRun) -> dict[str, object]:
     """What a checkpoint of this run would say."""
     git = provenance.commit(resolved.command.path.parent)
-    return origin.origin(resolved.file.recipe, resolved.plan, provenance.environment(), git)
+    world, environment = resolved.world, provenance.environment()
+    return origin.origin(resolved.file.recipe, resolved.work.batch, len(world.hosts), world.device, environment, git)
 
 
 def told(found: list[Change], allow: tuple[str, ...]) -> list[str]:

@@ -31,10 +31,10 @@ class Place(NamedTuple):
 
 def asked_of(resolved: ResolvedRun, folder: Path) -> Asked:
     """What a run's hosts must have."""
-    plan, recipe = resolved.plan, resolved.file.recipe
+    world, recipe = resolved.world, resolved.file.recipe
     kept = (recipe.checkpoint.keep or 1) + 1
-    needed = plan.memory.checkpoint * kept if plan.memory else 0
-    return Asked(plan.nodes, plan.device, folder, needed, interface=recipe.launch.interface)
+    needed = resolved.work.memory.checkpoint * kept if resolved.work.memory else 0
+    return Asked(world.nodes, world.device, folder, needed, interface=recipe.launch.interface)
 
 
 def checkup(
@@ -61,7 +61,7 @@ def checkup(
         ports=place.ports,
     )
     chosen = resolved.file.recipe if resolved else None
-    return hosts.look(asked) if options.hostfile else here.look(asked, chosen, resolved.plan if resolved else None)
+    return hosts.look(asked) if options.hostfile else here.look(asked, chosen, resolved.world if resolved else None)
 
 
 def _refuse_unused(options: LaunchOptions, starts: bool) -> None:

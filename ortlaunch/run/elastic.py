@@ -1,16 +1,46 @@
-"""`launch.nodes: {min, max}`: on which of its hosts a run starts now; a host lost is a new plan on the others.
+"""On which hosts a run starts now: those of the host file that are fit, by `launch.preflight` and `launch.nodes`.
 
-The ranks are started again by restarts.py; each time all hosts of the host file are looked at, so that one that is back
-is taken in. Never imports torch.
+With `launch.nodes: {min, max}` a host lost is a new plan on the others. The ranks are started again by restarts.py;
+each time all hosts of the host file are looked at, so that one that is back is taken in. Never imports torch.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from ortlaunch.doctor import hosts
 from ortlaunch.doctor.finding import FAILED, Finding, refused
 from ortlaunch.doctor.hosts import Asked, look
 from ortlaunch.errors import LaunchError
 from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.run.checkup import asked_of
+from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted
+
+
+def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[ResolvedRun, list[str]]:
+    """The run on the hosts that it can have, and lines on that: what would let ranks of several fail is found first.
+
+    Args:
+        whole: on all hosts of the host file.
+        again: the ranks have been started before.
+
+    Raises:
+        LaunchError: a host is not fit, or too few are.
+    """
+    launch = whole.file.recipe.launch
+    if launch.elastic is None and (again or len(whole.world.hosts) == 1 or not launch.preflight):
+        return whole, []
+    if "SLURM_JOB_ID" in os.environ:
+        return whole, [
+            "launch.preflight: not inside a job of Slurm's, where hosts are not reached by ssh: ortlaunch doctor"
+        ]
+    asked = asked_of(whole, Path(os.path.abspath(run.path)))
+    if launch.elastic is None:
+        hosts.require(asked)
+        return whole, []
+    return on_present(whole, asked, again)
 
 
 def on_present(whole: ResolvedRun, asked: Asked, again: bool) -> tuple[ResolvedRun, list[str]]:
@@ -35,7 +65,7 @@ def on_present(whole: ResolvedRun, asked: Asked, again: bool) -> tuple[ResolvedR
     if len(names) < elastic.min:
         raise LaunchError(_too_few(len(names), elastic.min, wrong))
     now = whole.on_hosts(names)
-    batch = now.plan.batch
+    batch = now.work.batch
     how = f"{counted(len(names), 'host')} of {len(whole.world.hosts)}, accumulation {batch.accumulation_steps}"
     return now, [f"launch.nodes {elastic}: on {how}", *(f"  left out: {finding}" for finding in out.values())]
 

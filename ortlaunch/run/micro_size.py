@@ -16,7 +16,7 @@ from ortlaunch.errors import LaunchError, PlanError
 from ortlaunch.json_types import Json
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import End, explain_end
-from ortlaunch.plan import Plan
+from ortlaunch.plan import BatchPlan, Plan
 from ortlaunch.planning.make_plan import replan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.recipe import Recipe
@@ -59,9 +59,9 @@ def override(size: int) -> str:
     return f"batch.micro_size={size}"
 
 
-def sizes(plan: Plan) -> list[int]:
+def sizes(batch: BatchPlan) -> list[int]:
     """Micro sizes with which accumulation keeps the global batch, ascending."""
-    most = plan.batch.global_samples // plan.batch.data_parallel_ranks
+    most = batch.global_samples // batch.data_parallel_ranks
     small = [size for size in range(1, math.isqrt(most) + 1) if most % size == 0]
     return sorted({*small, *(most // size for size in small)})
 
@@ -81,7 +81,7 @@ def refuse_inside() -> None:
 
 def note(plan: Plan) -> list[str]:
     """What `ortlaunch plan` says of a size that is not known yet."""
-    found = sizes(plan)
+    found = sizes(plan.batch)
     shown = ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", found[-1]]))
     lines = [f"micro_size: auto: train will find it by trying, among {shown}; the plan above is for 1"]
     if plan.memory:
@@ -90,13 +90,13 @@ def note(plan: Plan) -> list[str]:
     return lines
 
 
-def known(recipe: Recipe, plan: Plan, run: RunDir) -> int | None:
+def known(recipe: Recipe, batch: BatchPlan, run: RunDir) -> int | None:
     """The size that an earlier start in this run folder found for the same global batch and ranks."""
     if not run.micro_size.exists():
         return None
     before = read_json(run.micro_size)
-    same = before["global_size"] == recipe.batch.global_size and before["ranks"] == plan.world_size
-    return int(before["found"]) if same and before["found"] in sizes(plan) else None
+    same = before["global_size"] == recipe.batch.global_size and before["ranks"] == batch.data_parallel_ranks
+    return int(before["found"]) if same and before["found"] in sizes(batch) else None
 
 
 def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
@@ -105,7 +105,7 @@ def find(recipe: Recipe, plan: Plan, run: RunDir) -> int:
     Raises:
         LaunchError: a try failed for another reason than memory, or not even the smallest fits.
     """
-    choices, tries = sizes(plan), list[Try]()
+    choices, tries = sizes(plan.batch), list[Try]()
     print(f"micro_size: auto: trying, each size in a job of its own; logs: {run.trials}", flush=True)
     fit, miss, place = -1, len(choices), 0
     while miss - fit > 1:

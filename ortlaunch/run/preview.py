@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 
-from ortlaunch import doctor
 from ortlaunch.errors import PlanError
 from ortlaunch.planning.describe import describe
-from ortlaunch.resolve import resume
-from ortlaunch.resolve.prepare import check_folder, earlier, request_of
+from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
+from ortlaunch.run.preparation import check, finished
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.runs.finished import nothing_left
 
 
 def dry_run(resolved: ResolvedRun, run: RunDir) -> str:
@@ -29,15 +27,13 @@ def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> 
     Raises:
         InputError, PlanError, MissingDependency: `train` would refuse it.
     """
-    before = earlier(run, resolved)
-    doctor.require(resolved.file.recipe, resolved.plan)
-    said = check_folder(run, before, resolved)
+    options = options.checked()
+    lines = check(resolved, run, options).lines
     above = next(path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists())
     if not os.access(above, os.W_OK | os.X_OK):
         raise PlanError(f"{run}: cannot be written: no permission to write to {above}; give another --run-dir")
-    lines = resume.beginning(run, resolved, before, options.checked()).after(said).lines
-    left = None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
-    return [*lines, *([left] if left else []), *resolved.notes, describe(resolved.plan, resolved.file.recipe)]
+    done = finished(resolved, run, options)
+    return [*lines, *([done] if done else []), *resolved.notes, describe(resolved.plan, resolved.file.recipe)]
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ortlaunch.json_types import Json
-from ortlaunch.plan import Plan
+from ortlaunch.plan import BatchPlan, Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules import resume_rules
 from ortlaunch.recipe.rules.resume_rules import OTHER_RULES, RULES, Change, changes
@@ -24,20 +24,28 @@ _PACKAGES = ("torch", "onnxruntime-training", "onnxruntime-training-cpu", "trans
 _FORMAT = 1
 
 
-def origin(recipe: Recipe, plan: Plan, environment: Mapping[str, Any], git: Mapping[str, object] | None) -> Json:
+def origin(
+    recipe: Recipe,
+    batch: BatchPlan,
+    hosts: int,
+    device: str,
+    environment: Mapping[str, Any],
+    git: Mapping[str, object] | None,
+) -> Json:
     """Of a run that is about to start.
 
     Args:
+        hosts: how many it runs on.
         environment: as in environment.json.
         git: of the recipe's folder, as in commands.jsonl.
     """
-    world = {"ranks": plan.world_size, "hosts": len(plan.nodes), "device": plan.device}
-    batch = {name: getattr(plan.batch, name) for name in ("global_samples", "micro_samples", "accumulation_steps")}
+    world = {"ranks": batch.data_parallel_ranks, "hosts": hosts, "device": device}
+    samples = {name: getattr(batch, name) for name in ("global_samples", "micro_samples", "accumulation_steps")}
     code = {name: environment.get(name) for name in ("ortlaunch", "python")}
     return {
         "format": _FORMAT,
         "recipe": recipe.model_dump(mode="json"),
-        "world": {**world, **batch},
+        "world": {**world, **samples},
         "code": {**code, **(git or {"commit": None, "dirty": None})},
         "packages": dict(environment.get("packages", {})),
     }
@@ -50,7 +58,8 @@ def of_run(run: RunDir, recipe: Recipe) -> dict[str, object]:
     git = started[-1]["git"] if started else None
     if recipe.train.epochs is not None:  # max_steps is what they came to
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": None})})
-    return origin(recipe, Plan.read(run.plan), environment, git)
+    plan = Plan.read(run.plan)
+    return origin(recipe, plan.batch, len(plan.nodes), plan.device, environment, git)
 
 
 def read(checkpoint: Path) -> Json | None:

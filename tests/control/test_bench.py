@@ -131,9 +131,9 @@ def test_mfu_is_against_the_rate_at_the_same_precision() -> None:
     for word, peak in (("highest", 100.0), ("medium", 600.0)):
         one = player("eager", [[1.0]], None, f"engine.matmul_precision={word}")
         assert one.variant.resolved is not None
-        batch = one.variant.resolved.plan.batch._replace(tokens_per_step=100)
-        plan = dataclasses.replace(one.variant.resolved.plan, batch=batch)
-        one.variant = one.variant._replace(resolved=one.variant.resolved._replace(plan=plan))
+        base = one.variant.resolved
+        work = base.work._replace(batch=base.work.batch._replace(tokens_per_step=100))
+        one.variant = one.variant._replace(resolved=dataclasses.replace(base, work=work))
         one.ready.update(flops_per_token=2.0, peak_flops=peak)
         made.append(one)
     assert [row["mfu"] for row in rows(*made)] == [pytest.approx(200 / 100), pytest.approx(200 / 600)]

@@ -327,7 +327,7 @@ def test_a_request_is_pure(launcher: str, installed: Any, tmp_path: Path) -> Non
 def test_every_backend_keeps_the_protocol(name: str) -> None:
     """Each entry of the table is a module with the functions of Backend."""
     needed = {word for word in vars(Backend) if not word.startswith("_")}
-    assert needed == {"request", "submit", "state", "wait", "cancel"}
+    assert needed == {"check", "request", "submit", "state", "wait", "cancel"}
     assert {word for word in needed if callable(getattr(backend(name), word, None))} == needed
 
 

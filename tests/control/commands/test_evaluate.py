@@ -56,7 +56,7 @@ def test_what_is_said_of_it(run: RunDir) -> None:
     """The ranks, and changes that concern what is measured: nothing of batches and steps, of which there are none."""
     trained = parse_resolved(run.recipe.read_text())
     write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
-    write_json(run.checkpoint(10) / ORIGIN, origin(trained, makers.plan(trained), {}, None))
+    write_json(run.checkpoint(10) / ORIGIN, origin(trained, makers.plan(trained).batch, 1, "cpu", {}, None))
     asked = Asked(run, 10, (*EVALUATION, "log.every_steps=7"))
     found = evaluations._resolved(asked, LaunchOptions("torchrun", 3))
     options = ResumeOptions(str(run.checkpoint(10)))
@@ -73,7 +73,7 @@ def _words(run: RunDir) -> RunDir:
     recipe = makers.bert(data={**makers.WORDS, "evaluation": "python-docs"})
     run.recipe.write_text(to_yaml(recipe))
     write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
-    write_json(run.checkpoint(10) / ORIGIN, origin(recipe, makers.plan(recipe), {}, None))
+    write_json(run.checkpoint(10) / ORIGIN, origin(recipe, makers.plan(recipe).batch, 1, "cpu", {}, None))
     write_json(run.vocabulary, {})
     return run
 

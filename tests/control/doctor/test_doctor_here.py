@@ -20,7 +20,7 @@ from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.plan import Node
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.run.checkup import Place, checkup
-from tests.makers import plan, recipe
+from tests.makers import recipe, world_of
 
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1)))
 
@@ -78,7 +78,7 @@ def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """With what installs it; room for its checkpoints, too."""
     monkeypatch.setattr(doctor, "_installed", lambda package: package != "tensorboard")
     made = recipe(log={"trackers": ["tensorboard"]})
-    found = here.look(Asked((), "cpu", tmp_path, bytes_needed=1 << 60), made, plan(made))
+    found = here.look(Asked((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made))
     wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]
     assert wrong == [("disk", FAILED, "make room, or lower checkpoint.keep"),
                      ("recipe", FAILED, 'pip install "ortlaunch[tensorboard]"')]  # fmt: skip

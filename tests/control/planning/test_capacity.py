@@ -13,10 +13,11 @@ from ortlaunch.planning import capacity
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.make_plan import make_plan
+from ortlaunch.planning.workload import workload
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 from ortlaunch.units import human
-from tests.makers import bert, host, plan, recipe
+from tests.makers import bert, host, plan, recipe, world_of
 
 GiB = 1 << 30
 
@@ -30,7 +31,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def notes(made: Recipe, slots: int, name: str = "localhost", planned_only: bool = False) -> list[str]:
     """What is said of that many ranks on one host."""
-    return list(crowded(plan(made, [host(name, slots)], "torchrun"), planned_only))
+    planned = plan(made, [host(name, slots)], "torchrun")
+    return list(crowded(world_of(made, [host(name, slots)], "torchrun"), planned.memory, planned_only))
 
 
 def large(layers: int) -> Recipe:
@@ -88,12 +90,12 @@ def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> N
             "of what is offloaded and a save beside training",
         ),
     ):
-        planned = make_plan(
-            made, World((host("gpus", 8),), "torchrun", "cuda", None, (), None), modules="", worker=(), environ={}
-        )
+        world = World((host("gpus", 8),), "torchrun", "cuda", None, (), None)
+        work = workload(made, world)
+        planned = make_plan(made, world, work, modules="", worker=())
         assert planned.memory is not None
         with pytest.raises(PlanError, match=rf"gpus: 8 ranks x \(200\.0 MiB a process \+ .* {cause}"):
-            list(crowded(planned, planned_only=False))
+            list(crowded(world, work.memory, planned_only=False))
         page = describe(planned, made)
         assert f"{human(planned.memory.host.built)} to build the model" in page
         assert max(map(len, page.splitlines())) <= 100

@@ -175,7 +175,7 @@ def test_the_command_says_so_and_plan_shows_settings(tmp_path: Path) -> None:
 
 def test_the_run_record_keeps_the_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """environment.json has those of the shell and of launch.env."""
-    from ortlaunch.run import control
+    from ortlaunch.run.preparation import prepare
     from ortlaunch.run_folder.folder import RunDir
 
     monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "ERROR")
@@ -183,6 +183,6 @@ def test_the_run_record_keeps_the_variables(tmp_path: Path, monkeypatch: pytest.
     sections = {"engine": {"name": "ort"}, "launch": {"env": {"ORTMODULE_MEMORY_OPT_LEVEL": "0"}}}
     path.write_text(yaml.safe_dump({**CUSTOM, **sections}))
     run = RunDir(tmp_path / "run")
-    control._prepare(resolve(path, (), LaunchOptions(), os.environ), run)
+    prepare(resolve(path, (), LaunchOptions(), os.environ), run)
     kept = json.loads(run.environment.read_text())["ortmodule_variables"]
     assert kept == {"ORTMODULE_LOG_LEVEL": "ERROR", "ORTMODULE_MEMORY_OPT_LEVEL": "0"}

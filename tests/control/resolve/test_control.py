@@ -20,12 +20,12 @@ from ortlaunch.recipe import to_yaml
 from ortlaunch.resolve.prepare import check_folder, claimed, differences, earlier, run_folder, write_run
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 from ortlaunch.resolve.resume import AUTOMATIC
-from ortlaunch.run import control
+from ortlaunch.run import control, inside
 from ortlaunch.run.job_file import JobFile
+from ortlaunch.run.preparation import check, prepare
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.run_folder.lock import RunLock
-from tests.makers import CUSTOM, OWN_MODULE, host
-from tests.makers import plan as made_plan
+from tests.makers import CUSTOM, OWN_MODULE, host, world_of
 from tests.makers import recipe as made_recipe
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -236,7 +236,7 @@ def test_checkpoints_of_another_training() -> None:
 def test_a_folder_is_continued(steps: int | None, sections: dict[str, Any], lines: list[str]) -> None:
     """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
     run, made = older("mine", steps), resolved(**sections)
-    assert list(control._check_means(made, run, earlier(run, made), AUTOMATIC).lines) == lines
+    assert list(check(made, run, AUTOMATIC).lines) == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
@@ -252,7 +252,7 @@ def test_preparing_puts_old_errors_aside(capsys: pytest.CaptureFixture[str]) -> 
     run = older("mine")
     write_text(run.error(3), "{}")
     run.failure_printed.touch()
-    control._prepare(resolved(zero={"stage": 1}), run)
+    prepare(resolved(zero={"stage": 1}), run)
     assert not run.errors.exists()
     assert (run.attempt(1) / "errors" / run.error(3).name).exists()
     assert json.loads(run.deepspeed.read_text())["zero_optimization"] == {"stage": 1}
@@ -286,19 +286,19 @@ def test_what_to_type_for_a_missing_package(package: str, monkeypatch: pytest.Mo
     made = resolved(**sections)
     monkeypatch.setattr(doctor, "_installed", lambda name: name != package)
     with pytest.raises(MissingDependency) as caught:
-        doctor.require(made.file.recipe, made.plan)
+        doctor.require(made.file.recipe, made.world)
     assert str(caught.value) == line
     plain = resolved()
-    doctor.require(plain.file.recipe, plain.plan)
+    doctor.require(plain.file.recipe, plain.world)
 
 
 def test_hosts_meet_through_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpi4py is asked for where ranks of several hosts must meet; those of one host meet in the run folder."""
     monkeypatch.setattr(doctor, "_installed", lambda package: package != "mpi4py")
     made = made_recipe()
-    doctor.require(made, made_plan(made, [host("a", 2)], "mpi"))
+    doctor.require(made, world_of(made, [host("a", 2)], "mpi"))
     with pytest.raises(MissingDependency) as caught:
-        doctor.require(made, made_plan(made, [host("a", 1), host("b", 1)], "mpi"))
+        doctor.require(made, world_of(made, [host("a", 1), host("b", 1)], "mpi"))
     assert str(caught.value) == (
         'launcher mpi on more than one host: mpi4py is not installed: pip install "ortlaunch[mpi]"'
     )
@@ -309,7 +309,7 @@ def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) ->
     made = resolved(zero={"stage": 1}, log={"trackers": ["tensorboard"]})
     monkeypatch.setattr(doctor, "_installed", lambda name: False)
     with pytest.raises(MissingDependency) as caught:
-        doctor.require(made.file.recipe, made.plan)
+        doctor.require(made.file.recipe, made.world)
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -334,19 +334,19 @@ def test_what_engine_ort_takes(
     monkeypatch.setattr(extensions, "ort_package", ort_package)
     monkeypatch.setattr(extensions, "missing", lambda: missing)
     eager, made = resolved(), resolved(engine={"name": "ort"})
-    doctor.require(eager.file.recipe, eager.plan)
+    doctor.require(eager.file.recipe, eager.world)
     if line is None:
-        doctor.require(made.file.recipe, made.plan)
+        doctor.require(made.file.recipe, made.world)
         return
     with pytest.raises(MissingDependency) as caught:
-        doctor.require(made.file.recipe, made.plan)
+        doctor.require(made.file.recipe, made.world)
     assert str(caught.value) == f"engine ort: {line}"
 
 
 def test_a_rank_waits_for_rank_0_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that never sees the prepared folder says what may be wrong, and does not wait for ever."""
     environ = {**TORCH, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    monkeypatch.setattr(control, "_JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(inside, "_JOIN_SECONDS", 0.1)
     with pytest.raises(LaunchError) as caught:
         control.train(resolved(environ=environ), Path("mine"))
     assert str(caught.value) == "rank 0 did not prepare mine within 0.1 s; is it on a disk that all hosts share?"
@@ -373,7 +373,7 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
     made = resolved(environ=environ)
     write_text(RunDir("mine").ready / "launch", "")
     seen = []
-    monkeypatch.setattr(control, "_prepare", lambda *_: seen.append((RunDir("mine").ready / "launch").exists()))
+    monkeypatch.setattr(inside, "prepare", lambda *_: seen.append((RunDir("mine").ready / "launch").exists()))
     monkeypatch.setattr(os, "execve", lambda *_: None)
     control.train(made, Path("mine"))
     assert seen == [False]

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ortlaunch import machine
-from ortlaunch.bench import auto, report
-from ortlaunch.bench.measure import Stopped
+from ortlaunch.bench import auto, command, report
+from ortlaunch.bench.command import bench
+from ortlaunch.bench.measure import Length, Stopped
 from ortlaunch.bench.variants import Variant
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule.build import extensions
@@ -19,7 +20,9 @@ from ortlaunch.recipe.fields.engine import Engine
 from ortlaunch.resolve.prepare import write_run
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run import control
+from ortlaunch.run.choices import known, with_measured_engine
 from ortlaunch.run.preview import preview
+from ortlaunch.run_folder.engine_report import Choice
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json, write_text
 from tests.control.benches import player, resolved, rows
 from tests.makers import OWN_MODULE
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("workbench")
 
 TORCH = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 DIFFERS = {"verdict": "differs", "largest": 0.25, "why": "loss 1 against 2"}
+THEN = {"asked": "auto", "chosen": "eager", "why": "then", "measured": {}}
 UNKNOWN = {"verdict": "not compared", "why": "RuntimeError: x"}
 
 
@@ -35,11 +39,11 @@ UNKNOWN = {"verdict": "not compared", "why": "RuntimeError: x"}
 def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
     """The fastest of all is not chosen where it computes something else, or nobody knows; the reason is told."""
     made = rows(player("ort", [[1.0]], parity), player("inductor", [[2.0]]), player("eager", [[3.0]]))
-    choice = auto.decide(made)
-    assert choice["chosen"] == "inductor"
+    choice = auto.decide(made, Path("bench"))
+    assert choice.chosen == "inductor"
     today = time.strftime("%Y-%m-%d")
-    assert choice["why"].startswith(f"measured 1.50 x eager on {today}; ort left out: parity: {parity['verdict']}")
-    assert choice["measured"]["ort"]["parity"] == parity
+    assert choice.why.startswith(f"measured 1.50 x eager on {today}; ort left out: parity: {parity['verdict']}")
+    assert choice.measured["ort"].parity == parity
     text = report.table(made)
     assert ("DIFFERS 2e-01" if parity is DIFFERS else "NOT COMPARED") in text
     assert f"ort: parity: {parity['why']}" in text
@@ -48,9 +52,9 @@ def test_only_what_passes_parity_can_win(parity: dict[str, Any]) -> None:
 def test_auto_picks_the_measured_fastest() -> None:
     """By samples a second, whatever the order; the beaten ones are named with their ratios."""
     made = rows(player("ort", [[3.0]]), player("inductor", [[2.0]]), player("eager", [[1.0]], {"verdict": "reference"}))
-    choice = auto.decide(made)
-    assert (choice["asked"], choice["chosen"]) == ("auto", "eager")
-    assert choice["why"].startswith("measured 3.00 x ort, 2.00 x inductor on ")
+    choice = auto.decide(made, Path("bench"))
+    assert (choice.asked, choice.chosen) == ("auto", "eager")
+    assert choice.why.startswith("measured 3.00 x ort, 2.00 x inductor on ")
 
 
 def test_auto_without_any_engine() -> None:
@@ -58,27 +62,21 @@ def test_auto_without_any_engine() -> None:
     broken = player("ort", [])
     broken.failed = "Traceback (most recent call last):\n  x\nValueError: planted\n\nortlaunch: rank 0"
     with pytest.raises(EngineError) as caught:
-        auto.decide(rows(broken, player("eager", [[1.0]], UNKNOWN)))
+        auto.decide(rows(broken, player("eager", [[1.0]], UNKNOWN)), Path("bench"))
     assert "ort failed: ValueError: planted" in str(caught.value)
     assert "eager left out: parity: not compared: RuntimeError: x" in str(caught.value)
 
 
 def remembered_choice(base: ResolvedRun, chosen: str = "inductor") -> None:
     """As a bench leaves it."""
-    choice = {"asked": "auto", "chosen": chosen, "why": "measured 2 x eager", "measured": {}, "key": auto.digest(base)}
-    auto._keep(base, choice)
-
-
-def never() -> None:
-    """In place of a check before measuring."""
-    raise AssertionError("nothing may be measured")
+    auto.remember(base, Choice("auto", chosen, "measured 2 x eager", {}))
 
 
 def test_a_remembered_choice_is_taken() -> None:
     """Without measuring; the note says which, why and that it is remembered; the run folder gets the choice."""
     base = resolved()
     remembered_choice(base)
-    found = auto.choose(base, RunDir("run"), never)
+    found = known(base, RunDir("run"))
     assert found.file.recipe.engine == Engine(name="inductor")
     assert found.notes[-1] == "engine auto: inductor: measured 2 x eager (cached)"
     write_run(RunDir("run"), found.file.recipe, found.plan, found.choice)
@@ -108,7 +106,7 @@ def test_what_trains_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
         return {"variants": measured, "rounds": 3, "steps": 3}
 
     monkeypatch.setattr(auto, "measure", measure)
-    found, run = auto.choose(base, RunDir("run"), lambda: None), RunDir("run")
+    found, run = with_measured_engine(base), RunDir("run")
     write_run(run, found.file.recipe, found.plan, found.choice)
     trained = load(run.recipe).recipe
     assert (trained.engine.name, trained.seed, trained.train.max_steps) == ("inductor", 1, 5)
@@ -124,7 +122,7 @@ def test_a_stop_while_it_is_measured(number: int, status: int, monkeypatch: pyte
 
     monkeypatch.setattr(auto, "measure", measure)
     with pytest.raises(Stopped) as caught:
-        auto.choose(resolved(), RunDir("run"), lambda: None)
+        with_measured_engine(resolved())
     assert caught.value.exit_status == status
 
 
@@ -132,12 +130,12 @@ def test_a_run_keeps_its_engine() -> None:
     """What the run folder says goes before what was measured since; another recipe without checkpoints does not."""
     base, run = resolved(), RunDir("run")
     remembered_choice(base, "inductor")
-    write_json(run.choice, {"asked": "auto", "chosen": "eager", "why": "then", "key": auto.digest(base)})
-    assert auto.choose(base, run, never).notes[-1] == "engine auto: eager: then (as this run began)"
-    write_json(run.choice, {"asked": "auto", "chosen": "eager", "why": "then", "key": "of another model"})
-    assert auto.choose(base, run, never).file.recipe.engine.name == "inductor"
+    write_json(run.choice, {**THEN, "key": auto.digest(base)})
+    assert known(base, run).notes[-1] == "engine auto: eager: then (as this run began)"
+    write_json(run.choice, {**THEN, "key": "of another model"})
+    assert known(base, run).file.recipe.engine.name == "inductor"
     write_text(run.checkpoint(5) / "COMPLETE", "")
-    assert auto.choose(base, run, never).file.recipe.engine.name == "eager"
+    assert known(base, run).file.recipe.engine.name == "eager"
 
 
 def test_a_run_that_names_its_engine_forgets_the_choice() -> None:
@@ -153,13 +151,13 @@ def test_a_rank_cannot_measure() -> None:
     """Under a launcher auto takes what is remembered, and refuses before anything is done where nothing is."""
     base = resolved(environ=TORCH)
     with pytest.raises(PlanError, match=r"run `ortlaunch bench recipe\.yaml` once outside of the launcher"):
-        auto.choose(base, RunDir("run"), never)
+        known(base, RunDir("run"))
     assert not Path("run").exists()
     remembered_choice(resolved(batch={"micro_size": 8, "accumulation_steps": 1}))
     with pytest.raises(PlanError, match=r"the nearest that was measured differs in batch: \[8, 1\] -> \[2, 1\]$"):
-        auto.choose(resolved(environ=TORCH), RunDir("run"), never)
+        known(resolved(environ=TORCH), RunDir("run"))
     remembered_choice(resolved())
-    assert auto.choose(base, RunDir("run"), never).choice is not None
+    assert known(base, RunDir("run")).choice is not None
 
 
 def test_what_would_fail_anyway_fails_before_measuring() -> None:
@@ -178,16 +176,22 @@ def test_plan_and_dry_run_measure_nothing() -> None:
     assert shown.notes[-1].startswith("engine auto: measured when training starts")
 
 
-def test_a_bench_refreshes_what_auto_remembers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bench_refreshes_what_auto_remembers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is shorter than auto's own is no reason to change the engine."""
     base, made = resolved(), rows(player("ort", [[1.0]]), player("eager", [[2.0]]))
-    auto.remember(base, {"variants": made, "rounds": 3, "steps": 2}, Path("bench"))
-    assert (auto.remembered(base), capsys.readouterr().out) == (None, "")
-    auto.remember(base, {"variants": made, "rounds": 3, "steps": 3}, Path("bench"))
+    figures = {"variants": made, "rounds": 3}
+    monkeypatch.setattr(command, "prepared", lambda *_: [])
+    monkeypatch.setattr(command, "measure", lambda *_: figures)
+    for steps, folder in ((2, "short"), (3, "bench")):
+        assert auto.remembered(base) is None
+        figures["steps"] = steps
+        bench(base, (), (), Length(), Path(folder), False)
     found = auto.remembered(base)
     assert found is not None
-    assert (found["chosen"], found["bench"]) == ("ort", str(Path("bench").resolve()))
-    assert capsys.readouterr().out == "engine.name: auto will take ort for this recipe on this machine\n"
+    assert (found.chosen, found.bench) == ("ort", str(Path("bench").resolve()))
+    assert capsys.readouterr().out.count("engine.name: auto will take ort for this recipe on this machine\n") == 1
 
 
 @pytest.mark.parametrize(

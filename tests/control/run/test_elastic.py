@@ -107,7 +107,7 @@ def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.Mo
     assert whole.plan.launcher == "torchrun"
     now, lines = on(monkeypatch, whole, ("host2", "reached"))
     assert [(node.host, node.first_rank) for node in now.plan.nodes] == [("host1", 0), ("host3", 1)]
-    assert now.plan.batch[:4] == (12, 2, 3, 2)
+    assert now.work.batch[:4] == (12, 2, 3, 2)
     assert lines[0] == "launch.nodes 1 to 3: on 2 hosts of 3, accumulation 3"
     assert lines[1].split() == ["left", "out:", "host2", "reached", "failed", "so"]
     assert on(monkeypatch, whole)[0].plan == whole.plan

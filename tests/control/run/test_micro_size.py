@@ -40,7 +40,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, limit: float) -> list[int]:
 def test_sizes_of_the_largest_batch_take_no_time() -> None:
     """The largest global size that a recipe may give: its divisors, not a walk through all numbers below it."""
     started = time.perf_counter()
-    found = sizes(plan(auto(10**9)))
+    found = sizes(plan(auto(10**9)).batch)
     assert (len(found), found[:6], found[-1]) == (100, [1, 2, 4, 5, 8, 10], 10**9)
     assert time.perf_counter() - started < 1
 
@@ -71,7 +71,7 @@ def test_no_try_goes_far_beyond_memory(tmp_path: Path, monkeypatch: pytest.Monke
 def test_sizes_keep_the_global_batch() -> None:
     """Each size divides what a rank takes of the global batch."""
     made = auto(48)
-    assert sizes(plan(made, [host("localhost", 2)], "torchrun")) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert sizes(plan(made, [host("localhost", 2)], "torchrun").batch) == [1, 2, 3, 4, 6, 8, 12, 24]
 
 
 def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,13 +84,13 @@ def test_nothing_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_found_is_known_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart in the run folder takes the number, but not for another batch or other ranks."""
     run, made = RunDir(tmp_path), auto(24)
-    assert known(made, plan(made), run) is None
+    assert known(made, plan(made).batch, run) is None
     stand_in(monkeypatch, 9)
     find(made, plan(made), run)
     assert json.loads(run.micro_size.read_text())["tries"][0]["size"] == 1
-    assert known(made, plan(made), run) == 8
-    assert known(auto(32), plan(auto(32)), run) is None
-    assert known(made, plan(made, [host("localhost", 2)], "torchrun"), run) is None
+    assert known(made, plan(made).batch, run) == 8
+    assert known(auto(32), plan(auto(32)).batch, run) is None
+    assert known(made, plan(made, [host("localhost", 2)], "torchrun").batch, run) is None
 
 
 def test_the_found_size_is_planned_and_written() -> None:

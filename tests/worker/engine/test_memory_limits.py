@@ -19,7 +19,7 @@ from ortlaunch.planning.capacity import crowded
 from ortlaunch.worker.engine.memory_limits import RankLimits
 from tests import labs
 from tests.kernel_files import GiB, KernelFiles
-from tests.makers import host, plan, recipe
+from tests.makers import host, recipe, world_of
 
 
 @pytest.mark.parametrize(("version", "folder", "line"), [(1, "memory/job", "4:memory:/job/1"), (2, "job", "0::/job/1")])
@@ -34,7 +34,7 @@ def test_plan_trial_and_export_see_one_limit(
     name = f"control group {kernel.groups / folder}"
     refused = f"{name} is 2.0 GiB; ask for fewer ranks"
     with pytest.raises(PlanError, match=refused):
-        list(crowded(plan(recipe(), [host("localhost", 11)], "torchrun"), planned_only=False))
+        list(crowded(world_of(recipe(), [host("localhost", 11)], "torchrun"), None, planned_only=False))
     limits = {limit.name: (limit.size, limit.free) for limit in RankLimits(torch.device("cpu"), 2).limits}
     assert limits[name] == (2 * GiB, 3 * GiB // 4)
     options.settle_deepcopy(torch.nn.Linear(2, 2), Settings(processes_on_host=2))

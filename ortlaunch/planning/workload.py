@@ -1,0 +1,68 @@
+"""What the ranks of a world get to do: the batch equation solved, and the memory that it takes. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ortlaunch.errors import PlanError
+from ortlaunch.plan import BatchPlan, Memory
+from ortlaunch.planning.memory import estimate
+from ortlaunch.planning.world import World
+from ortlaunch.recipe import Recipe
+from ortlaunch.units import counted
+
+
+class Workload(NamedTuple):
+    """The batch, and the memory that it takes; None: a model that cannot be counted."""
+
+    batch: BatchPlan
+    memory: Memory | None
+
+
+def workload(recipe: Recipe, world: World) -> Workload:
+    """The workload of a run on these hosts; an elastic one keeps its batch on every number that it may come to.
+
+    Raises:
+        PlanError: the batch equation has no whole solution.
+    """
+    counts = recipe.launch.node_counts if recipe.launch.elastic else ()
+    for count in (each for each in counts if each <= len(world.hosts)):
+        try:
+            solve_batch(recipe, count * world.hosts[0].slots)
+        except PlanError as error:
+            raise PlanError(
+                f"launch.nodes is {recipe.launch.nodes}, and on {counted(count, 'host')}: {error}"
+            ) from None
+    batch = solve_batch(recipe, world.ranks)
+    return Workload(batch, estimate(recipe, batch.micro_samples, world.ranks, world.device))
+
+
+def solve_batch(recipe: Recipe, ranks: int) -> BatchPlan:
+    """Solve global = micro x accumulation x ranks for the one that the recipe leaves out."""
+    total, micro, steps = recipe.batch.global_size, recipe.batch.micro_size, recipe.batch.accumulation_steps
+    if micro == "auto":
+        micro = 1  # until it is found (micro_size.py)
+    if total is None:
+        micro, steps = micro or 1, steps or 1
+        total = micro * steps * ranks
+    elif micro is None:
+        steps = steps or 1
+        micro = _divided(total, steps * ranks, f"accumulation_steps ({steps}) x {counted(ranks, 'rank')}")
+    elif steps is None:
+        steps = _divided(total, micro * ranks, f"micro_size ({micro}) x {counted(ranks, 'rank')}")
+    if total != micro * steps * ranks:
+        raise PlanError(
+            f"batch: global_size ({total}) != micro_size ({micro}) x accumulation_steps ({steps}) x "
+            f"{counted(ranks, 'rank')} = {micro * steps * ranks}; leave one of the three out, "
+            f"or run on {total / (micro * steps):g} ranks"
+        )
+    length = None if recipe.data.lengths else recipe.data.sequence_length  # with those, nobody knows before
+    return BatchPlan(total, micro, steps, ranks, total * length if length else None)
+
+
+def _divided(total: int, unit: int, shown: str) -> int:
+    if total % unit:
+        below, above = total // unit * unit, (total // unit + 1) * unit
+        near = f"{below} or {above}" if below else str(above)
+        raise PlanError(f"batch: global_size ({total}) is not a multiple of {shown} = {unit}; {near} would do")
+    return total // unit

@@ -1,0 +1,60 @@
+"""What is checked before a run is started, and what its folder gets first. Starts nothing."""
+
+from __future__ import annotations
+
+import sys
+
+from ortlaunch import doctor
+from ortlaunch.cache import foreign
+from ortlaunch.launch import JobState, Request
+from ortlaunch.launch.record import JobRecord
+from ortlaunch.launchers import LAUNCHERS
+from ortlaunch.output import print_lines
+from ortlaunch.planning.describe import describe
+from ortlaunch.resolve import provenance, resume
+from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier, write_run
+from ortlaunch.resolve.resolve import ResolvedRun
+from ortlaunch.resolve.resume import Beginning, ResumeOptions
+from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.runs.finished import nothing_left, with_next
+
+
+def check(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> Beginning:
+    """Where the run begins; what it takes is there. Nothing is written, and no plan is made.
+
+    Raises:
+        InputError, PlanError, MissingDependency: the run cannot start, and what to type.
+    """
+    before = earlier(run, resolved)
+    doctor.require(resolved.file.recipe, resolved.world)
+    check_launcher(resolved.world, run)
+    lines = check_folder(run, before, resolved)
+    return resume.beginning(run, resolved, before, options).after(lines)
+
+
+def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str | None:
+    """That all steps are done, where they are not to be done again; None: the ranks have something to do."""
+    return None if options.begins_earlier else nothing_left(resolved.file.recipe, run)
+
+
+def leave_finished(resolved: ResolvedRun, run: RunDir, lines: tuple[str, ...], done: str) -> int:
+    """A finished run is left as it is, but for a job.json that does not record its end; returns its status."""
+    job = JobRecord.read(run)
+    if job is not None and job.backend in LAUNCHERS and not job.state.is_end:  # its command was killed, its ranks ended
+        job.at_end(JobState.SUCCEEDED, 0, f"done: {run}").write(run)
+    print_lines([*lines, with_next(done, sys.argv[1:], resolved.file.recipe, run)])
+    return 0
+
+
+def prepare(resolved: ResolvedRun, run: RunDir, again: bool = False) -> Request:
+    """Make the plan, write the run folder and, at the first start, print what will run."""
+    request = write_run(run, resolved.file.recipe, resolved.plan, resolved.choice, again)
+    if again:
+        return request
+    provenance.record(run, resolved.command.path)
+    print_lines([*resolved.notes, describe(resolved.plan, resolved.file.recipe), f"run folder: {run}"])
+    if why := foreign(run.path):
+        print_lines(
+            [f"run folder: {why}: who can write there can run code as this user while the ranks start (docs/trust.md)"]
+        )
+    return request

@@ -1,0 +1,163 @@
+"""A plan is made once a start: all choices come first, and verbs that start nothing plan once, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from ortlaunch.bench import auto
+from ortlaunch.cli import app
+from ortlaunch.doctor.finding import Finding
+from ortlaunch.errors import OrtlaunchError, PlanError
+from ortlaunch.launch.failure import End
+from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.resolve import resolve as resolving
+from ortlaunch.run import control, micro_size
+from ortlaunch.run.micro_size import Try
+from ortlaunch.run_folder.engine_report import Choice
+from ortlaunch.run_folder.folder import RunDir, read_json, write_text
+from tests.makers import CUSTOM, OWN_MODULE
+
+SIZES = {"global_size": 24, "micro_size": "auto"}
+ELASTIC = {"batch": {"global_size": 12, "micro_size": 2}, "launch": {"nodes": {"min": 1, "max": 3}, "max_restarts": 2}}
+
+
+class Counted:
+    """`make_plan` with the number of its calls, and launchers that start nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans = self.starts = 0
+        self.restarts = 0  # by `ortlaunch restart`
+        made = resolving.make_plan
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.plans += 1
+            return made(*arguments, **named)
+
+        monkeypatch.setattr(resolving, "make_plan", counted)
+        monkeypatch.setattr(control, "backend", lambda name: SimpleNamespace(submit=self._submit, wait=lambda job: 0))
+        monkeypatch.setattr(control, "explain_end", lambda run, *_, **__: self._end(run))
+
+    def _submit(self, request: Any) -> SimpleNamespace:
+        self.starts += 1
+        return SimpleNamespace(signal=None, ended_by=None, oom_kills=0, early=[])
+
+    def _end(self, run: RunDir) -> End:
+        if self.starts > self.restarts:
+            return End(0, "done")
+        write_text(run.restart_request, "{}")
+        return End(EXIT_SAVED, "saved")
+
+    def __call__(self, *typed: str) -> str:
+        """What a command prints, all of it; the counts are its own."""
+        self.plans = self.starts = 0
+        result = CliRunner().invoke(app, list(typed))
+        if isinstance(result.exception, OrtlaunchError):
+            raise result.exception
+        assert result.exit_code == 0, (result.output, result.exception)
+        return result.output
+
+
+@pytest.fixture
+def ortlaunch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """The command line in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Path("mine.py").write_text(OWN_MODULE)
+    Path("hosts").write_text("".join(f"host{number} slots=1\n" for number in (1, 2, 3)))
+    return Counted(monkeypatch)
+
+
+def written(**sections: Any) -> str:
+    """The path of a recipe with these sections."""
+    Path("recipe.yaml").write_text(yaml.safe_dump({**CUSTOM, **sections}))
+    return "recipe.yaml"
+
+
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bench in which inductor is the fastest; its variants, which would be starts of their own, are not planned."""
+    choice = Choice("auto", "inductor", "measured 2 x eager", {})
+    monkeypatch.setattr(auto, "prepared", lambda *_: [])
+    monkeypatch.setattr(auto, "measure", lambda *_: {"variants": []})
+    monkeypatch.setattr(auto, "table", lambda rows: "")
+    monkeypatch.setattr(auto, "decide", lambda *_: choice)
+
+
+def test_a_start_and_a_resumption(ortlaunch: Counted) -> None:
+    """One plan each; the second continues the folder of the first."""
+    ortlaunch("train", written(), "--run-dir", "run")
+    assert (ortlaunch.plans, ortlaunch.starts) == (1, 1)
+    text = ortlaunch("train", "recipe.yaml", "train.max_steps=9", "--run-dir", "run")
+    assert "continuing run" in text
+    assert (ortlaunch.plans, ortlaunch.starts) == (1, 1)
+
+
+def test_engine_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, then remembered, then as the run began: each time the plan is that of the chosen engine alone."""
+    path = written(engine={"name": "auto"})
+    measured(monkeypatch)
+    for folder, source in (("run", ""), ("other", " (cached)"), ("run", " (as this run began)")):
+        text = ortlaunch("train", path, "--run-dir", folder)
+        assert "engine auto: inductor: measured 2 x eager" in text
+        assert (source in text, ortlaunch.plans, ortlaunch.starts) == (True, 1, 1)
+        assert read_json(RunDir(Path(folder)).choice)["chosen"] == "inductor"
+
+
+def test_micro_size_auto(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One plan for the tries, which are starts of their own, and one for the run; later runs know the size."""
+    monkeypatch.setattr(micro_size, "_try", lambda recipe, plan, run, size: Try(size, size <= 8, 0.5, ""))
+    ortlaunch("train", written(batch=SIZES), "--run-dir", "run")
+    assert (ortlaunch.plans, ortlaunch.starts) == (2, 1)
+    ortlaunch("train", written(batch=SIZES), "--run-dir", "run")
+    assert (ortlaunch.plans, ortlaunch.starts) == (1, 1)
+    assert read_json(RunDir(Path("run")).plan)["batch"]["micro_samples"] == 8
+
+
+@pytest.mark.parametrize("lost", [(), ("host2",)])
+def test_elastic_hosts(lost: tuple[str, ...], ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts are looked at before the plan; a restart on the same ones needs none, on others one more."""
+    out = [set(lost), set(lost), {"host3"}]
+
+    def look(asked: Any) -> list[Finding]:
+        return [Finding(name, "reached", "failed", "so") for name in out.pop(0)]
+
+    monkeypatch.setattr("ortlaunch.run.elastic.look", look)
+    ortlaunch.restarts = 2
+    ortlaunch("train", written(**ELASTIC), "--run-dir", "run", "--hostfile", "hosts")
+    assert (ortlaunch.starts, out) == (3, [])
+    assert ortlaunch.plans == (2 if not lost else 3)
+
+
+def test_a_launcher_that_cannot_start(ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before sizes are tried, hosts are looked at or anything is written; no plan is needed for it."""
+    monkeypatch.setattr("ortlaunch.launch.mpi.find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr("ortlaunch.launch.mpi.family", lambda mpirun: "Open MPI")
+    with pytest.raises(PlanError, match=r"^--run-dir a,b: mpirun would read two host files at the comma"):
+        ortlaunch("train", written(batch=SIZES), "--run-dir", "a,b", "--launcher", "mpi")
+    assert (ortlaunch.plans, ortlaunch.starts, Path("a,b").exists()) == (0, 0, False)
+
+
+def test_a_finished_run(ortlaunch: Counted) -> None:
+    """Where nothing is left to train there is no start, and no plan."""
+    ortlaunch("train", written(), "--run-dir", "run")
+    run = RunDir(Path("run"))
+    for path, text in ((run.checkpoint(3) / "COMPLETE", ""), (run.summary, '{"steps": 3}'), (run.export / "x", "")):
+        write_text(path, text)
+    assert "nothing to train: 3 of 3 steps are done" in ortlaunch("train", "recipe.yaml", "--run-dir", "run")
+    assert (ortlaunch.plans, ortlaunch.starts) == (0, 0)
+
+
+@pytest.mark.parametrize("sections", [{}, {"engine": {"name": "auto"}}, {"batch": SIZES}], ids=str)
+def test_what_starts_nothing(sections: dict[str, Any], ortlaunch: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan`, `--dry-run` and `submit` plan once, also with an engine that is remembered."""
+    verbs: list[tuple[str, ...]] = [("plan",), ("train", "--dry-run"), ("submit", "--dry-run", "--scheduler=slurm")]
+    path = written(**sections)
+    for verb, *options in verbs:
+        ortlaunch(verb, path, *options)
+        assert (ortlaunch.plans, ortlaunch.starts) == (1, 0)
