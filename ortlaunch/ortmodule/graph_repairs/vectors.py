@@ -1,9 +1,10 @@
-"""Products by a vector, and picks from a product: sizes that vanish, which ORT loses sight of.
+"""Products by a vector, picks from a product or transpose, sums to a scalar: sizes that vanish, which ORT loses.
 
 `x @ v`: ORT derives it as if the vector were a matrix, and the gradient is another one's. `layer(x)[:, 0]`: ORT's
-compute optimizer picks from a factor in place of the product, and what is left keeps a size of 1 or another shape. In
-the graph that ORT gets, a vector becomes a matrix of one row or column, a pick one of a single place, and the size of 1
-is taken away from the result.
+compute optimizer picks from a factor in place of the product, and what is left keeps a size of 1 or another shape; so
+it does before a transpose, as in `lstm(x)[0][:, -1]`. In the graph that ORT gets, a vector becomes a matrix of one row
+or column, a pick one of a single place, and the size of 1 is taken away from the result. `x.sum((0, 1)).sqrt()`: the
+gradient of a scalar's Sqrt has one dimension, with which that of a sum over listed dimensions ends; the sum lists none.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> Any:
     values = (*graph.input, *graph.value_info, *graph.output)
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in values if _has_shape(value)}
     ranks.update({tensor.name: len(tensor.dims) for tensor in graph.initializer})
-    products = {node.output[0] for node in graph.node if node.op_type == "MatMul"}
+    products = {node.output[0] for node in graph.node if node.op_type in ("MatMul", "Transpose")}
     for node in graph.node:
         if node.op_type == "MatMul":
             nodes += _as_matrices(node, ranks)
         elif node.op_type == "Gather" and node.input[0] in products and ranks.get(node.input[1]) == 0:
             nodes += _of_one_place(node)
         else:
+            if node.op_type in ("ReduceSum", "ReduceMean") and ranks.get(node.output[0]) == 0:
+                _list_no_axes(node)
             nodes.append(node)
     if len(nodes) != len(graph.node):
         replace_nodes(graph, nodes)
@@ -64,6 +67,14 @@ def _as_matrices(node: onnx.NodeProto, ranks: Mapping[str, int]) -> list[onnx.No
         node.input[place] = name
     result, node.output[0] = node.output[0], f"{node.output[0]}_ortlaunch_product"
     return [*before, node, *_changed("Squeeze", node.output[0], result, [_OF_PRODUCT[place] for place in vectors])]
+
+
+def _list_no_axes(node: onnx.NodeProto) -> None:
+    """Let a sum or mean be over all dimensions without a list of them; ReduceMean's is an input from opset 18 on."""
+    del node.input[1:]
+    kept = [attribute for attribute in node.attribute if attribute.name != "axes"]
+    del node.attribute[:]
+    node.attribute.extend(kept)
 
 
 def _of_one_place(node: onnx.NodeProto) -> list[onnx.NodeProto]:

@@ -95,3 +95,37 @@ def test_what_is_picked_from_a_product_is_eagers(
     expected.backward()
     torch.testing.assert_close(loss, expected)
     same(model, eager)
+
+
+SCALARS = {
+    "sum": lambda h: h.square().sum((0, 1)).sqrt(),
+    "mean": lambda h: h.square().mean((0, 1)).sqrt(),
+    "norm": torch.linalg.matrix_norm,
+    "standard deviation": lambda h: h.std((0, 1)).sqrt(),
+}
+PICKED = {
+    "last of a sequence": lambda h: torch.where(h.transpose(0, 1)[-1] > 0, h.transpose(0, 1)[-1], 0),
+    "masked": lambda h: functional.hinge_embedding_loss(h.t()[:, -1], h.t()[:, -1].detach().sign()),
+}
+
+
+@pytest.mark.parametrize("name", [*SCALARS, *PICKED])
+def test_sizes_that_vanish_otherwise(name: str) -> None:
+    """The root of a sum over listed dimensions, and picks from a transpose; in batches of two sizes."""
+    part = {**SCALARS, **PICKED}[name]
+
+    class Part(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return part(super().forward(x)).square().sum()
+
+    model = Part(4, 4)
+    eager, module = copy.deepcopy(model), wrapped(model)
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        for each in (model, eager):
+            each.zero_grad()
+        loss, expected = module(x), eager(x)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+        same(model, eager)
