@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ortlaunch.errors import DamagedFile, PlanError
 from ortlaunch.rank import Rank
+from ortlaunch.tasks import TASKS, Task
 
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
@@ -163,9 +164,9 @@ class Plan:
     """Ranks whose output the terminal shows: `first` or `all` (`log.ranks`)."""
 
     @property
-    def saves(self) -> bool:
-        """Whether its ranks have something to save when they are asked to stop."""
-        return self.task == "train"
+    def traits(self) -> Task:
+        """The row of its task."""
+        return TASKS[self.task]
 
     @property
     def world_size(self) -> int:

@@ -70,7 +70,7 @@ def measured(resolved: ResolvedRun, say: Say) -> Choice:
     try:
         report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, say)
     except Stopped as stopped:
-        if resolved.saves and stopped.exit_status != 128 + signal.SIGINT:
+        if resolved.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
             stopped.exit_status = EXIT_SAVED  # nothing has begun, so that all is saved
         raise
     write_json(folder / "bench.json", report)

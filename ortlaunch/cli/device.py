@@ -39,18 +39,20 @@ def train(
 ) -> None:
     """Train a checkpoint on data.train, by ONNX Runtime alone; it goes on where its steps ended."""
     from ortlaunch.commands import device
+    from ortlaunch.tasks import DeviceRequest
 
-    asked = device.Asked("train", str(artifacts), _text(checkpoint), _text(to), steps)
-    raise typer.Exit(device.start(asked, tuple(overrides or ())))
+    request = DeviceRequest("train", str(artifacts), _text(checkpoint), _text(to), steps)
+    raise typer.Exit(device.start(request, tuple(overrides or ())))
 
 
 @app.command(cls=Verb)
 def evaluate(artifacts: Artifacts, overrides: Overrides = None, checkpoint: Checkpoint = None) -> None:
     """Measure a checkpoint on data.evaluation, as `ortlaunch evaluate` does; into ARTIFACTS/evaluation.json."""
     from ortlaunch.commands import device
+    from ortlaunch.tasks import DeviceRequest
 
-    asked = device.Asked("evaluate", str(artifacts), _text(checkpoint))
-    raise typer.Exit(device.start(asked, tuple(overrides or ())))
+    request = DeviceRequest("evaluate", str(artifacts), _text(checkpoint))
+    raise typer.Exit(device.start(request, tuple(overrides or ())))
 
 
 @app.command(cls=Verb)
@@ -61,8 +63,9 @@ def export(
 ) -> None:
     """Write a checkpoint as model.onnx for onnxruntime alone, held against the evaluation graph."""
     from ortlaunch.commands import device
+    from ortlaunch.tasks import DeviceRequest
 
-    raise typer.Exit(device.export(device.Asked("export", str(artifacts), _text(checkpoint), str(to))))
+    raise typer.Exit(device.export(DeviceRequest("export", str(artifacts), _text(checkpoint), str(to))))
 
 
 @app.command(cls=Verb)
@@ -79,9 +82,10 @@ def average(
 ) -> None:
     """Average the weights of clients' checkpoints, each by its samples: federated averaging."""
     from ortlaunch.commands import device
+    from ortlaunch.tasks import DeviceRequest
 
-    asked = device.Asked("average", str(artifacts), to=_text(to), checkpoints=tuple(map(str, checkpoints)))
-    raise typer.Exit(device.average(asked._replace(weights=_numbers(weights))))
+    request = DeviceRequest("average", str(artifacts), to=_text(to), checkpoints=tuple(map(str, checkpoints)))
+    raise typer.Exit(device.average(request._replace(weights=_numbers(weights))))
 
 
 def _text(path: Path | None) -> str | None:

@@ -39,15 +39,14 @@ def evaluate(
 
     if evaluate_model.is_model(run):
         _of_a_model("--step" if step else "--dry-run" if dry_run else None, run, "is a model, and has no checkpoints")
-        asked_model = evaluate_model.Asked(run, recipe, tuple(overrides or ()), as_json)
-        raise typer.Exit(evaluate_model.evaluate(asked_model))
+        raise typer.Exit(evaluate_model.evaluate(run, recipe, tuple(overrides or ()), as_json))
     _of_a_model("--recipe" if recipe else "--json" if as_json else None, run, "is no model; that is for a MODEL")
-    asked = evaluations.Asked(RunDir(run), step, tuple(overrides or ()))
+    what = RunDir(run), step, tuple(overrides or ())
     if dry_run:
-        typer.echo(evaluations.dry_run(asked, options))
+        typer.echo(evaluations.dry_run(*what, options))
         return
     go_on_unread()
-    raise typer.Exit(evaluations.evaluate(asked, options))
+    raise typer.Exit(evaluations.evaluate(*what, options))
 
 
 def _of_a_model(option: str | None, path: Path, why: str) -> None:

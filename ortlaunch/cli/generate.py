@@ -36,7 +36,7 @@ def generate(
     Where the run was trained on chats, or of no run a model's tokenizer has a chat template, that writes the prompt as
     a user's message, and what follows is the answer, on lines of its own.
     """
-    from ortlaunch.commands.generate import Asked
     from ortlaunch.commands.generate import generate as write
+    from ortlaunch.tasks import GenerationRequest
 
-    raise typer.Exit(write(Asked(model, prompt, step, tokens, temperature, seed, raw)))
+    raise typer.Exit(write(GenerationRequest(str(model), prompt, step, tokens, temperature, seed, raw)))

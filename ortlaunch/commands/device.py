@@ -6,12 +6,12 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
 
-from ortlaunch import start as process
+from ortlaunch import tasks
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import load, to_yaml
 from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.tasks import DeviceRequest
 
 # What a device can change of the recipe; the rest is in the graphs.
 _OPEN = ("data", "batch.micro_size", "train.max_steps", "train.epochs", "optimizer.learning_rate", "schedule", "seed",
@@ -19,41 +19,23 @@ _OPEN = ("data", "batch.micro_size", "train.max_steps", "train.epochs", "optimiz
 _MARK = b"ODTC"  # of onnxruntime's checkpoints, from byte 4 on
 
 
-class Asked(NamedTuple):
-    """What was typed."""
-
-    verb: str
-    artifacts: str
-    checkpoint: str | None = None
-    """To begin with; None: the artifacts' own."""
-    to: str | None = None
-    """Where the result goes; None: the artifacts' own checkpoint."""
-    steps: int | None = None
-    """Of this training; None: all that are left."""
-    checkpoints: tuple[str, ...] = ()
-    """Of clients, to average."""
-    weights: tuple[float, ...] | None = None
-    recipe: str | None = None
-    """Resolved, as YAML."""
-
-
-def export(asked: Asked) -> int:
+def export(request: DeviceRequest) -> int:
     """Write a model for onnxruntime alone, into a new folder; as `start`."""
-    if asked.to and Path(asked.to).exists():
-        raise InputError(f"{asked.to} is there already; take it away, or give another folder with --to")
-    return start(asked, None)
+    if request.to and Path(request.to).exists():
+        raise InputError(f"{request.to} is there already; take it away, or give another folder with --to")
+    return start(request, None)
 
 
-def average(asked: Asked) -> int:
+def average(request: DeviceRequest) -> int:
     """Write the mean of clients' checkpoints; as `start`."""
-    if len(asked.checkpoints) < 2:
-        raise InputError(f"an average is of two checkpoints at least; got {len(asked.checkpoints)}")
-    if asked.weights is not None and len(asked.weights) != len(asked.checkpoints):
-        raise InputError(f"--weights: got {len(asked.weights)} for {len(asked.checkpoints)} checkpoints")
-    return start(asked, None)
+    if len(request.checkpoints) < 2:
+        raise InputError(f"an average is of two checkpoints at least; got {len(request.checkpoints)}")
+    if request.weights is not None and len(request.weights) != len(request.checkpoints):
+        raise InputError(f"--weights: got {len(request.weights)} for {len(request.checkpoints)} checkpoints")
+    return start(request, None)
 
 
-def start(asked: Asked, overrides: tuple[str, ...] | None) -> int:
+def start(request: DeviceRequest, overrides: tuple[str, ...] | None) -> int:
     """Start the verb that was asked for; returns the exit status of the process that does it.
 
     Args:
@@ -63,7 +45,7 @@ def start(asked: Asked, overrides: tuple[str, ...] | None) -> int:
         InputError: there are no artifacts, no checkpoint or no place for the result, or an override is none that a
             device takes.
     """
-    place = DeviceFolder(asked.artifacts)
+    place = DeviceFolder(request.artifacts)
     missing = place.missing()
     if missing:
         raise InputError(
@@ -71,15 +53,15 @@ def start(asked: Asked, overrides: tuple[str, ...] | None) -> int:
             "ortlaunch export RUN --format ondevice writes one"
         )
     own = str(place.checkpoint)
-    asked = asked._replace(checkpoint=asked.checkpoint or own, to=asked.to or own)
-    for path in asked.checkpoints or (asked.checkpoint,):
+    request = request._replace(checkpoint=request.checkpoint or own, to=request.to or own)
+    for path in request.checkpoints or (request.checkpoint,):
         if not Path(path or "").is_file():
             raise InputError(f"there is no checkpoint {path}")
-    if asked.verb in ("train", "average"):
-        _make_place(Path(asked.to or ""), own)
+    if request.verb in ("train", "average"):
+        _make_place(Path(request.to or ""), own)
     if overrides is not None:
-        asked = asked._replace(recipe=_recipe(place, overrides))
-    return process.run("ortlaunch.worker.device", json.dumps(asked._asdict()))
+        request = request._replace(recipe=_recipe(place, overrides))
+    return tasks.run_alone(request)
 
 
 def _make_place(to: Path, own: str) -> None:

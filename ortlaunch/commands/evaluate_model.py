@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
-from ortlaunch import start
+from ortlaunch import tasks
 from ortlaunch.errors import InputError
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe, load, to_yaml
@@ -19,16 +18,6 @@ _ABOVE = 3  # folders from RUN/exports/step_N_onnx/model.onnx up to RUN
 _ALONE = ("engine.name=eager", "zero=null", "precision=fp32", "model.lora=null", "model.gradient_checkpointing=false")
 
 
-class Asked(NamedTuple):
-    """What was typed."""
-
-    model: Path
-    recipe: Path | None
-    """Of the evaluation corpus and the task; None: of the run that the model lies in."""
-    overrides: tuple[str, ...]
-    json: bool
-
-
 def is_model(path: Path) -> bool:
     """Whether it is a model.onnx, or a folder of a model and not of a run."""
     if path.suffix == ".onnx":
@@ -38,19 +27,21 @@ def is_model(path: Path) -> bool:
     return not of_run and any((path / name).exists() for name in ("model.onnx", "config.json", "adapter_config.json"))
 
 
-def evaluate(asked: Asked) -> int:
+def evaluate(model: Path, recipe: Path | None, overrides: tuple[str, ...], as_json: bool) -> int:
     """Measure a model; returns the exit status of the process that does it.
+
+    Args:
+        recipe: of the evaluation corpus and the task; None: of the run that the model is in.
 
     Raises:
         InputError: there is no such model, no recipe for it, or nothing to evaluate on.
     """
-    model = _file(asked.model)
-    run = None if asked.recipe else _run_of(model)
-    source = run.recipe if run else locate(asked.recipe or Path())
+    model = _file(model)
+    run = None if recipe else _run_of(model)
+    source = run.recipe if run else locate(recipe or Path())
     modules = Plan.read(run.plan).modules if run else str(source.parent.absolute())
-    recipe = to_yaml(_recipe(source, model, asked.overrides))
-    given = {"model": str(model), "recipe": recipe, "modules": modules, "json": asked.json}
-    return start.run("ortlaunch.worker.evaluation.evaluate_model", json.dumps(given))
+    resolved = to_yaml(_recipe(source, model, overrides))
+    return tasks.run_alone(tasks.ModelEvaluationRequest(str(model), resolved, modules, as_json))
 
 
 def _file(model: Path) -> Path:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ortlaunch import start
+from ortlaunch import tasks
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.held import held
 from ortlaunch.run_folder.lines import json_lines
+from ortlaunch.tasks import ExportRequest, PushRequest
 
 FORMATS = ("huggingface", "onnx", "ondevice")
 LORA = ("merged", "alone")
-_PUSH = "ortlaunch.worker.export.push"
 
 
 def export(
@@ -35,16 +35,14 @@ def export(
 
 def _export(run: RunDir, chosen: int, to: Path | None, form: str, push: str | None, lora: str | None) -> int:
     folder = to or run.exported(chosen, form)
-    if push and (refused := start.run(_PUSH, push)):
+    if push and (refused := tasks.run_alone(PushRequest(push))):
         return refused
     if push and lora is None and _is_written(run, chosen, folder, form):
-        return start.run(_PUSH, push, str(run), str(chosen), str(folder))
+        return tasks.run_alone(PushRequest(push, str(run), chosen, str(folder)))
     if folder.exists():
         raise InputError(f"{folder} is there already; take it away, or give another folder with --to")
-    failed = start.run(
-        "ortlaunch.worker.export.export_checkpoint", str(run), str(chosen), str(folder), form, lora or ""
-    )
-    return failed if failed or not push else start.run(_PUSH, push, str(run), str(chosen), str(folder))
+    failed = tasks.run_alone(ExportRequest(str(run), chosen, str(folder), form, lora or ""))
+    return failed if failed or not push else tasks.run_alone(PushRequest(push, str(run), chosen, str(folder)))
 
 
 def _is_written(run: RunDir, step: int, folder: Path, form: str) -> bool:

@@ -3,73 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-from ortlaunch import start
+from ortlaunch import tasks
 from ortlaunch.commands.export import chosen_step
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import is_chat
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.held import held
+from ortlaunch.tasks import GenerationRequest
 
 _ABOVE = 2  # folders from RUN/exports/step_N up to RUN
 _CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of such models end
 
 
-class Asked(NamedTuple):
-    """What was typed."""
-
-    model: Path
-    """Folder of a run, or of a model."""
-    prompt: str
-    step: int | None
-    tokens: int
-    temperature: float
-    """0: the likeliest token each time."""
-    seed: int
-    raw: bool
-    """Without the chat template."""
-
-
-def generate(asked: Asked) -> int:
+def generate(request: GenerationRequest) -> int:
     """Print the prompt and what follows; returns the exit status of the process that does it.
 
     Raises:
         InputError: there is no such model, or it does not generate text.
     """
-    model, step, chats = _source(asked)
+    model, step, chats = _source(request)
     with contextlib.ExitStack() as stack:
         if step is not None:
             run = RunDir(model)
-            step = stack.enter_context(held(run, lambda: chosen_step(run, asked.step)))
-        return _generate(asked, model, step, chats)
+            step = stack.enter_context(held(run, lambda: chosen_step(run, request.step)))
+        return _generate(request, model, step, chats)
 
 
-def _generate(asked: Asked, model: Path, step: int | None, chats: bool | None) -> int:
+def _generate(request: GenerationRequest, model: Path, step: int | None, chats: bool | None) -> int:
     print(f"model: {model if step is None else RunDir(model).checkpoint(step)}", file=sys.stderr, flush=True)
-    given = {**asked._asdict(), "model": str(model), "step": step, "chats": False if asked.raw else chats}
-    return start.run("ortlaunch.worker.export.generate", json.dumps(given))
+    chats = False if request.raw else chats
+    return tasks.run_alone(request._replace(model=str(model), step=step, chats=chats))
 
 
-def _source(asked: Asked) -> tuple[Path, int | None, bool | None]:
+def _source(request: GenerationRequest) -> tuple[Path, int | None, bool | None]:
     """A model's folder and None, or a run's and the step of a checkpoint; and whether it learned chats, if known."""
-    run = RunDir(asked.model)
+    folder = Path(request.model)
+    run = RunDir(folder)
     if not (run.plan.exists() and run.recipe.exists()):
-        if asked.step is not None:
-            raise InputError(f"--step: {asked.model} is no folder of a run, and has no checkpoints")
-        return _require_causal(asked.model), None, _run_learned_chats(asked.model)
+        if request.step is not None:
+            raise InputError(f"--step: {folder} is no folder of a run, and has no checkpoints")
+        return _require_causal(folder), None, _run_learned_chats(folder)
     recipe = read_resolved(run.recipe)
     if recipe.model.traits.predicts != "next":
         raise InputError(f"{run} trains task {recipe.model.task}; only causal-lm generates text")
-    step = chosen_step(run, asked.step)
+    step = chosen_step(run, request.step)
     exported = run.summary.exists() and read_json(run.summary)["steps"] == step
-    if asked.step is None and exported and (run.export / "config.json").exists():  # adapters alone have none
+    if request.step is None and exported and (run.export / "config.json").exists():  # adapters alone have none
         return run.export, None, learned_chats(recipe)
-    return asked.model, step, learned_chats(recipe)
+    return folder, step, learned_chats(recipe)
 
 
 def learned_chats(recipe: Recipe) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-
-from ortlaunch import start
+from ortlaunch import tasks
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe, to_yaml
 
@@ -17,5 +15,4 @@ def prepare(recipe: Recipe) -> int:
     """
     if recipe.data.is_custom:
         raise InputError("data.train: is custom, and there is nothing to prepare: its factory makes the samples")
-    words = start.command("ortlaunch.worker.prepare_data")
-    return subprocess.run(words, input=to_yaml(recipe), text=True, check=False).returncode
+    return tasks.run_alone(tasks.DataRequest(to_yaml(recipe)))

@@ -49,7 +49,7 @@ def store_file(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, str], ...]:
 
 def stop_of(plan: Plan, run_dir: RunDir) -> Stop | None:
     """How this plan's ranks are asked to stop."""
-    return Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds) if plan.saves else None
+    return Stop(str(run_dir.stop_request), str(run_dir.cancelled), plan.grace_seconds) if plan.traits.saves else None
 
 
 def given_up_of(plan: Plan, run_dir: RunDir) -> tuple[tuple[str, float], ...]:

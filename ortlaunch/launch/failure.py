@@ -192,7 +192,7 @@ def _stopped(run: RunDir, first: Json | None, number: int) -> End:
     said, saved = f"{told}ortlaunch: stopped by {signal.Signals(number).name}", run.complete_checkpoints()
     if not saved:
         return End(128 + number, said)
-    again = late and number != signal.SIGINT and not run.cancelled.exists() and Plan.read(run.plan).saves
+    again = late and number != signal.SIGINT and not run.cancelled.exists() and Plan.read(run.plan).traits.saves
     lost = " before it had saved, and what was trained since its newest checkpoint is lost" if again else ""
     return End(
         EXIT_SAVED if again else 128 + number,

@@ -124,4 +124,4 @@ def _error_file(run_dir: RunDir) -> dict[str, str]:
 
 def _grace(plan: Plan) -> dict[str, str]:
     """A guardian ends its rank after the grace; one that is stopped is killed soon after it, not after 30 s."""
-    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{(plan.grace_seconds if plan.saves else GRACE_SECONDS) + 2:.0f}"}
+    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{(plan.grace_seconds if plan.traits.saves else GRACE_SECONDS) + 2:.0f}"}

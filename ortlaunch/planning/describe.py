@@ -15,7 +15,7 @@ from ortlaunch.units import counted, human
 def describe(plan: Plan, recipe: Recipe) -> str:
     """The plan for a person: world and, where there is a training, batch, length and memory by ZeRO stage."""
     lines = [*_world_lines(plan), *_start_lines(plan, recipe)]
-    if plan.task == "evaluate":
+    if plan.traits.evaluates:
         return "\n".join(lines)
     lines += [*_batch_lines(plan), _length_line(plan, recipe)]
     known = plan.memory

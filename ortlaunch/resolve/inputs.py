@@ -21,6 +21,7 @@ from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.fields.families import FAMILIES
 from ortlaunch.recipe.text.place import Problem
 from ortlaunch.recipe.text.words import closest
+from ortlaunch.tasks import TASKS
 from ortlaunch.user_modules import factories, folders
 
 # With one of these a module may have names that its source does not show.
@@ -32,7 +33,9 @@ def missing_files(recipe: Recipe, task: str = "train", beside: Path = Path()) ->
 
     Paths are relative to the current folder; `beside` is the recipe's, where a file may be meant instead.
     """
-    sources = [each for each in recipe.data.sources() if task != "evaluate" or not each[0].startswith("data.train")]
+    sources = [
+        each for each in recipe.data.sources() if not TASKS[task].evaluates or not each[0].startswith("data.train")
+    ]
     for key, corpus in sources:
         for pattern in (corpus.path or ()) if isinstance(corpus, Corpus) else ():
             if not _matches(pattern):

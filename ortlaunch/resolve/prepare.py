@@ -151,7 +151,7 @@ def check_folder(run: RunDir, before: Recipe | None, resolved: ResolvedRun) -> l
         raise PlanError(f"--run-dir {run}: is not empty and not a run folder; give a new one")
     if before is None:
         return []
-    if resolved.command.options.task == "parity" and run.complete_checkpoints():
+    if resolved.traits.compares and run.complete_checkpoints():
         raise PlanError(
             f"--run-dir {run}: holds the checkpoints of a training, whose records this would overwrite; give a new one"
         )

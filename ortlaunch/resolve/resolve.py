@@ -25,6 +25,7 @@ from ortlaunch.recipe.fields.ort_variables import contradictions, seen
 from ortlaunch.recipe.rules.rules import device_rules, task_rules
 from ortlaunch.resolve import inputs, shipped
 from ortlaunch.run_folder.engine_report import Choice
+from ortlaunch.tasks import TASKS, Task
 
 # The folder of the recipe that `ortlaunch submit` wrote into the run folder.
 MODULES_VARIABLE = "ORTLAUNCH_MODULES"
@@ -64,9 +65,9 @@ class ResolvedRun:
         return self.command.options.task
 
     @property
-    def saves(self) -> bool:
-        """Whether its ranks have something to save when they are asked to stop, as the plan's."""
-        return self.task == "train"
+    def traits(self) -> Task:
+        """The row of the task."""
+        return TASKS[self.task]
 
     @cached_property
     def plan(self) -> Plan:

@@ -177,7 +177,7 @@ def beginning(run: RunDir, resolved: ResolvedRun, before: Recipe | None, options
     made = origin.read(chosen.folder)
     if made is None and before is not None and run.checkpoints in chosen.folder.parents:
         made = {"recipe": before.model_dump(mode="json")}
-    trains = resolved.command.options.task != "evaluate"
+    trains = not resolved.traits.evaluates
     lines.append(f"{'going on' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}")
     if made is None:
         return Beginning(chosen, (*lines, "  it does not say what made it: nothing could be compared"))

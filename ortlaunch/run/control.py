@@ -56,7 +56,7 @@ def _train(resolved: ResolvedRun, run: RunDir, is_new: bool, lock: RunLock, opti
 
     run = claimed(run) if is_new else run
     lock.take(run)
-    with JobFile(run, resolved.world.launcher, resolved.saves) as file:
+    with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         whole = choices.with_found_size(resolved, run)
         resume.apply(run, beginning, options)
         os.environ[PROGRESS_VARIABLE] = width = str(terminal_width() or "")

@@ -146,7 +146,7 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
     job = launcher.submit(request._replace(notice_ends=True), log)
     end = explain_end(trial, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
     if job.signal is not None:
-        raise Stopped(end, run, plan.saves)
+        raise Stopped(end, run, plan.traits.saves)
     if end.status == 0:
         return _judged(size, read_json(trial.trial))
     if not _MEMORY.search(end.text):

@@ -142,9 +142,11 @@ def _seen_end(run: RunDir, status: Status) -> End | None:
 def _require_training(run: RunDir, verb: str) -> None:
     if not run.plan.exists():
         raise InputError(f"{run}: its ranks have not begun, and have nothing to save; `ortlaunch cancel` ends it")
-    task = Plan.read(run.plan).task
-    if task != "train":
-        raise InputError(f"{run}: runs {task}, which has nothing to save; `ortlaunch cancel` ends it, not `{verb}`")
+    plan = Plan.read(run.plan)
+    if not plan.traits.saves:
+        raise InputError(
+            f"{run}: runs {plan.task}, which has nothing to save; `ortlaunch cancel` ends it, not `{verb}`"
+        )
 
 
 def _newest(run: RunDir) -> int:

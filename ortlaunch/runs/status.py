@@ -213,7 +213,7 @@ def _unrecorded(run: RunDir, job: JobRecord) -> End:
 
 def _compared_to_the_end(run: RunDir) -> bool:
     """Whether `parity`, which leaves no summary, ended by itself on rank 0 and no rank failed."""
-    if not run.plan.exists() or Plan.read(run.plan).task != "parity" or 0 not in ranks_that_began(run):
+    if not run.plan.exists() or not Plan.read(run.plan).traits.compares or 0 not in ranks_that_began(run):
         return False
     return not run.spare(0).exists() and not any(run.errors.glob("rank_*.json"))
 

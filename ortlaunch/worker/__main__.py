@@ -64,7 +64,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     os.environ["DS_ACCELERATOR"] = plan.device  # else DeepSpeed guesses, and warns
     freed = keep_freed_memory(os.environ) if plan.device == "cpu" else None
     expect_no_gpu(plan.device)
-    if plan.task == "try":
+    if plan.traits.may_exhaust_memory:
         be_ended_first()
     if recipe.engine.name == "ort":
         from ortlaunch.worker.engine.ort_settings import prepare
@@ -88,7 +88,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     if not recipe.data.is_custom:  # whose function may want the group
         progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it
         data = Data(recipe, progress.tell, goes_on_with(run, recipe))
-        data.read_for(plan.task)
+        data.read_for(plan.traits)
         if not recipe.model.traits.is_own:
             config_of(recipe, data)  # that tokenizer and labels fit into the model
     if rank.world_size > 1:

@@ -73,16 +73,16 @@ def build_session(
     found = choose(run, group)
     progress.doing("reading data")
     data = load_data(recipe, group, data, goes_on_with(run, recipe))
-    data.read_for(plan.task)
+    data.read_for(plan.traits)
     progress.doing("building the model")
     model = build_model(recipe, data)
-    measures = plan.task == "evaluate"  # and needs nothing that was trained on
+    measures = plan.traits.evaluates  # and needs nothing that was trained on
     samples = data.evaluation if measures else data.train
     assert samples is not None, "the control side has looked for data.evaluation"
     trained_on = identity(None if measures else samples, model)
     if found is not None:
         explain(run, recipe, found, trained_on, group)
-    if group.rank == 0 and plan.task == "train":
+    if group.rank == 0 and plan.traits.saves:
         keep(run, recipe, data.tokenizer, data.class_names, data.classes)
     memory, built = MemoryUse(group.device, model), time.perf_counter()
     batches = Batches(samples, plan.batch, recipe.seed, recipe.data.lengths, stack_of(recipe))

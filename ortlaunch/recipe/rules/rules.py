@@ -19,6 +19,7 @@ from ortlaunch.recipe.rules.parity import compared_steps
 from ortlaunch.recipe.rules.schedule_rules import schedule_rules
 from ortlaunch.recipe.rules.submit_rules import submit_rules
 from ortlaunch.recipe.text.place import Problem
+from ortlaunch.tasks import TASKS
 from ortlaunch.units import counted
 
 _OPTIMIZER_FIELDS = {
@@ -79,7 +80,7 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
 
 def task_rules(recipe: Recipe, task: str) -> Iterator[Problem]:
     """Rules about what the ranks are to do, which the command says."""
-    if task == "parity" and recipe.engine.name == "auto":
+    if TASKS[task].compares and recipe.engine.name == "auto":
         message = "got auto, and it must be known what to compare with plain PyTorch; use ort or inductor"
         yield ("engine.name",), message
 

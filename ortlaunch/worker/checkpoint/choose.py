@@ -86,7 +86,7 @@ def explain(run: RunDir, recipe: Recipe, found: Found, identity: Mapping[str, An
         return
     now = {**origin.of_run(run, recipe), **identity}
     changes = origin.differences(made, now)
-    if Plan.read(run.plan).task == "evaluate":
+    if Plan.read(run.plan).traits.evaluates:
         changes = origin.of_evaluation(found.folder, changes)
     if requested.checkpoint == os.path.abspath(found.folder):
         unknown = {f"{part}.{name}" for part, values in identity.items() for name in values}

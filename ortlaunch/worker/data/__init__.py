@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Corpus, MaskedLm, is_chat
+from ortlaunch.tasks import Task
 from ortlaunch.worker.data.ahead import Reader
 from ortlaunch.worker.data.batches import Batches
 from ortlaunch.worker.data.chats import Conversations, tokenized_chats
@@ -81,12 +82,12 @@ class Data:
             number_as_trained(samples, self._vocabulary.labels)
         return samples
 
-    def read_for(self, task: str) -> None:
+    def read_for(self, task: Task) -> None:
         """What a plan's task needs: what is held out alone to evaluate, else both.
 
         And what tells the training's from others: the first time, rows with labels are read twice for it.
         """
-        if task != "evaluate":
+        if not task.evaluates:
             identity(self.train)
         _ = self.evaluation
 

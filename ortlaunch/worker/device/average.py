@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, loa
 Weights = Json
 
 
-def average(place: DeviceFolder, checkpoints: list[Path], weights: list[float] | None, to: Path) -> None:
+def average(place: DeviceFolder, checkpoints: list[Path], weights: Sequence[float] | None, to: Path) -> None:
     """Write the mean of the trained weights, without any optimizer's state; what is frozen must be equal.
 
     weights: of each client; None: the samples that it trained on since the last average.
@@ -75,7 +75,7 @@ def _require_same_frozen(checkpoints: list[Path], states: list[Any], wanted: lis
                 raise CheckpointError(f"{path}: {name} is not trained, and is not that of {checkpoints[0]}")
 
 
-def _parts(checkpoints: list[Path], states: list[Any], weights: list[float] | None) -> list[float]:
+def _parts(checkpoints: list[Path], states: list[Any], weights: Sequence[float] | None) -> list[float]:
     """Of each client in the mean, 1 in all."""
     given = [float(number(state, SAMPLES)) for state in states] if weights is None else weights
     for path, weight in zip(checkpoints, given):

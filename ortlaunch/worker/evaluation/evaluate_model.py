@@ -1,13 +1,10 @@
-"""`start.py ortlaunch.worker.evaluation.evaluate_model JSON`: a model in its final form on the evaluation corpus.
+"""`ortlaunch evaluate MODEL`: a model in its final form on the evaluation corpus.
 
-One process on the CPU: model.onnx by onnxruntime, transformers' folder by plain PyTorch. JSON:
-commands/evaluate_model.py's.
+One process on the CPU: model.onnx by onnxruntime, transformers' folder by plain PyTorch.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +14,13 @@ from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.recipe.rules.best_rules import evaluates_with_scores
 from ortlaunch.run_folder.folder import json_text
 from ortlaunch.run_folder.records import Evaluation
-from ortlaunch.worker.supervision.alone import run_alone
+from ortlaunch.tasks import ModelEvaluationRequest
 
 
-def _evaluate() -> None:
+def run(request: ModelEvaluationRequest) -> None:
     """Measure and print."""
-    asked = json.loads(sys.argv[1])
-    found = evaluated(parse_resolved(asked["recipe"]), Path(asked["model"]), Path(asked["modules"]))
-    if asked["json"]:
+    found = evaluated(parse_resolved(request.recipe), Path(request.model), Path(request.modules))
+    if request.json:
         print(json_text(found.to_json(), indent=2))
     else:
         from ortlaunch.worker.evaluation.record import table
@@ -88,7 +84,3 @@ def measured(recipe: Recipe, whole: Any, samples: Any, group: Any, step: int | N
     found = evaluate(session, samples)
     assert found is not None, "nobody was asked to stop"
     return record_of(step, len(samples), found)
-
-
-if __name__ == "__main__":
-    run_alone(_evaluate)

@@ -1,4 +1,4 @@
-"""`start.py ortlaunch.worker.export.export_checkpoint RUN STEP FOLDER FORMAT LORA`: a checkpoint as a model.
+"""`ortlaunch export`: a checkpoint as a model.
 
 One process on the CPU: it builds the run's model and reads the weights alone, of whatever world and ZeRO stage.
 """
@@ -6,7 +6,6 @@ One process on the CPU: it builds the run's model and reads the weights alone, o
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from ortlaunch.run_folder.export_records import DeviceArtifacts, ExportLine, Onn
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
 from ortlaunch.run_folder.lines import append_line
 from ortlaunch.run_folder.records import as_json
-from ortlaunch.worker.supervision.alone import run_alone
+from ortlaunch.tasks import ExportRequest
 
 if TYPE_CHECKING:
     from ortlaunch.recipe import Recipe
@@ -26,11 +25,10 @@ if TYPE_CHECKING:
     from ortlaunch.worker.model.model import LossModule
 
 
-def _export() -> None:
+def run(request: ExportRequest) -> None:
     """Write the export."""
-    run, step, folder, form, lora = sys.argv[1:6]
-    write(RunDir(run), int(step), Path(folder), form, lora)
-    print(f"export of step {step}: {folder}")
+    write(RunDir(request.run), request.step, Path(request.folder), request.format, request.lora)
+    print(f"export of step {request.step}: {request.folder}")
 
 
 def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> None:
@@ -145,7 +143,3 @@ def tell_device(found: DeviceArtifacts) -> None:
     print(f"a device trains {trained} of {len(found.parameters)} weights by ONNX Runtime's {found.optimizer}")
     for note in found.notes:
         print(note)
-
-
-if __name__ == "__main__":
-    run_alone(_export)

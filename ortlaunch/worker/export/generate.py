@@ -1,20 +1,14 @@
-"""`python ortlaunch/start.py ortlaunch.worker.export.generate JSON`: a prompt, and how a causal model goes on.
-
-JSON: commands/generate.py's Asked; with a step `model` is a run, and that checkpoint's weights are taken. `chats`:
-whether the chat template writes the prompt; null: where the tokenizer has one.
-"""
+"""`ortlaunch generate`: a prompt, and how a causal model continues it."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ortlaunch.errors import InputError
-from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.supervision.alone import run_alone
+from ortlaunch.tasks import GenerationRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,10 +16,9 @@ if TYPE_CHECKING:
 _ANSWER = "ortlaunch"  # in the place of an answer, to see what follows on one
 
 
-def _generate() -> None:
+def run(request: GenerationRequest) -> None:
     """Print the text."""
-    asked = json.loads(sys.argv[1])
-    print(text(*_model(asked["model"], asked["step"]), asked))
+    print(text(*_model(request.model, request.step), request))
 
 
 def _model(place: str, step: int | None) -> tuple[Any, Any]:
@@ -49,7 +42,7 @@ def _model(place: str, step: int | None) -> tuple[Any, Any]:
     return whole.model, data.tokenizer
 
 
-def text(model: Any, tokenizer: PreTrainedTokenizerBase, asked: Json) -> str:
+def text(model: Any, tokenizer: PreTrainedTokenizerBase, request: GenerationRequest) -> str:
     """The prompt and what follows it.
 
     Raises:
@@ -58,23 +51,23 @@ def text(model: Any, tokenizer: PreTrainedTokenizerBase, asked: Json) -> str:
     import torch
     from transformers import GenerationConfig
 
-    prompt = asked["prompt"]
-    chat = bool(tokenizer.chat_template) if asked["chats"] is None else asked["chats"]
+    prompt = request.prompt
+    chat = bool(tokenizer.chat_template) if request.chats is None else request.chats
     if chat:
         print(
             "prompt: as a user's message, by the chat template (--raw takes it as it is)", file=sys.stderr, flush=True
         )
     ids, ends = _message(tokenizer, prompt) if chat else (_tokens(tokenizer, prompt), [])
-    _require_place(model, len(ids), asked["tokens"])
-    samples = asked["temperature"] > 0
+    _require_place(model, len(ids), request.tokens)
+    samples = request.temperature > 0
     how = GenerationConfig(
-        max_new_tokens=asked["tokens"],
+        max_new_tokens=request.tokens,
         do_sample=samples,
-        **({"temperature": asked["temperature"], "top_k": 0} if samples else {}),  # of all tokens, not of 50
+        **({"temperature": request.temperature, "top_k": 0} if samples else {}),  # of all tokens, not of 50
         eos_token_id=[*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])] or None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
     )
-    torch.manual_seed(asked["seed"])
+    torch.manual_seed(request.seed)
     given = torch.tensor([ids])
     (found,) = model.float().eval().generate(given, attention_mask=torch.ones_like(given), generation_config=how)
     if chat:
@@ -120,7 +113,3 @@ def _require_place(model: Any, prompt: int, tokens: int) -> None:
         raise InputError(
             f"--max-new-tokens: got {tokens}; the prompt has {prompt} tokens, and the model sees {places} in all"
         )
-
-
-if __name__ == "__main__":
-    run_alone(_generate)

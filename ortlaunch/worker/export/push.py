@@ -1,29 +1,28 @@
-"""`python ortlaunch/start.py ortlaunch.worker.export.push REPO [RUN STEP FOLDER]`: an export to the hub, with its card.
+"""`ortlaunch export --push`: an export to the hub, with its card.
 
-With REPO alone: whether it could be done, before the export is made. The token is huggingface_hub's own affair: it is
+Without a run: whether it could be done, before the export is made. The token is huggingface_hub's own affair: it is
 taken from HF_TOKEN or `hf auth login`, and printed nowhere.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from pathlib import Path
 
 from ortlaunch.errors import InputError, LaunchError, MissingDependency
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.supervision.alone import run_alone
+from ortlaunch.tasks import PushRequest
 
 
-def _push() -> None:
+def run(request: PushRequest) -> None:
     """Check the repository, or push to it."""
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    if len(sys.argv) == 2:
-        check(sys.argv[1])
+    if not request.run:
+        check(request.repo)
     else:
-        repo, run, step, folder = sys.argv[1:5]
-        print(f"pushed: {push(repo, RunDir(run), int(step), Path(folder))}")
+        place = push(request.repo, RunDir(request.run), request.step, Path(request.folder))
+        print(f"pushed: {place}")
 
 
 def check(repo: str) -> None:
@@ -83,7 +82,3 @@ def _said(error: Exception) -> str:
     """The hub's answer on one line."""
     message = getattr(error, "server_message", None) or str(error)
     return " ".join(str(message).split())
-
-
-if __name__ == "__main__":
-    run_alone(_push)

@@ -69,7 +69,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
         )
     for _, write_end in streams.values():
         os.close(write_end)
-    child = Child(pid, run, rank.rank, plan.grace_seconds if plan.saves else None)
+    child = Child(pid, run, rank.rank, plan.grace_seconds if plan.traits.saves else None)
     child.is_left_alone = plan.launcher == "inside"
     for number in PASSED_ON:
         signal.signal(number, child.pass_on)
@@ -104,7 +104,7 @@ def _be_the_rank(
     """The child: live, say how it went, leave without finalizers that could hang or change the status."""
     die_with_parent(signal.SIGKILL, guardian)
     os.setpgid(0, 0)  # mpirun and Ctrl-C signal whole groups; it, and what it starts, hear its guardian alone
-    saves = Plan.read(account.run.plan).saves
+    saves = Plan.read(account.run.plan).traits.saves
     for number in (signal.SIGUSR2,) if saves else NOTICES:  # until it listens, or the user's own code handles them
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGUSR1) if saves else ():  # of which launchers are started to ignore one

@@ -37,7 +37,6 @@ _ASLEEP_SECONDS = 4.0  # without a look in time: this guardian itself was stoppe
 _STACK_SECONDS, _ALL_STACKS_SECONDS, _ORDER_SECONDS = 1.0, 2.0, 5.0
 _PY_SPY_SECONDS = 3
 _SHOWN_LINES = 12
-_WATCHED_TASKS = ("train", "parity", "evaluate")  # variants of a bench take turns
 
 
 class Watchdog:
@@ -57,12 +56,12 @@ class Watchdog:
         self._unheard_at = float("inf")  # when to report the ranks that no beat came from
         self._activity: Activity | None = None
         self._slow, self._lost_hosts = SlowRanks(), LostHosts(socket.gethostname(), rank.rank)
-        if self._plan.task not in _WATCHED_TASKS:
+        if not self._plan.traits.watched:
             self.pulse.limit = NEVER
 
     def take(self, setting: float | str | None) -> None:
         """In the rank: `train.stall_seconds` of its recipe."""
-        if self._plan.task in _WATCHED_TASKS:
+        if self._plan.traits.watched:
             self.pulse.limit = NEVER if setting is None else AUTO if isinstance(setting, str) else setting
 
     def listen(self) -> None:

@@ -1,7 +1,4 @@
-"""What the ranks of a run do: `plan.task` names one of these modules, whose `run` takes the rank's Session.
-
-A module is imported when it is named, so that a task costs the others nothing.
-"""
+"""What the ranks of a run do: a module each, which the table in `ortlaunch/tasks.py` names by `plan.task`."""
 
 from __future__ import annotations
 
@@ -11,16 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ortlaunch.worker.session import Session
 
-TASKS = {
-    "train": "ortlaunch.worker.tasks.train",
-    "parity": "ortlaunch.worker.tasks.parity",
-    "evaluate": "ortlaunch.worker.tasks.evaluate",
-    "bench": "ortlaunch.worker.tasks.bench",
-    "fabric": "ortlaunch.worker.tasks.fabric",
-    "try": "ortlaunch.worker.tasks.trial",
-}
-
 
 def run(session: Session) -> int:
     """Do what the plan says; the exit status."""
-    return import_module(TASKS[session.plan.task]).run(session) or 0
+    return import_module(session.plan.traits.module).run(session) or 0

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ortlaunch import tasks
 from ortlaunch.commands import device
 from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.recipe import parse_resolved, to_yaml
 from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.tasks import DeviceRequest
 from tests import makers
 from tests.control.typed import Run
 
@@ -34,17 +34,13 @@ def artifacts(tmp_path: Path) -> DeviceFolder:
 def test_what_is_started(artifacts: DeviceFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The artifacts' recipe with their tokenizer and the client's data; checkpoints are theirs if not given."""
     started: list[Any] = []
-
-    class Ended:
-        returncode = 3
-
-    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or Ended)
+    monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
     mine = ("data.train.format=text", "data.train.path=[mine.txt]", "train.max_steps=7")
-    assert device.start(device.Asked("train", str(artifacts), to="after", steps=5), mine) == 3
-    given = json.loads(started[0][3])
-    recipe = parse_resolved(given["recipe"])
+    assert device.start(DeviceRequest("train", str(artifacts), to="after", steps=5), mine) == 3
+    (given,) = started
+    recipe = parse_resolved(given.recipe)
     assert (recipe.data.tokenizer, recipe.train.max_steps) == (str(artifacts), 7)
-    assert (given["checkpoint"], given["to"], given["steps"]) == (str(artifacts.checkpoint), "after", 5)
+    assert (given.checkpoint, given.to, given.steps) == (str(artifacts.checkpoint), "after", 5)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +70,17 @@ def test_the_folder_of_a_result_is_made_before_any_step(
     """A training or an average does not end without a place for what it made; an earlier result is replaced."""
     there: list[bool] = []
 
-    class Ended:
-        returncode = 0
+    def run(request: DeviceRequest) -> int:
+        there.append(Path(str(request.to)).parent.is_dir())
+        return 0
 
-    def run(words: list[str], check: bool) -> type[Ended]:
-        there.append(Path(json.loads(words[3])["to"]).parent.is_dir())
-        return Ended
-
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(tasks, "run_alone", run)
     clients = (str(artifacts.checkpoint),) * 2
     earlier = tmp_path / "rounds/2/mean"
-    device.start(device.Asked("train", str(artifacts), to=str(tmp_path / "out/client")), ())
-    device.average(device.Asked("average", str(artifacts), to=str(earlier), checkpoints=clients))
+    device.start(DeviceRequest("train", str(artifacts), to=str(tmp_path / "out/client")), ())
+    device.average(DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients))
     earlier.write_bytes(b"\x14\0\0\0ODTC")
-    device.average(device.Asked("average", str(artifacts), to=str(earlier), checkpoints=clients))
+    device.average(DeviceRequest("average", str(artifacts), to=str(earlier), checkpoints=clients))
     assert there == [True, True, True]
 
 
@@ -95,7 +88,7 @@ def test_no_artifacts_and_a_mistyped_key(artifacts: DeviceFolder) -> None:
     """A folder that lacks some files names them; a key that no recipe has is told as everywhere."""
     artifacts.eval.unlink()
     with pytest.raises(InputError, match=r"it lacks eval_model\.onnx; ortlaunch export RUN --format ondevice writes"):
-        device.start(device.Asked("train", str(artifacts)), ())
+        device.start(DeviceRequest("train", str(artifacts)), ())
     artifacts.eval.touch()
     with pytest.raises(RecipeError, match=r"did you mean data\.sequence_length"):
-        device.start(device.Asked("train", str(artifacts)), ("data.sequence_lenght=8",))
+        device.start(DeviceRequest("train", str(artifacts)), ("data.sequence_lenght=8",))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ortlaunch import tasks
 from ortlaunch.commands import evaluate as evaluations
 from ortlaunch.commands import evaluate_model
-from ortlaunch.commands.evaluate import Asked
 from ortlaunch.errors import InputError, PlanError
 from ortlaunch.planning.describe import describe
 from ortlaunch.planning.world import LaunchOptions
@@ -44,7 +42,7 @@ def test_what_is_started(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(evaluations.control, "train", lambda *given: started.append(given) or 3)
     options = LaunchOptions("torchrun", 3)
-    assert evaluations.evaluate(Asked(run, None, EVALUATION), options) == 3
+    assert evaluations.evaluate(run, None, EVALUATION, options) == 3
     ((resolved, folder, resume),) = started
     assert (resolved.plan.task, resolved.plan.world_size, resolved.plan.batch.global_samples) == ("evaluate", 3, 6)
     assert resolved.plan.modules == str(run.path.parent)
@@ -57,8 +55,7 @@ def test_what_is_said_of_it(run: RunDir) -> None:
     trained = parse_resolved(run.recipe.read_text())
     write_json(run.checkpoint(10) / "manifest.json", {"step": 10})
     write_json(run.checkpoint(10) / ORIGIN, origin(trained, makers.plan(trained).batch, 1, "cpu", {}, None))
-    asked = Asked(run, 10, (*EVALUATION, "log.every_steps=7"))
-    found = evaluations._resolved(asked, LaunchOptions("torchrun", 3))
+    found = evaluations._resolved(run, (*EVALUATION, "log.every_steps=7"), LaunchOptions("torchrun", 3))
     options = ResumeOptions(str(run.checkpoint(10)))
     lines = resume.beginning(run.evaluation_of(10), found, None, options).lines
     assert lines[0] == f"evaluating after step 10 from {run.checkpoint(10)}"
@@ -83,7 +80,7 @@ def _other_text(run: RunDir) -> str:
 
 
 def _lines(run: RunDir, *overrides: str) -> tuple[str, ...]:
-    found = evaluations._resolved(Asked(run, 10, overrides), LaunchOptions("local"))
+    found = evaluations._resolved(run, overrides, LaunchOptions("local"))
     return resume.beginning(run.evaluation_of(10), found, None, ResumeOptions(str(run.checkpoint(10)))).lines
 
 
@@ -117,7 +114,7 @@ def test_a_run_that_keeps_no_vocabulary(run: RunDir) -> None:
 def test_refusals(step: int | None, overrides: tuple[str, ...], message: str, run: RunDir) -> None:
     """Another step, or no corpus to measure on, before a process is started."""
     with pytest.raises(InputError, match=message):
-        evaluations.evaluate(Asked(run, step, overrides), LaunchOptions("local"))
+        evaluations.evaluate(run, step, overrides, LaunchOptions("local"))
 
 
 @pytest.fixture
@@ -139,29 +136,29 @@ def model(run: RunDir) -> Path:
 def test_a_model_is_measured_by_its_runs_recipe(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph before the weights, with the tokenizer beside it; adapters alone are told, and strangers."""
     started: list[Any] = []
-    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or Ended)
-    asked = evaluate_model.Asked(model, None, ("data.evaluation=python-docs",), False)
+    monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
+    corpus = ("data.evaluation=python-docs",)
     assert (evaluate_model.is_model(model), evaluate_model.is_model(model.parents[1])) == (True, False)
-    assert evaluate_model.evaluate(asked) == 3
-    given = json.loads(started[0][3])
-    assert (given["model"], given["modules"]) == (str(model / "model.onnx"), str(model.parents[2]))
-    recipe = parse_resolved(given["recipe"])
+    assert evaluate_model.evaluate(model, None, corpus, as_json=False) == 3
+    given = started[0]
+    assert (given.model, given.modules) == (str(model / "model.onnx"), str(model.parents[2]))
+    recipe = parse_resolved(given.recipe)
     assert (recipe.engine.name, recipe.data.tokenizer, recipe.model.pretrained) == ("eager", str(model), None)
 
     (model / "model.onnx").unlink()
-    evaluate_model.evaluate(asked)
-    assert parse_resolved(json.loads(started[1][3])["recipe"]).model.pretrained == str(model)
+    evaluate_model.evaluate(model, None, corpus, as_json=False)
+    assert parse_resolved(started[1].recipe).model.pretrained == str(model)
     elsewhere = model.parents[2] / "elsewhere"
-    for wrong, message in (
-        (asked._replace(overrides=()), "has no data.evaluation; give one"),
-        (asked._replace(model=model / "other.onnx"), "there is no "),
-        (asked._replace(model=model.parent), "holds adapters alone"),
-        (asked._replace(model=elsewhere), "lies in no run folder"),
+    for wrong, overrides, message in (
+        (model, (), "has no data.evaluation; give one"),
+        (model / "other.onnx", corpus, "there is no "),
+        (model.parent, corpus, "holds adapters alone"),
+        (elsewhere, corpus, "lies in no run folder"),
     ):
-        if wrong.model == elsewhere:
+        if wrong == elsewhere:
             model.rename(elsewhere)
         with pytest.raises(InputError, match=message):
-            evaluate_model.evaluate(wrong)
+            evaluate_model.evaluate(wrong, None, overrides, as_json=False)
 
 
 CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
@@ -179,25 +176,20 @@ CHATS = {"train": "python-chats", "chat_template": "chat.jinja"}
 )
 def test_the_advice_can_be_typed(task: str, data: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held-out corpus as the message says it, of the training corpus's kind, is taken."""
-    monkeypatch.setattr(subprocess, "run", lambda words, check: Ended)
+    monkeypatch.setattr(tasks, "run_alone", lambda request: 3)
     family = "llama" if task == "causal-lm" else "bert"
     made = makers.recipe(model={"task": task, "config": {"model_type": family}}, data={**makers.WORDS, **data})
     RunDir(model.parents[1]).recipe.write_text(to_yaml(made))
-    asked = evaluate_model.Asked(model, None, (), False)
     with pytest.raises(InputError) as caught:
-        evaluate_model.evaluate(asked)
+        evaluate_model.evaluate(model, None, (), as_json=False)
     advice = str(caught.value).partition("give one, as ")[2]
-    assert evaluate_model.evaluate(asked._replace(overrides=tuple(shlex.split(advice)))) == 3
+    assert evaluate_model.evaluate(model, None, tuple(shlex.split(advice)), as_json=False) == 3
 
 
 def test_the_advice_for_samples_of_ones_own_can_be_typed(run: RunDir) -> None:
     """A function beside the one that makes the training samples."""
     with pytest.raises(InputError) as caught:
-        evaluations.evaluate(Asked(run, None, ()), LaunchOptions("local"))
+        evaluations.evaluate(run, None, (), LaunchOptions("local"))
     advice = tuple(shlex.split(str(caught.value).partition("give one, as ")[2]))
     (Path(run.path).parent / "mine.py").write_text(f"{makers.OWN_MODULE}\n\ndef held_out(): ...\n")
-    assert evaluations._resolved(Asked(run, None, advice), LaunchOptions("local")).file.recipe.data.evaluation
-
-
-class Ended:
-    returncode = 3
+    assert evaluations._resolved(run, advice, LaunchOptions("local")).file.recipe.data.evaluation

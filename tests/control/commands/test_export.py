@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ortlaunch import tasks
 from ortlaunch.commands import export as exports
 from ortlaunch.errors import InputError
 from ortlaunch.run_folder.folder import RunDir
@@ -63,20 +62,7 @@ def test_no_run_and_no_checkpoint(run: RunDir, tmp_path: Path) -> None:
 def test_what_is_started(step: int | None, taken: int, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest checkpoint, or the one asked for, into a folder of its step; the exit status is the process's."""
     started: list[Any] = []
-
-    class Ended:
-        returncode = 3
-
-    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or Ended)
+    monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
     assert exports.export(run, step, None, "huggingface") == 3
-    (words,) = started
-    assert words[0] == sys.executable
     folder = run.path / "exports" / f"step_{taken:08d}"
-    assert words[2:] == [
-        "ortlaunch.worker.export.export_checkpoint",
-        str(run),
-        str(taken),
-        str(folder),
-        "huggingface",
-        "",
-    ]
+    assert started == [tasks.ExportRequest(str(run), taken, str(folder), "huggingface", "")]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ortlaunch import tasks
 from ortlaunch.commands import generate as generation
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import to_yaml
 from ortlaunch.run_folder.folder import RunDir, write_json
+from ortlaunch.tasks import GenerationRequest
 from tests import makers
 
 LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -31,8 +31,8 @@ def run_of(folder: Path, task: str) -> RunDir:
     return found
 
 
-def asked(model: Path, step: int | None = None) -> generation.Asked:
-    return generation.Asked(model, "The", step, 5, 0.0, 0, False)
+def asked(model: Path, step: int | None = None) -> GenerationRequest:
+    return GenerationRequest(str(model), "The", step, 5, 0.0, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,10 @@ def test_which_model(
         write_json(run.summary, {"steps": finished})
         write_json(run.export / "config.json", {})
 
-    class Ended:
-        returncode = 3
-
-    monkeypatch.setattr(subprocess, "run", lambda words, check: started.append(words) or Ended)
+    monkeypatch.setattr(tasks, "run_alone", lambda request: started.append(request) or 3)
     assert generation.generate(asked(run.path, step)) == 3
-    given = json.loads(started[0][-1])
-    assert (given["model"], given["step"]) == (str(tmp_path / taken[0]), taken[1])
+    (given,) = started
+    assert (given.model, given.step) == (str(tmp_path / taken[0]), taken[1])
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ortlaunch.run_folder.lines import append_line, json_lines
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
 from ortlaunch.runs import listing, logs, registry, status
 from ortlaunch.runs.finished import nothing_left
+from ortlaunch.tasks import GenerationRequest
 from tests.control.test_report import made, steps
 from tests.makers import recipe
 
@@ -35,7 +36,7 @@ VERBS: dict[str, Callable[[RunDir], Any]] = {
     "logs": lambda run: logs.show(run, 0, follow=False),
     "list": lambda run: [listing.line(each) for each in listing.looks(None)],
     "export": lambda run: chosen_step(run, None),
-    "generate": lambda run: generate._source(generate.Asked(run.path, "The", None, 5, 0.0, 0, False)),
+    "generate": lambda run: generate._source(GenerationRequest(str(run.path), "The", None, 5, 0.0, 0, False)),
     "train again": lambda run: (nothing_left(recipe(), run), resume.choose(run, resume.AUTOMATIC)),
 }  # fmt: skip
 

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 
+from ortlaunch.tasks import TASKS
 from ortlaunch.worker import tasks
-from ortlaunch.worker.tasks import TASKS
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_takes_the_session_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_takes_the_session_or_its_request_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's word alone chooses the module that runs."""
-    module, seen = import_module(TASKS[name]), list[Any]()
+    module, seen = import_module(TASKS[name].module), list[Any]()
+    if TASKS[name].request is not None:
+        (given,) = inspect.signature(module.run, eval_str=True).parameters.values()
+        assert given.annotation is TASKS[name].request
+        return
     assert list(inspect.signature(module.run).parameters) == ["session"]
     monkeypatch.setattr(module, "run", seen.append)
-    session: Any = SimpleNamespace(plan=SimpleNamespace(task=name))
+    session: Any = SimpleNamespace(plan=SimpleNamespace(traits=TASKS[name]))
     tasks.run(session)
     assert seen == [session]

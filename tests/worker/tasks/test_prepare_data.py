@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ortlaunch.recipe import to_yaml
+from ortlaunch.worker import alone
 from ortlaunch.worker.data import Data, tokenizer, tokens
 from ortlaunch.worker.data.identity import identity
-from ortlaunch.worker.prepare_data import main
 from tests.makers import BERT, bert
 
 Captured = pytest.CaptureFixture[str]
@@ -27,8 +28,12 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         path.write_text(content)
         data = {"train": {"format": "jsonl", "path": [str(path)]}, "sequence_length": 8}
         made = bert(data={**data, "tokenizer": {"train": "wordpiece", "vocab_size": 300}}, **changes)
-        monkeypatch.setattr("sys.stdin", io.StringIO(to_yaml(made)))
-        return made, main()
+        request = io.StringIO(json.dumps({"recipe": to_yaml(made)}))
+        monkeypatch.setattr("sys.stdin", request)
+        monkeypatch.setattr("sys.argv", ["", "prepare data"])
+        monkeypatch.setattr(alone, "die_with_parent", lambda *_: None)
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+        return made, alone.main()
 
     return run
 

@@ -1,32 +1,30 @@
-"""`start.py ortlaunch.worker.device JSON`: a verb of `ortlaunch device`; JSON: commands/device.py's."""
+"""The verbs of `ortlaunch device`."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 from ortlaunch.cache import take_notes
 from ortlaunch.recipe import Recipe, parse_resolved
 from ortlaunch.run_folder.device_folder import DeviceFolder
+from ortlaunch.tasks import DeviceRequest
 from ortlaunch.user_modules import make_importable
-from ortlaunch.worker.supervision.alone import run_alone
 
 
-def _run() -> None:
-    """The verb that was asked for."""
-    asked = json.loads(sys.argv[1])
-    place, checkpoint, to = DeviceFolder(asked["artifacts"]), Path(asked["checkpoint"] or ""), Path(asked["to"] or "")
-    if asked["verb"] == "average":
+def run(request: DeviceRequest) -> None:
+    """Do the requested one."""
+    place, checkpoint, to = DeviceFolder(request.artifacts), Path(request.checkpoint or ""), Path(request.to or "")
+    if request.verb == "average":
         from ortlaunch.worker.device.average import average
 
-        average(place, [Path(path) for path in asked["checkpoints"]], asked["weights"], to)
-    elif asked["verb"] == "export":
+        average(place, [Path(path) for path in request.checkpoints], request.weights, to)
+    elif request.verb == "export":
         from ortlaunch.worker.device.inference import export
 
         export(place, checkpoint, to)
     else:
-        _with_data(asked["verb"], place, parse_resolved(asked["recipe"]), (checkpoint, to), asked["steps"])
+        recipe = parse_resolved(request.recipe or "")
+        _with_data(request.verb, place, recipe, (checkpoint, to), request.steps)
 
 
 def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path, Path], steps: int | None) -> None:
@@ -50,7 +48,3 @@ def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path
         train(place, recipe, data, *paths, steps)
     else:
         evaluate(place, recipe, data, paths[0])
-
-
-if __name__ == "__main__":
-    run_alone(_run)

@@ -1,4 +1,4 @@
-"""`python ortlaunch/start.py ortlaunch.worker.prepare_data < recipe.yaml`: a recipe's data into the cache.
+"""`ortlaunch data prepare`: a recipe's data into the cache.
 
 On a terminal a line shows how far it is; elsewhere one is printed every half minute.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import sys
 import time
 
-from ortlaunch.errors import OrtlaunchError
 from ortlaunch.recipe import parse_resolved
+from ortlaunch.tasks import TASKS, DataRequest
 
 _LINE_SECONDS = 30.0
 
 
-def main() -> int:
-    """Read a resolved recipe, make its data, say what there is; the exit status."""
-    recipe, line = parse_resolved(sys.stdin.read()), _Line()
+def run(request: DataRequest) -> None:
+    """Make a recipe's data, and print what there is."""
+    recipe, line = parse_resolved(request.recipe), _Line()
     line.show("loading libraries")
     try:
         from ortlaunch.cache import cache_root, take_notes
@@ -25,12 +25,9 @@ def main() -> int:
 
         with of_ours(cache_root()):
             data = Data(recipe, line.show)
-            data.read_for("train")
-    except OrtlaunchError as error:
+            data.read_for(TASKS["train"])
+    finally:
         line.end()
-        print(f"ortlaunch: {error}", file=sys.stderr)
-        return error.exit_status
-    line.end()
     for note in take_notes():
         print(note)
     for name, samples in (("data.train", data.train), ("data.evaluation", data.evaluation)):
@@ -39,7 +36,6 @@ def main() -> int:
     for note in data.class_lines():
         print(note)
     print(f"ready in {cache_root()}")
-    return 0
 
 
 class _Line:
@@ -60,7 +56,3 @@ class _Line:
         """Take the line away."""
         if self.live:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

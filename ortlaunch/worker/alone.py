@@ -1,0 +1,30 @@
+"""`start.py ortlaunch.worker.alone TASK < REQUEST`: one process on the CPU, which ends with its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+
+from ortlaunch.die_with_parent import die_with_parent
+from ortlaunch.errors import OrtlaunchError
+from ortlaunch.tasks import TASKS
+
+
+def main() -> int:
+    """Do a task that needs no plan; its exit status, or that of its error."""
+    die_with_parent(signal.SIGTERM, os.getppid())
+    os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed, which others import, guesses and warns
+    task = TASKS[sys.argv[1]]
+    assert task.request is not None, "the control side starts ranks for the others"
+    try:
+        return import_module(task.module).run(task.request(**json.load(sys.stdin))) or 0
+    except OrtlaunchError as error:
+        print(f"ortlaunch: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
