@@ -36,7 +36,7 @@ test-slow: $(INSTALLED)
 
 # On hosts of their own with ssh and Slurm (tests/cluster/lab.py): takes root and Debian's packages of .ci/run.
 test-cluster: $(INSTALLED)
-	$(BIN)/python -m pytest -m "lab and not long" --durations 10
+	$(BIN)/python -m pytest -m "lab and not long and not nightly" --durations 10
 
 # The rest of them: a minute and more each, as a time limit of Slurm's takes.
 test-cluster-long: $(INSTALLED)
@@ -63,7 +63,7 @@ matrix:
 
 # Whole runs that are stopped, killed and resumed in every way; goes on where it was stopped: nightly-proof/page.md.
 nightly: $(INSTALLED)
-	$(BIN)/python -m pytest -m nightly --page nightly-proof tests/e2e $(PROOF)
+	$(BIN)/python -m pytest -m nightly --page nightly-proof tests/e2e tests/launch $(PROOF)
 
 # Which layers and models train on engine ort as in eager: zoo-proof/page.md, the next docs/models.md.
 zoo: $(INSTALLED)

@@ -264,7 +264,7 @@ def beats_of(ranks: int) -> Step:
             began += every
 
     def step() -> float:
-        ends, used = time.monotonic() + 4 * every, 0.0
+        ends, used = time.monotonic() + 2 * every, 0.0
         while time.monotonic() < ends:
             time.sleep(0.1)
             began = time.process_time()
@@ -274,7 +274,7 @@ def beats_of(ranks: int) -> Step:
         silent = sum(one.is_silent for one in beats)
         if len(beats) < ranks or silent:
             raise SystemExit(f"of {ranks} ranks {len(beats)} were heard, {silent} count as silent")
-        return 100 * used / (4 * every)
+        return 100 * used / (2 * every)
 
     return step
 

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_smoke
-import warm
 from gpu_cases import FOLDER, PARTS, Case, Form, cases, form, plan_command, planned_bytes
 from gpu_page import page
 from gpu_verdicts import FAILED, PASSED, SKIPPED, Ended, Verdict
 
 from ortlaunch.resolve import provenance
 from ortlaunch.units import human
+from tests.e2e import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE_SECONDS = 600  # no case may take longer, whatever the call has
@@ -88,11 +88,11 @@ def _run_all(wanted: list[Case], results: dict[str, Any], options: argparse.Name
     """Run cases, each result written at once; the keys of those that time was too short for."""
     deadline, left = time.monotonic() + 60 * options.minutes, list[str]()
     todo = list(_not_done(wanted, results["cases"], options.again))
-    for forked, group in itertools.groupby(todo, lambda case: bool(case.forked)):
+    for is_forked, group in itertools.groupby(todo, lambda case: bool(case.forked)):
         if left:
             left += [case.key for case in group]
         else:
-            (_run_forked if forked else _run_in_turn)(list(group), results, options, scratch, deadline, left)
+            (_run_forked if is_forked else _run_in_turn)(list(group), results, options, scratch, deadline, left)
     return left
 
 
@@ -231,8 +231,7 @@ def _refused_before(case: Case, shape: Form, memory: int | None) -> str:
 def _loaded(device: str) -> bool:
     """Load what all forks share, once; whether forks cannot use the GPU, so that each process loads it itself."""
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    warm.load(device)
-    cold = device == "cuda" and not warm.reaches_gpu()
+    cold = not forked.preload(device)
     print("forks cannot use this GPU: each rank loads its libraries itself" if cold else "libraries are loaded")
     return cold
 

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import warm
 import yaml
 from gpu_verdicts import FAILED, SKIPPED, TOLERANCE, Ended, Verdict, difference, judged, near, setup
+
+from tests.e2e import forked
 
 REFERENCE = "smoke: reference"
 STEPS, SAVED = 6, 3
@@ -137,9 +138,9 @@ def run(sequence: tuple[Command, ...], folder: Path, seconds: float, cold: bool)
     folder.mkdir()
     write_inputs(folder)
     for ranks, words in sequence:
-        started = warm.start(folder, folder / "part", ranks, list(words), cold=cold, **one)
+        started = forked.start(folder, folder / "part", ranks, list(words), cold=cold, **one)
         try:
-            while (status := started.poll()) is None:
+            while (status := started.exitcode) is None:
                 if time.monotonic() > deadline:
                     raise subprocess.TimeoutExpired("ortlaunch", seconds)
                 yield
@@ -158,13 +159,13 @@ def ended(folder: Path) -> tuple[int, str, str]:
     return (status, "", log) if status else (0, log, "")
 
 
-def _end(started: warm.Started) -> None:
+def _end(started: Any) -> None:
     """Ends what is left of a command, its ranks' guardians first."""
     for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
         deadline = time.monotonic() + patience
-        if started.poll() is None:
+        if started.exitcode is None:
             os.killpg(started.pid, number)
-        while started.poll() is None and time.monotonic() < deadline:
+        while started.exitcode is None and time.monotonic() < deadline:
             time.sleep(0.05)
 
 

@@ -2,54 +2,137 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import random
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from tests.e2e.runs import EAGER, ROOT, TOY, TWO_RANKS, Train, ended_well, merged
+from ortlaunch.run_folder.folder import RunDir
+from tests.e2e import forked
+from tests.e2e.lives import Life, differences
+from tests.e2e.runs import EAGER, TOY, TWO_RANKS, Train, ended_well, merged
 from tests.ort import build, needs_ort, share_extensions
 
+MODULE = '''
+import time
+import torch
+from torch import nn
 
-def tool(name: str, *words: str, home: Path) -> str:
-    """What a tool found, all well, with the built extensions in a cache of its own."""
-    build()
-    (home / "cache").mkdir()
-    share_extensions(home / "cache")
-    command = [sys.executable, str(ROOT / "tools" / name), f"--folder={home}", *words]
-    environment = {**os.environ, "ORTLAUNCH_CACHE": str(home / "cache")}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
-    return ended.stdout
+
+class Net(nn.Module):
+    """Large enough that a checkpoint takes a moment; with dropout, so that a wrong seed is seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, 1024), nn.GELU(), nn.Dropout(0.2), nn.Linear(1024, 1024), nn.Linear(1024, 1)
+        )
+
+    def forward(self, x, y):
+        return ((self.layers(x) - y) ** 2).mean()
+
+
+class Data:
+    """Read as slowly as real data, so that there is time to kill."""
+
+    def __len__(self):
+        return 1024
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "y": x.sum().reshape(1)}
+
+
+def net():
+    return Net()
+
+
+def data():
+    return Data()
+'''
+STEPS_A_KILL = 6  # more than a life makes on average, so that the run does not end before its last kill
+
+
+def recipe(engine: str, kills: int) -> dict[str, Any]:
+    """The toy's."""
+    return {
+        "name": "killed",
+        "model": {"task": "custom", "factory": "killed_toy:net"},
+        "data": {"train": {"format": "custom", "factory": "killed_toy:data"}},
+        "batch": {"global_size": 16, "micro_size": 8},
+        "optimizer": {"name": "adamw", "learning_rate": 1e-3},
+        "engine": {"name": engine, **({"parity_steps": 0} if engine == "ort" else {})},
+        "zero": {"stage": 1},
+        "train": {"max_steps": max(12, STEPS_A_KILL * kills)},
+        "checkpoint": {"every_steps": 2, "every_minutes": None, "keep": 2},
+        "log": {"every_steps": 1},
+    }
+
+
+def one_kill(home: Path, number: int, chance: random.Random) -> dict[str, Any]:
+    """A life that ends by SIGKILL: while a checkpoint is written, between two, or while it starts."""
+    how = ["partial", "between", "partial", "between", "partial", "partial", "between", "starting"][number % 8]
+    life, before = Life(home, "killed"), number and RunDir(home / "killed").complete_checkpoints()
+    if how == "starting":
+        time.sleep(chance.uniform(0.1, 4.0))
+    else:
+        life.wait_for("complete")  # so that each life gets on
+        life.look()
+        if how == "partial":
+            life.wait_for("partial")
+        time.sleep(chance.uniform(0, 0.01 if how == "partial" else 0.4))
+    life.kill()
+    if life.process.exitcode != -signal.SIGKILL:
+        pytest.fail(f"kill {number}: the run had ended with {life.process.exitcode} before it was killed")
+    resumed = life.resumed_after()
+    expected = before[-1][0] if before else 0
+    if resumed != expected and not (how == "starting" and resumed == 0):
+        pytest.fail(f"kill {number}: went on from step {resumed}, and {expected} was the newest complete one")
+    partial = any(life.run.checkpoints.glob("step_*.partial"))
+    return {"kill": number + 1, "how": how, "partial": partial, "from": resumed, "complete": life.complete()}
 
 
 @needs_ort
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_run_that_is_killed_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kills", "engine"),
+    [
+        pytest.param(2, "ort", marks=[pytest.mark.slow, pytest.mark.ci]),
+        pytest.param(100, "ort", marks=[pytest.mark.nightly, pytest.mark.timeout(4 * 3600)]),
+        pytest.param(15, "eager", marks=[pytest.mark.nightly, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_a_run_that_is_killed_again_and_again(
+    kills: int,
+    engine: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
     """SIGKILL to all processes while a checkpoint is written and between two: as if nothing had been.
 
-    `python tools/kill_resume.py --kills 100` is the long form.
+    Each restart takes the newest complete checkpoint; final weights, checkpoint and losses are equal bit for bit.
     """
-    found = json.loads(tool("kill_resume.py", "--kills=2", home=tmp_path).splitlines()[-1])
-    assert found["differ"] == []
-    assert found["while a checkpoint was written"] >= 1
-
-
-@needs_ort
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_run_that_goes_on_in_other_worlds(tmp_path: Path) -> None:
-    """2 ranks, 1 and 3, each with another engine and stage: every rank reads what it would have read of one run.
-
-    `python tools/resume_matrix.py` is the long form.
-    """
-    found = tool("resume_matrix.py", "--only=ort none > eager 1 > ort 2", home=tmp_path)
-    assert "288 sample ids" in found
-    assert "1 of 1 go on" in found
+    build()
+    share_extensions(tmp_path / "cache")
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "killed_toy.py").write_text(MODULE)
+    (tmp_path / "killed.yaml").write_text(yaml.safe_dump(recipe(engine, kills)))
+    forked.preload()
+    chance = random.Random(kills)
+    seen = [one_kill(tmp_path, number, chance) for number in range(kills)]
+    partial = sum(each["partial"] for each in seen)
+    record_property("while a checkpoint was written", partial)
+    Life(tmp_path, "killed").end()
+    Life(tmp_path, "straight").end()
+    assert "is damaged" not in (tmp_path / "killed.log").read_text()
+    assert differences(RunDir(tmp_path / "straight"), RunDir(tmp_path / "killed")) == []
+    assert partial >= 0.3 * kills, seen
 
 
 DIES = '''

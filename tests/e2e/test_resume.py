@@ -1,7 +1,5 @@
 """Runs that are stopped and go on, in the same world and in others, beside runs that nobody stopped.
 
-    python tools/resume_matrix.py [--world same|other] [--only WORD]
-
 Same world, stopped in mid-epoch: weights, optimizer state, export and losses are equal bit for bit. Other worlds (2
 ranks, then 1, then 3; any ZeRO stage and engine): the loss is within 1e-5 of the uninterrupted curve, and the samples
 that the ranks read, as their data set wrote down, are the same in the same order. Each is a whole `ortlaunch train`.
@@ -9,23 +7,20 @@ that the ranks read, as their data set wrote down, are the same in the same orde
 
 from __future__ import annotations
 
-import argparse
-import functools
 import json
 import os
 import shutil
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import warm
+import pytest
 import yaml
-from kill_resume import Life, differences, losses
 
 from ortlaunch.run_folder.folder import RunDir
+from tests.e2e import forked
+from tests.e2e.lives import Life, differences, losses
+from tests.ort import INSTALLED, build, share_extensions
 
 MODULE = '''
 import os
@@ -125,11 +120,8 @@ def train(home: Path, name: str, way: Way, ranks: int, steps: int, *words: str, 
     life = Life(home, name, f"{name}.yaml", ranks, f"train.max_steps={steps}", *words)
     life.end()
     begun = before[-1][0] if before else 0
-    if life.resumed_after() != begun:
-        raise SystemExit(f"went on after step {life.resumed_after()}, not {begun}")
-    used = json.loads(life.run.engine.read_text())["engine"]["used"]
-    if used != way.engine:
-        raise SystemExit(f"engine {used} was used")
+    assert life.resumed_after() == begun
+    assert json.loads(life.run.engine.read_text())["engine"]["used"] == way.engine
     return [] if way.beside == "lora" else list(_taken(home / f"{name}.{steps}.taken", ranks, (steps - begun) * size))
 
 
@@ -156,16 +148,35 @@ SAME = [
 ]  # fmt: skip
 
 
-def same(home: Path, way: Way) -> tuple[list[str], str]:
-    """What differs, and how it looks, where two ranks end after the save of step 3 and start again."""
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The toy, texts, and a cache that shares the built extensions; chains share their first lives in it."""
+    home = tmp_path_factory.mktemp("resumed")
+    (home / "resumed_toy.py").write_text(MODULE)
+    words = (f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(400))
+    (home / "words.txt").write_text("\n\n".join(words))
+    if INSTALLED:
+        build()
+        share_extensions(home / "cache")
+    forked.preload()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
+        yield home
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", SAME, ids=str)
+def test_the_same_world(way: Way, home: Path, record_property: Callable[[str, object], None]) -> None:
+    """Two ranks end after the save of step 3 and start again."""
     every, name = f"checkpoint.every_steps={SAVED}", str(way).replace(" ", "-")
     whole = train(home, name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
     one, other = RunDir(home / name), RunDir(home / f"{name}-resumed")
     shutil.copytree(one.path, other.path)
     _forget_the_end(other)
     rest = train(home, other.path.name, way, 2, STEPS, every, size=SIZE, dropout=0.2)
-    found = differences(one, other) + (["sample ids"] if rest != whole[SAVED * SIZE :] else [])
-    return found, f"final loss {losses(other)[-1][1]:.9g}"
+    assert differences(one, other) == []
+    assert rest == whole[SAVED * SIZE :]
+    record_property("last_loss", losses(other)[-1][1])
 
 
 def _forget_the_end(run: RunDir) -> None:
@@ -202,17 +213,28 @@ def _way(text: str) -> Way:
     return Way(engine, None if stage == "none" else int(stage))
 
 
-def other(home: Path, chain: list[Way]) -> tuple[list[str], str]:
-    """What differs from two ranks that nobody stopped."""
+IN_CI = "ort none > eager 1 > ort 2"
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        pytest.param(line, marks=[pytest.mark.nightly, *([pytest.mark.slow, pytest.mark.ci] if line == IN_CI else [])])
+        for line in OTHER.strip().splitlines()
+    ],
+)
+def test_other_worlds(chain: str, home: Path, record_property: Callable[[str, object], None]) -> None:
+    """2 ranks, 1 and 3, each with an engine and a stage: beside two ranks that nobody stopped."""
     whole, ids = _lives(home, [])
-    run, taken = _lives(home, chain)
+    run, taken = _lives(home, [_way(text) for text in chain.split(" > ")])
     pairs = list(zip(losses(whole), losses(run)))
+    assert [step for step, _ in losses(whole)] == [step for step, _ in losses(run)] == list(range(1, LIVES[-1][1] + 1))
     worst = max(abs(a - b) / a for (_, a), (_, b) in pairs)
-    found = ["steps"] if [a for (a, _), _ in pairs] != [b for _, (b, _) in pairs] or len(pairs) != LIVES[-1][1] else []
-    found += ["losses"] if not worst <= LIMIT else []
-    found += ["sample ids"] if taken != ids else []
-    found += ["an epoch"] if any(sorted(ids[at : at + SAMPLES]) != list(range(SAMPLES)) for at in (0, SAMPLES)) else []
-    return found, f"loss within {worst:.1e}, {len(taken)} sample ids"
+    record_property("difference", worst)
+    assert worst <= LIMIT
+    assert taken == ids
+    assert len(taken) == GLOBAL * LIVES[-1][1]
+    assert all(sorted(ids[at : at + SAMPLES]) == list(range(SAMPLES)) for at in (0, SAMPLES))
 
 
 def _lives(home: Path, chain: list[Way]) -> tuple[RunDir, list[int]]:
@@ -232,58 +254,3 @@ def _lives(home: Path, chain: list[Way]) -> tuple[RunDir, list[int]]:
             taken = taken + train(home, name, chain[-1], ranks, steps, size=GLOBAL, dropout=0.0)
         ids.write_text(json.dumps(taken))
     return run, json.loads(ids.read_text())
-
-
-# ------------------------------------------------------------------------------------------------------------- table
-
-
-Play = Callable[[Path], "tuple[list[str], str]"]
-
-
-def cases() -> Iterator[tuple[str, str, Play]]:
-    """(world, name, what plays it in a folder: what differs, and what was seen)."""
-    for way in SAME:
-        yield "same", str(way), functools.partial(same, way=way)
-    for line in OTHER.strip().splitlines():
-        yield "other", line, functools.partial(other, chain=[_way(text) for text in line.split(" > ")])
-
-
-def played(world: str, name: str, play: Play, home: Path) -> bool:
-    """One case and its line; whether it is right."""
-    began = time.time()
-    try:
-        found, seen = play(home)
-    except SystemExit as error:
-        found, seen = [f"FAILED: {' '.join(str(error).split())[-600:]}"], ""
-    verdict = f"DIFFERENT: {', '.join(found)}" if found else "equal"
-    print(f"| {world} | {name} | {verdict} | {seen} | {time.time() - began:.0f} |", flush=True)
-    return not found
-
-
-def main() -> int:
-    """Exit status 0: every case is right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", choices=("same", "other"), help="both by default")
-    parser.add_argument("--only", default="", help="cases whose name has this: 'ort zero 1', or 'eager 3 >'")
-    parser.add_argument("--folder", type=Path, help="kept; a temporary one by default")
-    asked = parser.parse_args()
-    home = (asked.folder or Path(tempfile.mkdtemp(prefix="resume-matrix-"))).absolute()
-    home.mkdir(parents=True, exist_ok=True)
-    warm.load()
-    (home / "resumed_toy.py").write_text(MODULE)
-    words = (f"the {i % 7} cats saw {i % 5} dogs near the {i % 3} old houses" for i in range(400))
-    (home / "words.txt").write_text("\n\n".join(words))
-    print("| world | run | verdict | seen | seconds |", "|---" * 5 + "|", sep="\n", flush=True)
-    right = [
-        played(world, name, play, home)
-        for world, name, play in cases()
-        if asked.world in (None, world) and asked.only in name
-    ]
-    print(f"\n{sum(right)} of {len(right)} go on as if nobody had stopped them")
-    if asked.folder is None:
-        shutil.rmtree(home)
-    return 0 if right and all(right) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

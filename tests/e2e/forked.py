@@ -1,4 +1,4 @@
-"""Whole runs that start as copies of a process that has loaded the libraries, for tools that start hundreds of runs.
+"""Whole runs that start as copies of a process that has loaded the libraries, for tests that start hundreds of runs.
 
 Each rank is `ortlaunch train` under a launcher of the user's own, from the recipe to the export, in processes of its
 own; only the `exec` between command and rank is left out, for it would load everything once more.
@@ -7,76 +7,41 @@ own; only the `exec` between command and rank is left out, for it would load eve
 from __future__ import annotations
 
 import contextlib
-import importlib
+import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
-import time
 import traceback
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+_CONTEXT = multiprocessing.get_context("forkserver")
 _run = subprocess.run
 
 
-def load(device: str = "cpu") -> None:
-    """What every rank needs, into this process; nothing that starts a thread, CUDA, or reads a run's settings."""
-    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", DS_ACCELERATOR=device, HF_HUB_OFFLINE="1")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch.cuda.is_available() would start CUDA for all forks
+def preload(device: str = "cpu") -> bool:
+    """Load the libraries into the process that is copied; whether its copies can use the device."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.update(ORTLAUNCH_PRELOADED_FOR=device, TOKENIZERS_PARALLELISM="false", PYTHONPATH=path)
+    _CONTEXT.set_forkserver_preload(["tests.e2e.preloaded"])
+    process = _CONTEXT.Process(target=_try_device, args=(device,))
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _try_device(device: str) -> None:
     import torch
 
-    for optional in ("deepspeed.runtime.engine", "deepspeed.runtime.zero.stage3", "onnx", "onnxruntime"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(optional)
-    import torch._inductor.compile_fx
-    import torch.onnx
-
-    import ortlaunch.cli
-    import ortlaunch.worker.session
-    import ortlaunch.worker.tasks.train  # noqa: F401
-
-    if device == "cpu":  # elsewhere a step asks whether a CUDA graph is captured, which may start CUDA
-        weight = torch.nn.Parameter(torch.zeros(1))
-        weight.grad = torch.zeros(1)
-        torch.optim.AdamW([weight]).step()  # loads half of torch
+    os._exit(int(torch.ones(1, device=device).item() != 1))
 
 
-class Started:
-    """A process that was forked here, with what `subprocess.Popen` would tell of it."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, seconds: float) -> int:
-        deadline = time.monotonic() + seconds
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"process {self.pid} did not end in {seconds:g} s")
-            time.sleep(0.005)
-        return self.returncode
-
-
-def reaches_gpu() -> bool:
-    """Whether a fork of this process can use CUDA, which it cannot once a library has started CUDA here."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        with contextlib.suppress(BaseException):
-            import torch
-
-            status = int(torch.ones(1, device="cuda").item() != 1)
-        os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def start(home: Path, log: Path, ranks: int, words: list[str], cold: bool = False, **environment: str) -> Started:
+def start(
+    home: Path, log: Path, ranks: int, words: list[str], cold: bool = False, **environment: str
+) -> ForkServerProcess:
     """Begin `ortlaunch WORDS` on so many ranks in a folder: their launcher, which leads a session of its own.
 
     Args:
@@ -84,9 +49,12 @@ def start(home: Path, log: Path, ranks: int, words: list[str], cold: bool = Fals
         cold: each rank loads its libraries itself.
         environment: variables beside those of this process.
     """
-    sys.stdout.flush()
-    if pid := os.fork():
-        return Started(pid)
+    process = _CONTEXT.Process(target=_begin, args=(home, log, ranks, words, cold, {**os.environ, **environment}))
+    process.start()
+    return process
+
+
+def _begin(home: Path, log: Path, ranks: int, words: list[str], cold: bool, environment: dict[str, str]) -> NoReturn:
     status = 1
     with contextlib.suppress(BaseException):
         os.setsid()

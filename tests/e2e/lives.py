@@ -1,0 +1,88 @@
+"""A run that is started again and again in one folder, and what two such runs have in common, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from ortlaunch.process import descendants_of, read_stat
+from ortlaunch.run_folder.folder import RunDir
+from tests.e2e import forked
+
+TIMEOUT = 300
+
+
+class Life:
+    """One start of a run."""
+
+    def __init__(self, home: Path, name: str, recipe: str = "killed.yaml", ranks: int = 2, *words: str) -> None:
+        self.run, self.log = RunDir(home / name), home / f"{name}.log"
+        self.newest = self.complete()[-1] if self.complete() else 0
+        self.process = forked.start(home, self.log, ranks, ["train", recipe, f"--run-dir={name}", *words])
+        self.deadline = time.monotonic() + TIMEOUT
+        self.family: list[int] = []
+
+    def complete(self) -> list[int]:
+        return [step for step, _ in self.run.complete_checkpoints()]
+
+    def wait_for(self, what: str) -> None:
+        """Until there is a new checkpoint, or one that is being written."""
+        while self.process.exitcode is None and time.monotonic() < self.deadline:
+            if any(self.run.checkpoints.glob("step_*.partial")) if what == "partial" else self.advanced():
+                return
+            time.sleep(0.0005)
+        raise AssertionError(f"waited in vain for {what}:\n{self.log.read_text()[-3000:]}")
+
+    def advanced(self) -> bool:
+        found = self.complete()
+        return bool(found) and found[-1] > self.newest
+
+    def look(self) -> list[int]:
+        """All of its processes."""
+        self.family = [self.process.pid, *descendants_of(self.process.pid)]
+        return self.family
+
+    def kill(self) -> None:
+        """All of its processes, at once; none is left."""
+        pids = self.family or self.look()
+        for pid in pids:  # without looking again, which would take longer than a checkpoint
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.join(TIMEOUT)
+        while any(_lives(pid) for pid in pids) and time.monotonic() < self.deadline:
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        """Run to its end."""
+        self.process.join(TIMEOUT + 30 * 60)
+        assert self.process.exitcode == 0, f"the run failed:\n{self.log.read_text()[-3000:]}"
+
+    def resumed_after(self) -> int:
+        """The step that it went on from, by its own words; 0: it began."""
+        found = re.search(r"^resumed after step (\d+) from", self.log.read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+
+
+def _lives(pid: int) -> bool:
+    stat = read_stat(pid)
+    return stat is not None and not stat.has_ended
+
+
+def differences(one: RunDir, other: RunDir) -> list[str]:
+    """What is not the same, bit for bit, as in the `one` that nobody stopped."""
+    last = one.complete_checkpoints()[-1][1].name
+    names = [path.relative_to(one.path) for path in (one.checkpoints / last).glob("*.safetensors")]
+    names.append(Path("export/model.safetensors"))
+    found = [str(name) for name in names if (one.path / name).read_bytes() != (other.path / name).read_bytes()]
+    return found + (["losses"] if losses(one) != losses(other) else [])
+
+
+def losses(run: RunDir) -> list[tuple[int, float]]:
+    """(step, loss) of every step."""
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [(record["step"], record["loss"]) for record in records]
