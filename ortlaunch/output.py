@@ -11,18 +11,12 @@ import errno
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from ortlaunch.errors import FileError, printable
 
 ERASE = "\r\x1b[K"  # of a live line; all else that a terminal would obey comes from a user's code, or from others
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print each, to be seen at once."""
-    for line in lines:
-        print(line, flush=True)
 
 
 def terminal_width() -> int | None:

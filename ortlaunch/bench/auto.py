@@ -43,7 +43,7 @@ def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
     Raises:
         PlanError: it has, and this process is a rank already, which can start no jobs.
     """
-    kept = _choice(read_json(run.choice)) if run.choice.exists() else None
+    kept = Choice.of(read_json(run.choice)) if run.choice.exists() else None
     if kept and (run.complete_checkpoints() or kept.key == digest(resolved)):
         return kept, "as this run began"
     found = remembered(resolved)
@@ -90,10 +90,11 @@ def preview(resolved: ResolvedRun) -> ResolvedRun:
 def applied(resolved: ResolvedRun, choice: Choice, source: str = "") -> ResolvedRun:
     """The same run with the chosen engine; its notes say which and why."""
     engine, before = choice.chosen, resolved.file.recipe.engine
+    overrides = engine_overrides(engine, before, parity=True)
     note = f"engine auto: {engine}: {choice.why}{f' ({source})' if source else ''}"
     if engine == "eager" and before.parity_steps not in (0, "auto"):
         note += "; engine.parity_steps compares nothing, for plain PyTorch itself runs"
-    return resolved.with_engine(choice, note, *engine_overrides(engine, before, parity=True))
+    return resolved.with_engine(choice, note, *overrides)
 
 
 def remembered(resolved: ResolvedRun) -> Choice | None:
@@ -107,13 +108,7 @@ def remembered(resolved: ResolvedRun) -> Choice | None:
         print(f"{why}; forgotten", flush=True)
         path.unlink()
         return None
-    return _choice(read_json(path)["choice"])
-
-
-def _choice(found: Json) -> Choice:
-    """As it was written."""
-    named = (found["asked"], found["chosen"], found["why"], found["measured"])
-    return Choice(*named, found.get("bench"), found.get("key"))
+    return Choice.of(read_json(path)["choice"])
 
 
 def _nearest(resolved: ResolvedRun) -> str:

@@ -114,7 +114,8 @@ def split_values(text: str) -> Iterator[str]:
 def resolve_variant(variant: Variant, base: ResolvedRun) -> Variant:
     """The variant with its plan, or with the reason why it cannot run here."""
     try:
-        resolved = base.with_overrides(*variant.overrides(base.file.recipe.engine)).with_task("bench")
+        overrides = variant.overrides(base.file.recipe.engine)
+        resolved = base.with_overrides(*overrides).with_task("bench")
         doctor.require(resolved.file.recipe, resolved.world)
         check_launcher(resolved.world, RunDir(variant.slug))
     except InputError as error:

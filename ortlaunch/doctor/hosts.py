@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ortlaunch.doctor import asking, probe
 from ortlaunch.doctor.asking import Answer, Question, Reached, Silence
-from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged, refused
+from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 from ortlaunch.plan import LOCAL_NAMES, Node
@@ -90,17 +90,6 @@ def of_this_host(node: Node, asked: Asked) -> list[Finding]:
     return [
         one for one in (*found, *_slow(node.host, answer, asked, told["cpus"])) if one.check not in ("clock", "cpus")
     ]
-
-
-def require(asked: Asked) -> None:
-    """The quick part, before ranks of several hosts are started.
-
-    Raises:
-        LaunchError: a host is not fit; the table of what is wrong.
-    """
-    wrong = [finding for finding in look(asked._replace(quick=True)) if finding.verdict == FAILED]
-    if wrong:
-        raise refused(wrong)
 
 
 def _packages(host: str, there: dict[str, str], here: dict[str, str]) -> Finding:

@@ -83,8 +83,7 @@ class ResolvedRun:
 
     def with_overrides(self, *overrides: str) -> ResolvedRun:
         """The same command with further overrides; no file is read again."""
-        file, options = self.file.with_overrides(*overrides), self.command.options
-        return _resolved(file, resolve_world(file.recipe, options, self.command.environ), self.command)
+        return _resolved(self.file.with_overrides(*overrides), None, self.command)
 
     def with_task(self, task: str) -> ResolvedRun:
         """The same for ranks that do something else."""
@@ -120,12 +119,12 @@ def resolve(path: Path, overrides: Sequence[str], options: LaunchOptions, enviro
     file = recipe.load(found, overrides)
     if options.hostfile is not None and options.hosts_text is None:
         options = options._replace(hosts_text=hostfile_text(options.hostfile))
-    world = resolve_world(file.recipe, options, environ)
-    return _resolved(file, world, Command(path, found, options, environ))
+    return _resolved(file, None, Command(path, found, options, environ))
 
 
-def _resolved(file: RecipeFile, world: World, command: Command) -> ResolvedRun:
+def _resolved(file: RecipeFile, world: World | None, command: Command) -> ResolvedRun:
     given, path, options, environ = command
+    world = world or resolve_world(file.recipe, options, environ)
     _require_rules(file, world, options)
     notes = [f"recipe: {path}"] if path != given else []
     notes += [*world.notes, *_absent(file, world, command), *_engine_notes(file.recipe, world.device, environ)]
@@ -151,11 +150,14 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
     """
     here = all(is_this_host(host.name) for host in world.hosts)
     missing = inputs.missing_files(file.recipe, command.options.task, command.path.parent)
-    broken = (*inputs.broken_factories(file.recipe, command.modules), *inputs.unknown_type(file.recipe))
-    files, functions = [file.explain(problem) for problem in missing], [file.explain(problem) for problem in broken]
+    unknown = inputs.unknown_type(file.recipe)
+    doubtful = inputs.doubtful(file.recipe)
+    broken = inputs.broken_factories(file.recipe, command.modules)
+    files = [file.explain(problem) for problem in missing]
+    functions = [file.explain(problem) for problem in (*broken, *unknown)]
     if here and (functions or (files and not command.options.planned_only)):
         raise RecipeError([*files, *functions])
-    return [*files, *functions, *map(file.explain, inputs.doubtful(file.recipe))]
+    return [*files, *functions, *map(file.explain, doubtful)]
 
 
 def _engine_notes(recipe: Recipe, device: str, environ: Mapping[str, str]) -> Iterator[str]:

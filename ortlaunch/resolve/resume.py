@@ -181,7 +181,8 @@ def beginning(run: RunDir, resolved: ResolvedRun, before: Recipe | None, options
     lines.append(f"{'going on' if trains else 'evaluating'} after step {chosen.step} from {chosen.folder}")
     if made is None:
         return Beginning(chosen, (*lines, "  it does not say what made it: nothing could be compared"))
-    found = origin.differences(made, today(resolved))
+    now = today(resolved)
+    found = origin.differences(made, now)
     if not trains:
         found = origin.of_evaluation(chosen.folder, found)
     require(found, options.allow, f"{chosen.folder} was written by another training")

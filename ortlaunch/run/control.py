@@ -13,7 +13,7 @@ from pathlib import Path
 from ortlaunch.diagnose.report import with_verdict
 from ortlaunch.launch import backend
 from ortlaunch.launch.failure import explain_end
-from ortlaunch.output import ERASE, print_lines, terminal_width
+from ortlaunch.output import ERASE, terminal_width
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import claimed, run_folder
 from ortlaunch.resolve.resolve import ResolvedRun
@@ -21,9 +21,9 @@ from ortlaunch.resolve.resume import AUTOMATIC, ResumeOptions
 from ortlaunch.run import choices, inside
 from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.job_file import JobFile
-from ortlaunch.run.preparation import check, finished, leave_finished, prepare
+from ortlaunch.run.preparation import check, finished, leave_finished, prepare, print_lines
 from ortlaunch.run.restarts import Ended, supervise
-from ortlaunch.run_folder.folder import PROGRESS_VARIABLE, RunDir
+from ortlaunch.run_folder.folder import PROGRESS_VARIABLE
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.runs.finished import with_next
 from ortlaunch.units import duration
@@ -32,29 +32,33 @@ from ortlaunch.units import duration
 def train(resolved: ResolvedRun, chosen: Path | None, options: ResumeOptions = AUTOMATIC) -> int:
     """Prepare the folder, start the ranks, wait, say how it ended; returns the exit status."""
     options = options.checked()
-    run, rank = run_folder(chosen, resolved, os.environ), resolved.world.inside
     with RunLock() as lock:
-        if rank is not None:
-            return inside.train(resolved, rank, run, lock, options)
-        if run.recipe.exists():
-            lock.take(run)  # before anything is measured
-        return _train(resolved, run, chosen is None, lock, options)
+        return _train(resolved, chosen, lock, options)
 
 
-def _train(resolved: ResolvedRun, run: RunDir, is_new: bool, lock: RunLock, options: ResumeOptions) -> int:
-    started = time.monotonic()
+def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: ResumeOptions) -> int:
+    started, rank = time.monotonic(), resolved.world.inside
+    run = run_folder(chosen, resolved, os.environ)
+    if run.recipe.exists() and rank is None:
+        lock.take(run)  # before anything is measured
+    if rank is not None and rank.rank == 0:
+        inside.mark_of(run, rank).unlink(missing_ok=True)  # of an earlier launch, whose files others would start with
 
-    # Choices that take no run folder; what would keep the run from starting is found before minutes of measuring.
+    # What is known already, then what would keep the run from starting: before minutes of measuring.
     resolved = choices.known(resolved, run)
+    if rank is not None and rank.rank > 0:
+        return 0 if finished(resolved, run, options) else inside.follow(resolved, rank, run)
     beginning = check(resolved, run, options)
     if done := finished(resolved, run, options):
         return leave_finished(resolved, run, beginning.lines, done)
+    if rank is not None:
+        return inside.lead(resolved, rank, run, lock, beginning, options)
     if choices.engine_is_open(resolved):
         resolved = choices.with_measured_engine(resolved)
         beginning = check(resolved, run, options)
     print_lines(beginning.lines)
 
-    run = claimed(run) if is_new else run
+    run = claimed(run) if chosen is None else run
     lock.take(run)
     with JobFile(run, resolved.world.launcher, resolved.traits.saves) as file:
         whole = choices.with_found_size(resolved, run)

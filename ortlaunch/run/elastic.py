@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ortlaunch.doctor import hosts
 from ortlaunch.doctor.finding import FAILED, Finding, refused
-from ortlaunch.doctor.hosts import Asked, look
+from ortlaunch.doctor.hosts import look
 from ortlaunch.errors import LaunchError
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.run.checkup import asked_of
@@ -24,49 +23,32 @@ def on_fit_hosts(whole: ResolvedRun, run: RunDir, again: bool) -> tuple[Resolved
 
     Args:
         whole: on all hosts of the host file.
-        again: the ranks have been started before.
+        again: the ranks have been started before: what is wrong with a host of an elastic run now keeps that host out,
+            where at the first start only one that is not reached is left out.
 
     Raises:
-        LaunchError: a host is not fit, or too few are.
+        LaunchError: a host is not fit, or fewer than launch.nodes.min are there.
     """
-    launch = whole.file.recipe.launch
-    if launch.elastic is None and (again or len(whole.world.hosts) == 1 or not launch.preflight):
+    launch, elastic = whole.file.recipe.launch, whole.file.recipe.launch.elastic
+    if elastic is None and (again or len(whole.world.hosts) == 1 or not launch.preflight):
         return whole, []
     if "SLURM_JOB_ID" in os.environ:
-        return whole, [
-            "launch.preflight: not inside a job of Slurm's, where hosts are not reached by ssh: ortlaunch doctor"
-        ]
+        note = "launch.preflight: not inside a job of Slurm's, where hosts are not reached by ssh: ortlaunch doctor"
+        return whole, [note]
     asked = asked_of(whole, Path(os.path.abspath(run.path)))
-    if launch.elastic is None:
-        hosts.require(asked)
-        return whole, []
-    return on_present(whole, asked, again)
-
-
-def on_present(whole: ResolvedRun, asked: Asked, again: bool) -> tuple[ResolvedRun, list[str]]:
-    """The run on the hosts that are there, and a line on each of the others.
-
-    Args:
-        whole: on all hosts of the host file.
-        again: the ranks have been started before: what is wrong with a host now keeps that host out, where at the first
-            start only one that is not reached is left out.
-
-    Raises:
-        LaunchError: fewer hosts than launch.nodes.min are there, or one is not fit at the first start.
-    """
-    elastic = whole.file.recipe.launch.elastic
-    assert elastic is not None
     wrong = [finding for finding in look(asked._replace(quick=True)) if finding.verdict == FAILED]
-    out = {finding.host: finding for finding in reversed(wrong) if again or finding.check == "reached"}
+    lost = [finding for finding in wrong if elastic is not None and (again or finding.check == "reached")]
+    out = {finding.host: finding for finding in reversed(lost)}
     unfit = [finding for finding in wrong if finding.host not in out]
-    names = [host.name for host in whole.world.hosts if host.name not in out]
     if unfit:
         raise refused(unfit)
+    if elastic is None:
+        return whole, []
+    names = [host.name for host in whole.world.hosts if host.name not in out]
     if len(names) < elastic.min:
         raise LaunchError(_too_few(len(names), elastic.min, wrong))
     now = whole.on_hosts(names)
-    batch = now.work.batch
-    how = f"{counted(len(names), 'host')} of {len(whole.world.hosts)}, accumulation {batch.accumulation_steps}"
+    how = f"{counted(len(names), 'host')} of {len(whole.world.hosts)}, accumulation {now.work.batch.accumulation_steps}"
     return now, [f"launch.nodes {elastic}: on {how}", *(f"  left out: {finding}" for finding in out.values())]
 
 

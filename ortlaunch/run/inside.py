@@ -13,14 +13,12 @@ from typing import NoReturn
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
-from ortlaunch.output import print_lines
 from ortlaunch.rank import JOB_VARIABLE, Rank
 from ortlaunch.resolve import resume
 from ortlaunch.resolve.prepare import launch_id, request_of
 from ortlaunch.resolve.resolve import ResolvedRun
-from ortlaunch.resolve.resume import ResumeOptions
-from ortlaunch.run import choices
-from ortlaunch.run.preparation import check, finished, leave_finished, prepare
+from ortlaunch.resolve.resume import Beginning, ResumeOptions
+from ortlaunch.run.preparation import prepare, print_lines
 from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.run_folder.lock import RunLock
 from ortlaunch.runs import registry
@@ -28,45 +26,43 @@ from ortlaunch.runs import registry
 _JOIN_SECONDS, _POD_SECONDS = 120, 1800  # a pod's image may have to be pulled
 
 
-def train(resolved: ResolvedRun, rank: Rank, run: RunDir, lock: RunLock, options: ResumeOptions) -> int:
-    """Become a rank of the run; returns where nothing is left to do.
+def mark_of(run: RunDir, rank: Rank) -> Path:
+    """The file by which rank 0 says that the folder is prepared."""
+    return run.ready / (launch_id(rank, os.environ) or "launch")
+
+
+def lead(
+    resolved: ResolvedRun, rank: Rank, run: RunDir, lock: RunLock, beginning: Beginning, options: ResumeOptions
+) -> NoReturn:
+    """Rank 0: prepare the folder, say so, become the worker."""
+    print_lines(beginning.lines)
+    lock.take(run, keep=True)
+    JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
+    registry.add(run)
+    resume.apply(run, beginning, options)
+    request = prepare(resolved, run)
+    for path, text in request.files:
+        write_text(Path(path), text)
+    write_text(mark_of(run, rank), "")
+    _become_worker(request)
+
+
+def follow(resolved: ResolvedRun, rank: Rank, run: RunDir) -> NoReturn:
+    """Another rank: wait until rank 0 has prepared the folder, become the worker.
 
     Raises:
-        PlanError: a choice is open.
-        LaunchError: rank 0 has not prepared the folder.
+        LaunchError: it has not.
     """
-    mark = run.ready / (launch_id(rank, os.environ) or "launch")
-    resolved = choices.known(resolved, run)
-    done = finished(resolved, run, options)
-    if rank.rank == 0:
-        mark.unlink(missing_ok=True)
-        beginning = check(resolved, run, options)
-        if done:
-            return leave_finished(resolved, run, beginning.lines, done)
-        print_lines(beginning.lines)
-        lock.take(run, keep=True)
-        JobRecord.begun(run, "inside", JobState.RUNNING).write(run)
-        registry.add(run)
-        resume.apply(run, beginning, options)
-        prepare(resolved, run)
-        for path, text in request_of(resolved.plan, run).files:
-            write_text(Path(path), text)
-        write_text(mark, "")
-    elif done:
-        return 0
-    _wait_for(mark, run)
-    return _become_worker(request_of(resolved.plan, run))
-
-
-def _become_worker(request: Request) -> NoReturn:
-    os.execve(request.argv[0], request.argv, {**os.environ, **dict(request.env)})
-
-
-def _wait_for(mark: Path, run: RunDir) -> None:
-    """Wait until rank 0 has prepared the folder."""
-    seconds = _POD_SECONDS if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:") else _JOIN_SECONDS
+    mark, seconds = mark_of(run, rank), _JOIN_SECONDS
+    if os.environ.get(JOB_VARIABLE, "").startswith("kubernetes:"):
+        seconds = _POD_SECONDS
     deadline = time.monotonic() + seconds
     while not mark.exists():
         if time.monotonic() > deadline:
             raise LaunchError(f"rank 0 did not prepare {run} within {seconds} s; is it on a disk that all hosts share?")
         time.sleep(0.05)
+    _become_worker(request_of(resolved.plan, run))
+
+
+def _become_worker(request: Request) -> NoReturn:
+    os.execve(request.argv[0], request.argv, {**os.environ, **dict(request.env)})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from ortlaunch import doctor
 from ortlaunch.cache import foreign
 from ortlaunch.launch import JobState, Request
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.output import print_lines
 from ortlaunch.planning.describe import describe
 from ortlaunch.resolve import provenance, resume
 from ortlaunch.resolve.prepare import check_folder, check_launcher, earlier, write_run
@@ -17,6 +17,12 @@ from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import Beginning, ResumeOptions
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.runs.finished import nothing_left, with_next
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print each, to be seen at once."""
+    for line in lines:
+        print(line, flush=True)
 
 
 def check(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> Beginning:

@@ -5,6 +5,7 @@ The text under a field is its manual, as in records.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,12 @@ class Choice:
     """The folder of the measurement."""
     key: str | None = None
     """The digest of what decides speed, by which the choice is remembered."""
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Choice:
+        """As it was written."""
+        named = (found["asked"], found["chosen"], found["why"], found["measured"])
+        return cls(*named, found.get("bench"), found.get("key"))
 
 
 @dataclass

@@ -13,6 +13,7 @@ import yaml
 
 from ortlaunch import doctor, start
 from ortlaunch.errors import LaunchError, MissingDependency, PlanError, RecipeError
+from ortlaunch.launch import Request
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.rank import Rank
@@ -373,7 +374,12 @@ def test_a_mark_of_an_earlier_launch_is_taken_away(monkeypatch: pytest.MonkeyPat
     made = resolved(environ=environ)
     write_text(RunDir("mine").ready / "launch", "")
     seen = []
-    monkeypatch.setattr(inside, "prepare", lambda *_: seen.append((RunDir("mine").ready / "launch").exists()))
+
+    def prepare(*_: object) -> Request:
+        seen.append((RunDir("mine").ready / "launch").exists())
+        return Request(("worker",))
+
+    monkeypatch.setattr(inside, "prepare", prepare)
     monkeypatch.setattr(os, "execve", lambda *_: None)
     control.train(made, Path("mine"))
     assert seen == [False]

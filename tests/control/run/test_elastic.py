@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from ortlaunch.doctor.finding import Finding
-from ortlaunch.doctor.hosts import Asked
 from ortlaunch.doctor.schema import json_schema
 from ortlaunch.errors import InputError, LaunchError, PlanError, RecipeError
 from ortlaunch.launch import backend
@@ -20,7 +19,7 @@ from ortlaunch.plan import Plan
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.recipe import load
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
-from ortlaunch.run.elastic import on_present
+from ortlaunch.run.elastic import on_fit_hosts
 from ortlaunch.run.job_file import JobFile
 from ortlaunch.run.restarts import Ended, supervise
 from ortlaunch.run_folder.folder import RunDir, write_text
@@ -98,7 +97,7 @@ def found(monkeypatch: pytest.MonkeyPatch, *wrong: tuple[str, str]) -> None:
 
 def on(monkeypatch: pytest.MonkeyPatch, whole: ResolvedRun, *wrong: tuple[str, str], again: bool = True) -> Any:
     found(monkeypatch, *wrong)
-    return on_present(whole, Asked(whole.plan.nodes, "cpu", None), again)
+    return on_fit_hosts(whole, RunDir(Path("run")), again)
 
 
 def test_a_plan_on_the_hosts_that_are_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +131,17 @@ def test_a_host_that_is_not_fit_is_no_lost_one(folder: Path, monkeypatch: pytest
     with pytest.raises(LaunchError, match="the hosts are not ready, and nothing was started"):
         on(monkeypatch, whole, ("host2", "packages"), again=False)
     assert len(on(monkeypatch, whole, ("host2", "packages"))[0].plan.nodes) == 2
+
+
+def test_hosts_of_a_run_with_one_number_of_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not fit ends the first start; restarts do not look again, and without preflight nobody does."""
+    whole = resolved("launch.nodes=3")
+    with pytest.raises(LaunchError, match="the hosts are not ready, and nothing was started"):
+        on(monkeypatch, whole, ("host2", "reached"), again=False)
+    assert on(monkeypatch, whole, again=False) == (whole, [])
+    assert on(monkeypatch, whole, ("host2", "reached")) == (whole, [])
+    whole = resolved("launch.nodes=3", "launch.preflight=false")
+    assert on(monkeypatch, whole, ("host2", "reached"), again=False) == (whole, [])
 
 
 def test_a_restart_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
