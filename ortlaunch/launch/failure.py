@@ -55,7 +55,7 @@ def explain_end(
         what = f"{_program(Plan.read(run.plan))} failed with {own}, and ended the ranks"
         return End(1, f"ortlaunch: {what}; its traceback is above; logs: {run.logs}")
     if first is not None and by_wish and not _unheard(run, records, stopped_by):
-        return End(130 if stopped_by == signal.SIGINT else first["exit_status"], _text(first))
+        return _stopped_without_a_step(run, first, stopped_by)
     if stopped_by is not None and (status or first is not None):
         return _stopped(run, first, stopped_by)
     if first is not None and not first["secondary"] and not by_wish:
@@ -199,6 +199,21 @@ def _stopped(run: RunDir, first: Json | None, number: int) -> End:
         f"{said}{lost}; the newest checkpoint is after step {saved[-1][0]}",
         stopped=True,
     )
+
+
+def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) -> End:
+    """The end of a run that was asked to stop where it had nothing to save: who asked, not what the ranks received."""
+    status, by = first["exit_status"], None
+    if stopped_by is not None:
+        status, by = 130 if stopped_by == signal.SIGINT else status, signal.Signals(stopped_by).name
+    elif run.stop_request.exists():
+        by = read_json(run.stop_request).get("by")
+    if by is None:
+        return End(status, _text(first))
+    saved = run.complete_checkpoints()
+    newest = f"; the newest checkpoint is after step {saved[-1][0]}" if saved else ""
+    text = f"ortlaunch: stopped by {by} before its first step, or after its last: there is nothing to save{newest}"
+    return End(status, text, stopped=True)
 
 
 def _lost_text(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> str:

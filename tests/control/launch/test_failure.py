@@ -277,6 +277,28 @@ def test_stopped_after_a_failure(run: RunDir) -> None:
     assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)
 
 
+@pytest.mark.parametrize(
+    ("number", "by", "status", "who"),
+    [
+        (signal.SIGINT, "SIGINT", 130, "SIGINT"),
+        (signal.SIGTERM, None, 85, "SIGTERM"),
+        (None, "`ortlaunch stop` of me on host a", 85, "`ortlaunch stop` of me on host a"),
+    ],
+)
+def test_a_stop_before_the_first_step_names_who_asked(
+    number: int | None, by: str | None, status: int, who: str, run: RunDir
+) -> None:
+    """Not the signal that the command passed on to the ranks, nor their exit status; it can be continued."""
+    stopped = {"type": "Stopped", "exit_status": 85, "traceback": ""}
+    for rank in range(4):
+        ended(run, rank, summary="rank was stopped by SIGUSR1", **stopped)
+    if by is not None:
+        write_json(run.stop_request, {"by": by})
+    end = explain_end(run, 1, stopped_by=number)
+    said = f"ortlaunch: stopped by {who} before its first step, or after its last: there is nothing to save"
+    assert end == End(status, said, stopped=True)
+
+
 @pytest.mark.parametrize("lost", ["spare", "began"])
 def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir) -> None:
     """A launcher that lost a rank asks the others to stop, which before their first step they do: a fault, not 85."""
