@@ -138,7 +138,7 @@ _WORDS: tuple[tuple[str, re.Pattern[str], str, tuple[str, ...]], ...] = (
      ("install it in this environment, on every host; a module of your own lies beside the recipe",)),
     ("missing-file", re.compile(r"FileNotFoundError|No such file or directory|Errno 2\b|matches no file"),
      "{} lacks a file", ("relative paths begin where you run the command; every host must see the file",)),
-    ("unreadable-file", re.compile(r"PermissionError|Permission denied|Errno 13\b"),
+    ("unreadable-file", re.compile(r"PermissionError|(?<!cannot be made: )Permission denied|Errno 13\b"),
      "{} may not open a file", ("ls -l it, as the user of the run, on that host",)),
     ("no-locks", words.NO_LOCKS, "{} met a disk without file locks", _LOCKS),
     ("damaged-checkpoint", re.compile(r"CheckpointError"), "{} could not use a checkpoint", ()),

@@ -25,7 +25,7 @@ class Finding:
     check: str
     """Of a host: `reached`, `interpreter`, `packages`, `alias`, `address`, `interface`, `port`, `udp`, `mtu`, `gpus`,
     `run folder`, `disk`, `clock`, `cpus`, `/dev/shm`, `open files`, `memlock`, `gpus idle` or `stale`. Of this machine,
-    too: `python`, `torch`, `ort`, `deepspeed`, `mpi`, `nccl` or `recipe`. Of `selftest`:
+    too: `python`, `torch`, `ort`, `deepspeed`, `mpi`, `nccl`, `cache` or `recipe`. Of `selftest`:
     `matrix rate`, `link`, `all-reduce` or `ranks`, and `train BACKEND`."""
     verdict: Literal["ok", "warning", "failed"]
     """`failed`: a run on it would fail."""

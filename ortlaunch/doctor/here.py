@@ -6,9 +6,10 @@ import sys
 from collections.abc import Iterator
 
 from ortlaunch import doctor, machine
+from ortlaunch.cache import cache_folder
 from ortlaunch.doctor import hosts, probe
 from ortlaunch.doctor.finding import FAILED, OK, WARNING, Finding, judged
-from ortlaunch.errors import MissingDependency
+from ortlaunch.errors import FileError, MissingDependency
 from ortlaunch.launch.mpi import family, find_mpirun
 from ortlaunch.plan import Node
 from ortlaunch.planning.world import World
@@ -24,7 +25,7 @@ def look(asked: hosts.Asked, recipe: Recipe | None = None, world: World | None =
     if len(asked.nodes) > 1:  # that do not exist yet: this one is no host of theirs
         asked = asked._replace(device="cpu")
     versions = probe.versions()
-    found = [_python(), _torch(versions), *_ort(), _deepspeed(versions), _mpi(versions), *_gpus(versions)]
+    found = [_python(), _torch(versions), *_ort(), _deepspeed(versions), _mpi(versions), *_gpus(versions), _cache()]
     found += [one for one in hosts.of_this_host(node, asked) if asked.nodes or one.check != "gpus"]  # no slots to fill
     if recipe is not None and world is not None:
         wrong = [Finding(HERE, "recipe", FAILED, what, mend) for what, mend in doctor.lacking(recipe, world)]
@@ -93,6 +94,15 @@ def _gpus(versions: dict[str, str]) -> Iterator[Finding]:
     good = not torch.endswith("+cpu") and nccl is not None
     mend = "install a torch for CUDA: https://pytorch.org/get-started/locally"
     yield judged(HERE, "nccl", good, f"{nccl or 'none installed'}, torch {torch or 'absent'}", mend, else_=WARNING)
+
+
+def _cache() -> Finding:
+    """The folder of tokens and built extensions, which is made where it is absent."""
+    try:
+        return Finding(HERE, "cache", OK, str(cache_folder()))
+    except FileError as error:
+        what, _, mend = str(error).rpartition("; ")
+        return Finding(HERE, "cache", FAILED, what, mend)
 
 
 def _nccl() -> str | None:

@@ -85,6 +85,10 @@ ACCOUNTS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"type": "PermissionError", "traceback": "T\nPermissionError: [Errno 13] Permission denied: 'b'"},
         "unreadable-file", "Permission denied: 'b'",
     ),
+    "no cache folder": (
+        {"type": "FileError", "exit_status": 2, "message": "c: cannot be made: Permission denied: c; X names another"},
+        "bad-input", "c: cannot be made: Permission denied: c; X names another",
+    ),
     "missing module": (
         {"type": "ModuleNotFoundError", "traceback": "T\nModuleNotFoundError: No module named 'nowhere'"},
         "missing-module", "No module named 'nowhere'",

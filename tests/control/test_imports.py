@@ -62,7 +62,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "schedulers": ({*GROUND, "plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
     "resolve": ({*GROUND, "user_modules", "recipe", "plan", "planning", "launch", "run_folder", "resolve"}, set()),
     "doctor": (
-        {*GROUND, "recipe", "plan", "planning", "launch", "doctor", "ortmodule.build.extensions",
+        {*GROUND, "cache", "recipe", "plan", "planning", "launch", "doctor", "ortmodule.build.extensions",
          "ortmodule.build.cuda_libraries"},
         set(),
     ),

@@ -33,14 +33,23 @@ def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
 def test_each_part_has_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is absent is said with what installs it."""
     monkeypatch.setattr(doctor, "lacking_for_ort", lambda on_gpu: [("no wheel", "pip install it")])
-    assert {"python", "torch", "ort", "deepspeed", "mpi", "gpus", "disk", "/dev/shm", "open files", "stale"} == set(
-        verdicts()
-    )
+    assert set(verdicts()) == {
+        "python", "torch", "ort", "deepspeed", "mpi", "gpus", "cache", "disk", "/dev/shm", "open files", "stale",
+    }  # fmt: skip
     assert verdicts()["ort"] == (WARNING, "no wheel", "pip install it")
     monkeypatch.setattr(probe, "versions", lambda *_: {})
     found = verdicts()
     assert found["torch"][0] == FAILED
     assert found["deepspeed"][2] == 'pip install "ortlaunch[deepspeed]"'
+
+
+def test_a_cache_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home folder that is not writable fails every run, so that the doctor does, too."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "file/cache"))
+    verdict, what, mend = verdicts()["cache"]
+    assert (verdict, mend) == (FAILED, "ORTLAUNCH_CACHE names another place")
+    assert f"{tmp_path}/file/cache: cannot be made" in what
 
 
 @pytest.mark.parametrize(
