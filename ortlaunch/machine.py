@@ -32,8 +32,7 @@ def hardware() -> Json:
 
 def cores() -> int:
     """Cores that this process may use: those that it is bound to, and no more than its control groups give time for."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([bound, *_core_quotas()])
+    return min([len(os.sched_getaffinity(0)), *_core_quotas()])
 
 
 def share_of_cores(ranks: int) -> int:
@@ -153,12 +152,9 @@ def tightest_free() -> MemoryLimit:
 
 
 def _machine_memory() -> MemoryLimit:
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError):
-        text = (PROC / "meminfo").read_text()
-        found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(Mem\w+):\s*(\d+) kB", text, re.MULTILINE)}
-        return MemoryLimit(THIS_MACHINE, found["MemTotal"], found["MemAvailable"])
-    return MemoryLimit(THIS_MACHINE, size, size)
+    text = (PROC / "meminfo").read_text()
+    found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(Mem\w+):\s*(\d+) kB", text, re.MULTILINE)}
+    return MemoryLimit(THIS_MACHINE, found["MemTotal"], found["MemAvailable"])
 
 
 def _control_group_limits() -> Iterator[MemoryLimit]:

@@ -103,7 +103,6 @@ def _address_space_of_torch() -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(sys.platform != "linux", reason="limits are set as Linux does")
 def test_the_size_found_is_within_one_doubling_of_the_limit(limited: Limited) -> None:
     """The run with the size found ends well; by hand, four times the size does not under the same limit."""
     done = limited("--run-dir=found")

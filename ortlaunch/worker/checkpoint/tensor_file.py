@@ -70,9 +70,8 @@ def write_tensors(
 
 
 def _start_writing(file: BinaryIO) -> None:
-    """The disk begins with what the file has, while the next block is copied and summed; Linux does so at this word."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    """The disk begins with what the file has, while the next block is copied and summed."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _name_of(key: str, dtype: torch.dtype) -> str:

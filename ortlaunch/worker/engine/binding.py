@@ -58,8 +58,6 @@ def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) 
     Raises:
         LaunchError: more threads are asked for than a rank has cores then.
     """
-    if not hasattr(os, "sched_setaffinity"):
-        return Bound(asked, "none", (), None, "this system binds no process")
     allowed = os.sched_getaffinity(0)
     if asked == "none":
         return Bound(asked, "none", tuple(sorted(allowed)), None, "nobody asked for it")

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 
@@ -48,7 +47,7 @@ class Watchdog:
         self.lost: Lost | None = None
         self.ended_it = False
         self._plan = Plan.read(run.plan)
-        self._stacks = _memory_file()
+        self._stacks = os.memfd_create("stacks")
         self._every = _JUDGE_SECONDS if rank.rank == 0 else beat_seconds(rank.world_size)
         self._since = time.monotonic()
         self._beat_at = self._since - self._every * rank.rank / rank.world_size  # so that beats are spread
@@ -209,13 +208,6 @@ class Watchdog:
 
     def _shown(self) -> str:
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
-
-
-def _memory_file() -> int:
-    """A file that needs no disk (Linux), open as long as the guardian lives."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("stacks")
-    return os.dup(tempfile.TemporaryFile().fileno())
 
 
 def _first_lines(stack: str) -> str:

@@ -33,8 +33,6 @@ while len(os.listdir(sys.argv[1])) < (1 if sys.argv[2] == "stopped" else 2):
 os.kill(os.getpid(), int(sys.argv[3]))
 """
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc and reapers are Linux's")
-
 
 @pytest.fixture(autouse=True)
 def _little_grace(monkeypatch: pytest.MonkeyPatch) -> None:

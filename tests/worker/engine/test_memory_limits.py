@@ -42,7 +42,6 @@ def test_plan_trial_and_export_see_one_limit(
     assert (copies["limit"], copies["limit_bytes"], copies["free_bytes"]) == (name, 2 * GiB, 3 * GiB // 4)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_machine_is_shared_by_its_ranks() -> None:
     """Two ranks of a host may take half each."""
     alone, shared = (RankLimits(torch.device("cpu"), ranks).limits[0] for ranks in (1, 2))
@@ -64,7 +63,6 @@ print(limit.name, limit.taken() >> 20, share)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_was_taken_counts_after_it_is_gone() -> None:
     """200 MiB of a 1 GiB address space, at the peak; the limit that is nearest is named."""
     done = subprocess.run(
