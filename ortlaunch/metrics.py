@@ -43,7 +43,7 @@ class Metric:
 _WORDS = Measure("ortlaunch.worker.evaluation.word_scores:MaskedWords")
 _MASKED = {"masked-lm": _WORDS, "pretraining": _WORDS}
 _LOSS = Measure("ortlaunch.worker.evaluation.word_scores:LossPerplexity", needs_scores=False)
-_PAIRS = Measure("ortlaunch.worker.evaluation.word_scores:SentencePairs")
+_PAIRS = Measure("ortlaunch.worker.evaluation.word_scores:SentencePairScore")
 _SCORES = Measure("ortlaunch.worker.evaluation.scores:Scores")
 _CLASSES = {"sequence-classification": _SCORES, "token-classification": _SCORES}
 _TAGS = {"token-classification": _SCORES}

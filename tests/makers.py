@@ -18,7 +18,7 @@ from ortlaunch.run_folder.engine_report import (
     EngineChoice,
     EngineReport,
     FusedNorm,
-    Graph,
+    GraphReport,
     MatmulPrecision,
     OnnxRuntime,
     OptimizerChoice,
@@ -92,7 +92,7 @@ def engine_report(used: str = "eager", **changes: Any) -> EngineReport:
 
 def onnxruntime(**changes: Any) -> OnnxRuntime:
     """ONNX Runtime's part after four passes, with these fields."""
-    graph = Graph(105, {"Gemm": 9}, {"embedding": 3, "mm": 1}, {"F": 2}, {}, 122, {"Sum": 7})
+    graph = GraphReport(105, {"Gemm": 9}, {"embedding": 3, "mm": 1}, {"F": 2}, {}, 122, {"Sum": 7})
     record = OnnxRuntime(
         repairs=[], repairs_not_applied={}, settings={}, variables={}, forward_passes=4, backward_passes=4,
         evaluation_passes=0, fallbacks=0, fallback_reasons=[], graphs_built=1, nodes_run=908, training_graph=graph,

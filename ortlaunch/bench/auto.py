@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ortlaunch import __version__, machine
-from ortlaunch.bench.measure import Length, Say, Stopped, measure, new_folder, prepared
+from ortlaunch.bench.measure import BenchStopped, Length, Say, measure, new_folder, prepared
 from ortlaunch.bench.report import MEASURED, fastest, passes, short_reason, table, times
 from ortlaunch.bench.variants import ENGINES, engine_overrides
 from ortlaunch.cache import cache_folder, cache_root, changed, require_own, seal
@@ -69,7 +69,7 @@ def measured(resolved: ResolvedRun, say: Say) -> Choice:
     say(f"engine auto: measuring once, in {folder}")
     try:
         report = measure(resolved, prepared(resolved, ENGINES, ()), SHORT, folder, say)
-    except Stopped as stopped:
+    except BenchStopped as stopped:
         if resolved.traits.saves and stopped.exit_status != 128 + signal.SIGINT:
             stopped.exit_status = EXIT_SAVED  # nothing has begun, so that all is saved
         raise

@@ -42,7 +42,7 @@ class Length(NamedTuple):
     one_at_a_time: bool = False
 
 
-class Stopped(OrtlaunchError):
+class BenchStopped(OrtlaunchError):
     """The user stopped the bench with a signal."""
 
     def __init__(self, number: int) -> None:
@@ -172,7 +172,7 @@ def _stoppable() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
+        raise BenchStopped(number)
 
     previous = {number: signal.signal(number, stop) for number in numbers}
     try:

@@ -50,11 +50,11 @@ def doctor(
     Exit status 1 where a check failed.
     """
     from ortlaunch.doctor.finding import FAILED, as_json, told
-    from ortlaunch.run.checkup import Place, checkup
+    from ortlaunch.run.checkup import CheckupOptions, checkup
 
     if device not in (None, "cpu", "cuda"):
         raise typer.BadParameter(f"got {device}; cpu or cuda", param_hint="--device")
-    place = Place(run_dir, device, interface, port, port_range(ports))
+    place = CheckupOptions(run_dir, device, interface, port, port_range(ports))
     found = checkup(recipe, tuple(overrides or ()), options, place, os.environ)
     typer.echo(as_json(found) if json else told(found))
     raise typer.Exit(any(finding.verdict == FAILED for finding in found))

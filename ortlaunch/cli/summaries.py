@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Summary(NamedTuple):
+class VerbSummary(NamedTuple):
     """A verb in the list of all, and the end of its own help."""
 
     group: str
@@ -53,7 +53,7 @@ _GROUPS = {
     },
 }
 SUMMARIES = {
-    verb: Summary(group, text, f"Example: ortlaunch {verb} {example}".rstrip())
+    verb: VerbSummary(group, text, f"Example: ortlaunch {verb} {example}".rstrip())
     for group, verbs in _GROUPS.items()
     for verb, (text, example) in verbs.items()
 }

@@ -28,7 +28,7 @@ from ortlaunch.planning.hosts import Host, read_hostfile, select
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.prepare import write_run
 from ortlaunch.resolve.resolve import resolve
-from ortlaunch.run.checkup import Place, checkup, with_job
+from ortlaunch.run.checkup import CheckupOptions, checkup, with_job
 from ortlaunch.run_folder.folder import RunDir, read_json
 from ortlaunch.run_folder.lines import json_lines
 
@@ -138,7 +138,7 @@ def selftest(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "selftest_model.py").write_text(_MODULE, encoding="utf-8")
     (folder / "recipe.yaml").write_text(_RECIPE % _global_size(hosts), encoding="utf-8")
-    place, measured = Place(folder, port=request.port, ports=request.ports), (*_MEASURED, *request.overrides)
+    place, measured = CheckupOptions(folder, port=request.port, ports=request.ports), (*_MEASURED, *request.overrides)
     checked = checkup(folder / "recipe.yaml", measured, options, place, environ)
     yield from checked
     if any(finding.verdict == FAILED for finding in checked):

@@ -100,9 +100,9 @@ def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
     """
     names = question.names
     seconds = _SECONDS + _MORE_SECONDS * min(len(names), _AT_ONCE)
-    calls: dict[int, _Call] = {}
-    running: dict[Future[_Call], int] = {}
-    meeting: _Call | None = None
+    calls: dict[int, _ProbeCall] = {}
+    running: dict[Future[_ProbeCall], int] = {}
+    meeting: _ProbeCall | None = None
     group: list[int] = []
     started = 0
     with (
@@ -112,7 +112,7 @@ def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
     ):
         while running or started < len(names):
             while started < len(names) and len(running) + len(group) < _AT_ONCE:
-                running[first.submit(_Call, question, seconds, names[started])] = started
+                running[first.submit(_ProbeCall, question, seconds, names[started])] = started
                 started += 1
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 at = running.pop(done)
@@ -132,16 +132,18 @@ def ask(question: Question) -> tuple[list[Answer | Silence], str | None]:
     return [calls[at].answer for at in range(len(names))], meeting.host if meeting else None
 
 
-def _try_each_other(members: list[_Call], meeting: _Call | None, pool: ThreadPoolExecutor) -> None:
+def _try_each_other(members: list[_ProbeCall], meeting: _ProbeCall | None, pool: ThreadPoolExecutor) -> None:
     """Those that listen try each other, and the one that all are to reach; then they may end."""
     group = [meeting] if meeting else []
     group += [call for call in members if call.listens and call is not meeting]
     rest = [call for call in members if call not in group]
-    list(pool.map(functools.partial(_Call.second, group=group), [*group, *rest]))
-    list(pool.map(_Call.close, (call for call in members if call is not meeting)))  # its pipes are three open files
+    list(pool.map(functools.partial(_ProbeCall.second, group=group), [*group, *rest]))
+    list(
+        pool.map(_ProbeCall.close, (call for call in members if call is not meeting))
+    )  # its pipes are three open files
 
 
-def _others(call: _Call, group: list[_Call]) -> list[_Call]:
+def _others(call: _ProbeCall, group: list[_ProbeCall]) -> list[_ProbeCall]:
     """Those that a host tries: all in a small group; in a large one the first host, which tries all, and those that are
     1, 2, 4, ... places before and behind it, so that each pair is tried in both directions."""
     if call not in group:
@@ -153,7 +155,7 @@ def _others(call: _Call, group: list[_Call]) -> list[_Call]:
     return [group[place] for place in sorted({0, *((at + distance) % count for distance in distances)} - {at})]
 
 
-class _Call:
+class _ProbeCall:
     """A probe that runs on a host, and has told or failed."""
 
     def __init__(self, question: Question, seconds: float, host: str) -> None:
@@ -187,7 +189,7 @@ class _Call:
             return Answer(ast.literal_eval(line.decode()), took)
         return self._failed(line)
 
-    def second(self, group: list[_Call]) -> None:
+    def second(self, group: list[_ProbeCall]) -> None:
         """Have its clock, and how it reaches the ports of others."""
         if isinstance(self.answer, Silence):
             return

@@ -19,7 +19,7 @@ HERE = "localhost"
 _TORCH = (2, 6)  # the oldest that both recipes train on: docs/matrix.md
 
 
-def look(asked: hosts.Asked, recipe: Recipe | None = None, world: World | None = None) -> list[Finding]:
+def look(asked: hosts.HostRequirements, recipe: Recipe | None = None, world: World | None = None) -> list[Finding]:
     """What any run needs here, then what this recipe's does."""
     node = asked.nodes[0]._replace(host=HERE) if asked.nodes else Node(HERE, 1, 0, (0,))
     if len(asked.nodes) > 1:  # that do not exist yet: this one is no host of theirs

@@ -22,7 +22,7 @@ _LITTLE_SHM = 64 << 20
 _LITTLE_MEMLOCK = 64 << 20
 
 
-class Asked(NamedTuple):
+class HostRequirements(NamedTuple):
     """What the hosts are asked for."""
 
     nodes: tuple[Node, ...]
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
         return Question(names, self.folder, self.interface, self.device == "cuda", self.port, self.ports)
 
 
-def look(asked: Asked) -> list[Finding]:
+def look(asked: HostRequirements) -> list[Finding]:
     """Every check of every host, in their order."""
     with _token(asked.folder) as token:
         answers, meeting = asking.ask(asked.question)
@@ -79,7 +79,7 @@ def _usual_cpus(answers: Sequence[Answer | Silence]) -> int:
     return max(counts, key=counts.count, default=0)
 
 
-def of_this_host(node: Node, asked: Asked) -> list[Finding]:
+def of_this_host(node: Node, asked: HostRequirements) -> list[Finding]:
     """What needs no other host, of this one."""
     told = probe.told(asked.question.asked_of(node.host))
     doors = probe.Doors(told["address"] or "127.0.0.1", (asked.port,))
@@ -100,7 +100,9 @@ def _packages(host: str, there: dict[str, str], here: dict[str, str]) -> Finding
     return Finding(host, "packages", OK, f"torch {there.get('torch', 'absent')}, as here")
 
 
-def _network(host: str, answer: Answer, asked: Asked, routed: bool, meeting: str | None) -> Iterator[Finding]:
+def _network(
+    host: str, answer: Answer, asked: HostRequirements, routed: bool, meeting: str | None
+) -> Iterator[Finding]:
     """Its address, and whether ranks can meet at the first host's."""
     told = answer.told
     if asked.interface is not None and asked.interface not in told["interfaces"]:
@@ -167,7 +169,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _own(node: Node, told: Json, asked: Asked, token: str | None) -> Iterator[Finding]:
+def _own(node: Node, told: Json, asked: HostRequirements, token: str | None) -> Iterator[Finding]:
     """What it has for the run."""
     host = node.host
     if asked.device == "cuda":
@@ -187,7 +189,7 @@ def _own(node: Node, told: Json, asked: Asked, token: str | None) -> Iterator[Fi
                  else_=FAILED)  # fmt: skip
 
 
-def _slow(host: str, answer: Answer, asked: Asked, usual_cpus: int) -> Iterator[Finding]:
+def _slow(host: str, answer: Answer, asked: HostRequirements, usual_cpus: int) -> Iterator[Finding]:
     """What may slow a run, or end it late."""
     told, skew = answer.told, answer.skew
     checks = [

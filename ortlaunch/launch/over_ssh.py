@@ -32,7 +32,7 @@ _LOST = 255  # what ssh itself ends with
 _MORE_SECONDS = 6.0  # than an agent and its launcher have to end
 
 
-class Agent:
+class HostAgent:
     """One host's, as this process sees it."""
 
     def __init__(self, host: str, argv: list[str]) -> None:
@@ -70,7 +70,7 @@ def main() -> int:
     for number in heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)):
         signal.signal(number, lambda number, frame: asked.append(number))
     environ = _values(work, os.environ)
-    agents = [Agent(one["host"], one["argv"]) for one in work["agents"]]
+    agents = [HostAgent(one["host"], one["argv"]) for one in work["agents"]]
     for agent in agents:
         agent.tell(json.dumps({"argv": agent.argv, "cwd": os.getcwd(), "env": environ}))
     return _wait(agents, asked, RunDir(Path(sys.argv[1]).parent))
@@ -81,7 +81,7 @@ def _values(work: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, st
     return {**{name: environ[name] for name in work["forward"] if name in environ}, **work["env"]}
 
 
-def _wait(agents: list[Agent], asked: list[int], run: RunDir) -> int:
+def _wait(agents: list[HostAgent], asked: list[int], run: RunDir) -> int:
     first, deadline, beat = 0, float("inf"), 0.0
     while living := [agent for agent in agents if agent.poll() is None]:
         ended = next(((agent, agent.poll() or 0) for agent in agents if agent.poll()), None)

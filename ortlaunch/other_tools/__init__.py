@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ortlaunch.errors import InputError, RecipeError
 from ortlaunch.other_tools import axolotl, deepspeed, llama_factory, trainer
-from ortlaunch.other_tools.draft import Account, Draft, Remark
+from ortlaunch.other_tools.draft import Draft, ImportReport, Remark
 from ortlaunch.other_tools.reading import config
 from ortlaunch.recipe.check import check
 from ortlaunch.recipe.fields.models import Recipe
@@ -43,7 +43,7 @@ class Imported(NamedTuple):
     """The keys that told the tool; () where it was given."""
     name: str
     recipe: str
-    account: Account
+    account: ImportReport
     overrides: tuple[str, ...]
     """They come before what the config says."""
 
@@ -115,7 +115,7 @@ def _over(below: Tree, recipe: Tree) -> Tree:
     return merge(below, recipe)
 
 
-def _checked(tree: Tree, overrides: Sequence[str], account: Account) -> dict[str, object]:
+def _checked(tree: Tree, overrides: Sequence[str], account: ImportReport) -> dict[str, object]:
     """The keys of a recipe that is valid."""
     problems: list[Line] = []
     tree = override(tree, overrides, problems)
@@ -128,7 +128,7 @@ def _checked(tree: Tree, overrides: Sequence[str], account: Account) -> dict[str
     return dict(tree.plain())
 
 
-def lines(account: Account) -> Iterator[str]:
+def lines(account: ImportReport) -> Iterator[str]:
     """The account, list by list."""
     yield from _list("means something else here", account.changed)
     yield from _list("without a counterpart", account.dropped)

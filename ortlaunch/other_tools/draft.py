@@ -33,7 +33,7 @@ class Remark(NamedTuple):
 
 
 @dataclass
-class Account:
+class ImportReport:
     """What became of each key."""
 
     taken: list[Remark] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Draft:
     def __init__(self, config: Tree, tools: Sequence[str], command: Tree, base: Tree) -> None:
         """`command` has the keys of the command line, which replace the config's; `base` those of --base."""
         self.left = {str(key): node for key, node in config.children.items()}
-        self.tools, self.account = tools, Account()
+        self.tools, self.account = tools, ImportReport()
         self.command, self.base = command, base
         self.recipe = Tree(config.place, kind="mapping")
         self._assumed: list[tuple[str, object, str]] = []

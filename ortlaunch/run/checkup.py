@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ortlaunch import machine
 from ortlaunch.doctor import here, hosts
 from ortlaunch.doctor.finding import Finding
-from ortlaunch.doctor.hosts import Asked
+from ortlaunch.doctor.hosts import HostRequirements
 from ortlaunch.errors import PlanError
 from ortlaunch.plan import Node
 from ortlaunch.planning.hosts import hostfile_text, parse_hostfile, select
@@ -19,7 +19,7 @@ from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import ResolvedRun, resolve
 
 
-class Place(NamedTuple):
+class CheckupOptions(NamedTuple):
     """What was typed beside recipe and hosts; None: as the recipe has it."""
 
     folder: Path | None = None
@@ -29,19 +29,19 @@ class Place(NamedTuple):
     ports: tuple[int, int] | None = None
 
 
-def asked_of(resolved: ResolvedRun, folder: Path) -> Asked:
+def asked_of(resolved: ResolvedRun, folder: Path) -> HostRequirements:
     """What a run's hosts must have."""
     world, recipe = resolved.world, resolved.file.recipe
     kept = (recipe.checkpoint.keep or 1) + 1
     needed = resolved.work.memory.checkpoint * kept if resolved.work.memory else 0
-    return Asked(world.nodes, world.device, folder, needed, interface=recipe.launch.interface)
+    return HostRequirements(world.nodes, world.device, folder, needed, interface=recipe.launch.interface)
 
 
 def checkup(
     recipe: Path | None,
     overrides: tuple[str, ...],
     options: LaunchOptions,
-    place: Place,
+    place: CheckupOptions,
     environ: Mapping[str, str],
 ) -> list[Finding]:
     """Every finding, in the order of the hosts.
@@ -53,7 +53,7 @@ def checkup(
     options = with_job(options, environ)._replace(planned_only=True)
     folder = Path(os.path.abspath(place.folder or "."))
     resolved = resolve(recipe, overrides, options, environ) if recipe else None
-    asked = asked_of(resolved, folder) if resolved else Asked(_nodes(options), _device(environ), folder)
+    asked = asked_of(resolved, folder) if resolved else HostRequirements(_nodes(options), _device(environ), folder)
     asked = asked._replace(
         device=place.device or asked.device,
         interface=place.interface or asked.interface,

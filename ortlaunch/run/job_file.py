@@ -22,7 +22,7 @@ _STOPPED = tuple(128 + number for number in (*_ENDING, signal.SIGINT))
 _NO_RANKS = (*_STOPPED, EXIT_SAVED)  # of a command that waits between two starts
 
 
-class Stopped(SystemExit):
+class PreparationStopped(SystemExit):
     """A signal to a command that prepares."""
 
     def __init__(self, status: int, number: int) -> None:
@@ -86,7 +86,7 @@ class JobFile:
             return
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise Stopped(EXIT_SAVED if self.saves and not self.run.cancelled.exists() else 128 + number, number)
+        raise PreparationStopped(EXIT_SAVED if self.saves and not self.run.cancelled.exists() else 128 + number, number)
 
     def _write(self, record: JobRecord) -> None:
         self.record = record
@@ -105,7 +105,7 @@ def _verdict_of(error: BaseException) -> str:
     if isinstance(error, OrtlaunchError):
         return f"ortlaunch: {error}"
     status = _status_of(error)
-    if isinstance(error, Stopped) or status in _STOPPED:
-        status = 128 + error.number if isinstance(error, Stopped) else status
+    if isinstance(error, PreparationStopped) or status in _STOPPED:
+        status = 128 + error.number if isinstance(error, PreparationStopped) else status
         return f"ortlaunch: stopped by {signal.Signals(status - 128).name} before its ranks were started"
     return f"ortlaunch: {type(error).__name__}: {error}"

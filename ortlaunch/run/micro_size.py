@@ -40,7 +40,7 @@ class Try(NamedTuple):
     why: str
 
 
-class Stopped(LaunchError):
+class SearchStopped(LaunchError):
     """The user's signal ended the search; nothing has begun, so that all is saved."""
 
     def __init__(self, end: End, run: RunDir, saves: bool) -> None:
@@ -146,7 +146,7 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
     job = launcher.submit(request._replace(notice_ends=True), log)
     end = explain_end(trial, launcher.wait(job), job.signal, job.ended_by, job.oom_kills)
     if job.signal is not None:
-        raise Stopped(end, run, plan.traits.saves)
+        raise SearchStopped(end, run, plan.traits.saves)
     if end.status == 0:
         return _judged(size, read_json(trial.trial))
     if not _MEMORY.search(end.text):

@@ -148,7 +148,7 @@ class ExportCopy:
 
 
 @dataclass
-class Graph:
+class GraphReport:
     """What one pass through a graph executes, read from the graph as ONNX Runtime optimized it."""
 
     forward_nodes: int
@@ -209,9 +209,9 @@ class OnnxRuntime:
     """Training and evaluation graphs that were built."""
     nodes_run: int
     """Nodes executed so far, each graph's passes by its own nodes."""
-    training_graph: Graph | None
+    training_graph: GraphReport | None
     """The newest training graph; null: none was built."""
-    evaluation_graph: Graph | None
+    evaluation_graph: GraphReport | None
     """The newest evaluation graph."""
     exports: int
     """Runs of torch.onnx.export."""

@@ -59,7 +59,7 @@ def fits(annotation: str, value: Any) -> bool:
 
 
 @dataclass
-class Vocabulary:
+class VocabularyRecord:
     """What the model's numbers stand for; tokenizer/ beside it has the words."""
 
     trained_tokenizer: dict[str, Any] | None

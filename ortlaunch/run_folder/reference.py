@@ -23,7 +23,7 @@ A field whose value may be absent is left out of the file where it does not appl
 """
 _FILES = {
     "plan.json": "Plan",
-    "vocabulary.json": "Vocabulary",
+    "vocabulary.json": "VocabularyRecord",
     "choice.json": "Choice",
     "engine.json": "EngineReport",
     "parity.jsonl": "ParityLine",

@@ -13,7 +13,7 @@ from ortlaunch.launch.failure import End, explain_end
 from ortlaunch.launch.record import JobRecord
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.schedulers import SCHEDULERS, Seen, scheduler
+from ortlaunch.schedulers import SCHEDULERS, QueueState, scheduler
 
 _LAST = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)  # a job that was preempted may be queued again
 _END_SECONDS = 120  # KillWait is 30 s as Slurm comes, and what is running then has to be reaped
@@ -65,16 +65,18 @@ def cancel(run: RunDir, job: JobRecord) -> JobRecord:
     return found(run, JobRecord.read(run) or job)
 
 
-def _waiting(seen: Seen) -> str | None:
+def _waiting(seen: QueueState) -> str | None:
     return f"queued: {seen.words}" if seen.state is JobState.PENDING else None
 
 
-def _ended(run: RunDir, job: JobRecord, seen: Seen | None) -> JobRecord:
+def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
     """A job whose script was ended with it: by a person, a time limit, a node that failed; it is recorded."""
     if SCHEDULERS[job.backend].elsewhere and not run.plan.exists():
         return _ended_elsewhere(run, job, seen)
     end = _end_of_folder(run, job)
-    state, words = seen or Seen(JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "no job that it knows")
+    state, words = seen or QueueState(
+        JobState.SUCCEEDED if end.status == 0 else JobState.FAILED, "no job that it knows"
+    )
     if state is JobState.SUCCEEDED:
         state = JobState.FAILED if end.status else JobState.SUCCEEDED
     cancelled = state is JobState.CANCELLED and end.status == EXIT_SAVED  # which would mean: run me again
@@ -84,9 +86,9 @@ def _ended(run: RunDir, job: JobRecord, seen: Seen | None) -> JobRecord:
     return record
 
 
-def _ended_elsewhere(run: RunDir, job: JobRecord, seen: Seen | None) -> JobRecord:
+def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
     """Ranks wrote their folder where this host does not see it."""
-    state, words = seen or Seen(JobState.FAILED, "no job that it knows, so how it ended is not known")
+    state, words = seen or QueueState(JobState.FAILED, "no job that it knows, so how it ended is not known")
     status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(state, 1)
     record = job.at_end(state, status, f"{job.backend} says: {words}")
     record.write(run)

@@ -20,7 +20,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.units import counted
 
 
-class Place(NamedTuple):
+class SchedulerEntry(NamedTuple):
     """A scheduler."""
 
     module: str
@@ -30,9 +30,9 @@ class Place(NamedTuple):
 
 
 SCHEDULERS = {
-    "slurm": Place("ortlaunch.schedulers.slurm", False),
-    "kubernetes": Place("ortlaunch.schedulers.kubernetes", True),
-    "azureml": Place("ortlaunch.schedulers.azureml", True),
+    "slurm": SchedulerEntry("ortlaunch.schedulers.slurm", False),
+    "kubernetes": SchedulerEntry("ortlaunch.schedulers.kubernetes", True),
+    "azureml": SchedulerEntry("ortlaunch.schedulers.azureml", True),
 }
 
 
@@ -60,7 +60,7 @@ class QueuedRun:
         )
 
 
-class Seen(NamedTuple):
+class QueueState(NamedTuple):
     """What a queue says of a job."""
 
     state: JobState
@@ -82,7 +82,7 @@ class Scheduler(Protocol):
             LaunchError: it was refused, with the scheduler's words.
         """
 
-    def state(self, job: str) -> Seen | None:
+    def state(self, job: str) -> QueueState | None:
         """Where it is; None: it is not known any more."""
 
     def cancel(self, job: str) -> None:

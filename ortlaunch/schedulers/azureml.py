@@ -14,7 +14,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import write_text
-from ortlaunch.schedulers import QueuedRun, Seen, wanted, yaml_text
+from ortlaunch.schedulers import QueuedRun, QueueState, wanted, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
 
@@ -109,10 +109,10 @@ def submit(request: Request) -> str:
     return f"{given.get('--resource-group', '')}/{given.get('--workspace-name', '')}/{name}"
 
 
-def state(job: str) -> Seen | None:
+def state(job: str) -> QueueState | None:
     """As the workspace says."""
     word = wanted("az", "ml", "job", "show", *_named(job), "--query=status", "--output=tsv", what=_WHAT).strip()
-    return Seen(_STATES.get(word, JobState.RUNNING), word)
+    return QueueState(_STATES.get(word, JobState.RUNNING), word)
 
 
 def cancel(job: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, NO_FAULT
 from ortlaunch.run_folder.folder import write_text
-from ortlaunch.schedulers import QueuedRun, Seen, wanted, yaml_text
+from ortlaunch.schedulers import QueuedRun, QueueState, wanted, yaml_text
 
 __all__ = ["cancel", "logs", "request", "state", "submit"]
 
@@ -200,7 +200,7 @@ def submit(request: Request) -> str:
     return f"{namespace}/{made[-1]}"
 
 
-def state(job: str) -> Seen | None:
+def state(job: str) -> QueueState | None:
     """By its conditions, else by its pods."""
     namespace, _, resource = job.partition("/")
     text = wanted(
@@ -209,27 +209,27 @@ def state(job: str) -> Seen | None:
     return seen_in(json.loads(text)) if text.strip() else None
 
 
-def seen_in(found: Mapping[str, Any]) -> Seen:
+def seen_in(found: Mapping[str, Any]) -> QueueState:
     """What `kubectl get --output=json` says of a Job or a TrainJob."""
     status = found.get("status", {})
     conditions = {one["type"]: one for one in status.get("conditions", ()) if one["status"] == "True"}
     for kind in ("Complete", "SuccessCriteriaMet"):
         if kind in conditions:
-            return Seen(JobState.SUCCEEDED, kind)
+            return QueueState(JobState.SUCCEEDED, kind)
     for kind in ("Failed", "FailureTarget"):
         if kind in conditions:
             return _failed(_words(kind, conditions[kind]))
     if "deletionTimestamp" in found["metadata"]:
-        return Seen(JobState.RUNNING, "being deleted")
+        return QueueState(JobState.RUNNING, "being deleted")
     if "Suspended" in conditions:
-        return Seen(JobState.PENDING, _words("Suspended", conditions["Suspended"]))
+        return QueueState(JobState.PENDING, _words("Suspended", conditions["Suspended"]))
     ready = int(status.get("ready", 0)) + sum(int(one.get("ready", 0)) for one in status.get("jobsStatus", ()))
-    return Seen(JobState.RUNNING, "pods are ready") if ready else Seen(JobState.PENDING, "no pod is ready")
+    return QueueState(JobState.RUNNING, "pods are ready") if ready else QueueState(JobState.PENDING, "no pod is ready")
 
 
-def _failed(words: str) -> Seen:
+def _failed(words: str) -> QueueState:
     saved = re.search(rf"exit code {EXIT_SAVED}\b", words)
-    return Seen(JobState.PREEMPTED if saved else JobState.FAILED, words)
+    return QueueState(JobState.PREEMPTED if saved else JobState.FAILED, words)
 
 
 def _words(kind: str, condition: Mapping[str, Any]) -> str:

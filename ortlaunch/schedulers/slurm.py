@@ -14,7 +14,7 @@ from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.launch import JobState, Request
 from ortlaunch.rank import JOB_VARIABLE
 from ortlaunch.run_folder.folder import write_text
-from ortlaunch.schedulers import QueuedRun, Seen, ask
+from ortlaunch.schedulers import QueuedRun, QueueState, ask
 
 __all__ = ["cancel", "request", "state", "submit"]
 
@@ -142,7 +142,7 @@ def submit(request: Request) -> str:
     return ended.stdout.strip().partition(";")[0]
 
 
-def state(job: str) -> Seen | None:
+def state(job: str) -> QueueState | None:
     """By squeue, else scontrol, which knows jobs that have ended for some minutes, else sacct."""
     for look in (_by_squeue, _by_scontrol, _by_sacct):
         found = look(job)
@@ -158,7 +158,7 @@ def cancel(job: str) -> None:
         raise LaunchError(f"scancel {job}: {ended.stderr.strip()}")
 
 
-def seen_in_lines(text: str) -> Seen | None:
+def seen_in_lines(text: str) -> QueueState | None:
     """The first line of `squeue -o '%T|%r'`, or of `sacct -P -o State`."""
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
@@ -167,28 +167,28 @@ def seen_in_lines(text: str) -> Seen | None:
     return _seen([said.split()[0].rstrip("+")], reason)
 
 
-def seen_in_record(text: str) -> Seen | None:
+def seen_in_record(text: str) -> QueueState | None:
     """`scontrol show job`."""
     said, reason = re.search(r"\bJobState=(\S+)", text), re.search(r"\bReason=(\S+)", text)
     return _seen([said[1]], reason[1] if reason else "") if said else None
 
 
-def _seen(words: list[str], reason: str) -> Seen | None:
+def _seen(words: list[str], reason: str) -> QueueState | None:
     """Of several words the one that says where it goes: a job that was requeued is pending, whatever it was before."""
     known = [word for word in words if word in _STATES]
     if not known:
         raise LaunchError(f"Slurm says {' '.join(words)} of the job, which ortlaunch does not know")
     first = next((word for word in known if _STATES[word] is JobState.PENDING), known[0])
     why = f" ({reason})" if reason not in ("", "None", "(null)") else ""
-    return Seen(_STATES[first], f"{' '.join(words)}{why}")
+    return QueueState(_STATES[first], f"{' '.join(words)}{why}")
 
 
-def _by_squeue(job: str) -> Seen | None:
+def _by_squeue(job: str) -> QueueState | None:
     ended = ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "-o", "%T|%r", what=_WHAT)
     return seen_in_lines(ended.stdout) if _is_known(ended) else None
 
 
-def _by_scontrol(job: str) -> Seen | None:
+def _by_scontrol(job: str) -> QueueState | None:
     ended = ask("scontrol", "show", "job", job, what=_WHAT)
     return seen_in_record(ended.stdout) if _is_known(ended) else None
 
@@ -201,7 +201,7 @@ def _is_known(ended: subprocess.CompletedProcess[str]) -> bool:
     return ended.returncode == 0
 
 
-def _by_sacct(job: str) -> Seen | None:
+def _by_sacct(job: str) -> QueueState | None:
     if shutil.which("sacct") is None:
         return None
     ended = ask("sacct", "-n", "-P", "-X", "-j", job, "-o", "State", what=_WHAT)

@@ -72,7 +72,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
         prepare(recipe.engine)  # imports ORTModule: before transformers, which keeps the functions that it replaces
 
     from ortlaunch.worker import tasks
-    from ortlaunch.worker.data import Data
+    from ortlaunch.worker.data import LoadedData
     from ortlaunch.worker.data.own import find
     from ortlaunch.worker.data.vocabulary import goes_on_with
     from ortlaunch.worker.model.matmul_precision import matmul_precision
@@ -87,7 +87,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     data = None
     if not recipe.data.is_custom:  # whose function may want the group
         progress.doing("reading data")  # takes as long as it takes, and fails before a group waits for it
-        data = Data(recipe, progress.tell, goes_on_with(run, recipe))
+        data = LoadedData(recipe, progress.tell, goes_on_with(run, recipe))
         data.read_for(plan.traits)
         if not recipe.model.traits.is_own:
             config_of(recipe, data)  # that tokenizer and labels fit into the model

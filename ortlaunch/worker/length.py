@@ -9,13 +9,18 @@ from ortlaunch.json_types import Json
 from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
-from ortlaunch.worker.checkpoint import Found
+from ortlaunch.worker.checkpoint import CompleteCheckpoint
 from ortlaunch.worker.data.left_out import taken
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 def with_steps(
-    recipe: Recipe, batch: BatchPlan, run: RunDir, group: DistributedContext, samples: int, found: Found | None
+    recipe: Recipe,
+    batch: BatchPlan,
+    run: RunDir,
+    group: DistributedContext,
+    samples: int,
+    found: CompleteCheckpoint | None,
 ) -> Recipe:
     """The recipe with `train.max_steps`, from `train.epochs` where those were given (collective).
 

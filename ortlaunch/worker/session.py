@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, read_json
-from ortlaunch.worker.checkpoint import Found, choose, explain
-from ortlaunch.worker.data import Batches, Data, load_data, reader, stack_of
+from ortlaunch.worker.checkpoint import CompleteCheckpoint, choose, explain
+from ortlaunch.worker.data import Batches, LoadedData, load_data, reader, stack_of
 from ortlaunch.worker.data.vocabulary import goes_on_with, keep
 from ortlaunch.worker.engine.allocator import give_back_freed_memory
-from ortlaunch.worker.engine.engine import Engine, build_engine
+from ortlaunch.worker.engine.engine import TrainingEngine, build_engine
 from ortlaunch.worker.engine.memory_use import MemoryUse
 from ortlaunch.worker.length import with_steps
 from ortlaunch.worker.model.identity import identity
@@ -36,13 +36,13 @@ class Session:
     plan: Plan
     run: RunDir
     group: DistributedContext
-    data: Data
+    data: LoadedData
     batches: Batches
     """Of the training data; of `evaluate` of what it measures."""
     model: LossModule
     """Holds the weights that the engine trains."""
-    engine: Engine
-    checkpoint: Found | None = None
+    engine: TrainingEngine
+    checkpoint: CompleteCheckpoint | None = None
     """That it goes on from."""
     model_built_at: float = 0.0
     """By time.perf_counter(); the engine was built after it."""
@@ -62,7 +62,7 @@ def build_session(
     run: RunDir,
     group: DistributedContext,
     progress: Progress,
-    data: Data | None = None,
+    data: LoadedData | None = None,
 ) -> Session:
     """Read the data, build the model and put it on its engine (collective).
 

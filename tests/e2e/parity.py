@@ -72,10 +72,10 @@ def reference(recipe_name: str, device: str = "cpu") -> list[float]:
 
     from ortlaunch.plan import BatchPlan
     from ortlaunch.recipe import load
-    from ortlaunch.worker.data import Batches, Data
+    from ortlaunch.worker.data import Batches, LoadedData
 
     recipe = load(ROOT / "recipes" / f"{recipe_name}.yaml", overrides(recipe_name)).recipe
-    data = Data(recipe)
+    data = LoadedData(recipe)
     total, micro = recipe.batch.global_size, recipe.batch.micro_size
     batches = Batches(data.train, BatchPlan(total, micro, total // micro, 1, None), recipe.seed)
 

@@ -12,7 +12,7 @@ import torch
 
 from ortlaunch.recipe import parse_resolved
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.export.export_checkpoint import trained as checkpoint_model
 from tests.e2e.runs import BERT, COMMAND, EAGER, TWO_RANKS, Run, Train, ended_well, environment, merged
 from tests.ort import needs_ort
@@ -83,7 +83,7 @@ def test_one_number(trained: Run, exported: Path, home: Path, monkeypatch: pytes
 
     monkeypatch.chdir(home)
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(home / "cache"))
-    samples = Data(parse_resolved((trained.folder / "recipe.yaml").read_text())).evaluation
+    samples = LoadedData(parse_resolved((trained.folder / "recipe.yaml").read_text())).evaluation
     assert samples is not None
     batch = collate([samples.sample(i, epoch=0) for i in range(len(samples))])
     with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.model.model import LossModule, build_model
 from tests import makers
 
@@ -33,10 +33,10 @@ def recipe(task: str, model: dict[str, Any], data: dict[str, Any] | None = None,
 def built(task: str, config: dict[str, Any], data: dict[str, Any] | None = None, **more: Any) -> Any:
     """The transformers model."""
     chosen = recipe(task, {"config": config, **more}, data)
-    return build_model(chosen, Data(chosen)).model
+    return build_model(chosen, LoadedData(chosen)).model
 
 
-def first_loss(model: LossModule, data: Data) -> torch.Tensor:
+def first_loss(model: LossModule, data: LoadedData) -> torch.Tensor:
     """The loss of the first two training samples."""
     loss: torch.Tensor = model(**collate([data.train.sample(index, 0) for index in range(2)]))
     return loss

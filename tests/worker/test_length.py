@@ -13,7 +13,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.plan import BatchPlan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
-from ortlaunch.worker.checkpoint import Found, newest
+from ortlaunch.worker.checkpoint import CompleteCheckpoint, newest
 from ortlaunch.worker.length import length_line, with_steps
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from tests.makers import recipe
@@ -31,7 +31,7 @@ def steps(run: RunDir, samples: int, **sections: Any) -> int:
     """What a recipe with these sections is settled to."""
     group = DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     there = newest(run)
-    return with_steps(recipe(**sections), BATCH, run, group, samples, there and Found(*there)).train.steps
+    return with_steps(recipe(**sections), BATCH, run, group, samples, there and CompleteCheckpoint(*there)).train.steps
 
 
 @pytest.mark.parametrize(

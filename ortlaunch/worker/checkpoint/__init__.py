@@ -4,7 +4,7 @@ saving decides when, transaction writes one, manifest is what it says of itself,
 taken up; snapshot is what is inside, restore puts it into an engine of any world.
 """
 
-from ortlaunch.worker.checkpoint.choose import Found, choose, explain
+from ortlaunch.worker.checkpoint.choose import CompleteCheckpoint, choose, explain
 from ortlaunch.worker.checkpoint.damage import newest_of_all, set_aside_damaged
 from ortlaunch.worker.checkpoint.manifest import newest, samples_seen
 from ortlaunch.worker.checkpoint.restore import load
@@ -13,7 +13,7 @@ from ortlaunch.worker.checkpoint.saving import Saving
 from ortlaunch.worker.checkpoint.transaction import save
 
 __all__ = [
-    "Found",
+    "CompleteCheckpoint",
     "Saving",
     "choose",
     "explain",

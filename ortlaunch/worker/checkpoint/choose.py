@@ -21,7 +21,7 @@ from ortlaunch.worker.checkpoint.manifest import samples_seen
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
-class Found(NamedTuple):
+class CompleteCheckpoint(NamedTuple):
     """A checkpoint that is whole."""
 
     step: int
@@ -33,7 +33,7 @@ class Found(NamedTuple):
         return samples_seen(self.folder)
 
 
-def choose(run: RunDir, group: DistributedContext) -> Found | None:
+def choose(run: RunDir, group: DistributedContext) -> CompleteCheckpoint | None:
     """The newest whole one of this run, else of where it came from (collective); None: it begins.
 
     Raises:
@@ -47,11 +47,11 @@ def choose(run: RunDir, group: DistributedContext) -> Found | None:
             raise CheckpointError(
                 f"the checkpoint of step {requested.step} was asked for (--resume), and it is damaged"
             )
-        return Found(*own)
+        return CompleteCheckpoint(*own)
     return _elsewhere(requested, group) if requested.source else None
 
 
-def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> Found:
+def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> CompleteCheckpoint:
     """Another run's, which is left as it is, down to the last file."""
     folder = Path(requested.checkpoint or "")
     there = [folder, *(path for _, path in reversed(_older(folder)))]
@@ -59,7 +59,7 @@ def _elsewhere(requested: ResumeRecord, group: DistributedContext) -> Found:
     for path in there[:1] if requested.exact else there:
         wrong = damage(path, group)
         if not wrong:
-            return Found(int(read_json(path / MANIFEST)["step"]), path)
+            return CompleteCheckpoint(int(read_json(path / MANIFEST)["step"]), path)
         lines.append(f"{path} is damaged: {wrong}")
         if group.rank == 0:
             print(f"  skipped: {lines[-1]}", flush=True)
@@ -72,7 +72,9 @@ def _older(folder: Path) -> list[tuple[int, Path]]:
     return found[: [path for _, path in found].index(folder)] if folder in [path for _, path in found] else []
 
 
-def explain(run: RunDir, recipe: Recipe, found: Found, identity: Mapping[str, Any], group: DistributedContext) -> None:
+def explain(
+    run: RunDir, recipe: Recipe, found: CompleteCheckpoint, identity: Mapping[str, Any], group: DistributedContext
+) -> None:
     """Say what the control side could not know: its data, and all of another checkpoint than it had looked at.
 
     Args:

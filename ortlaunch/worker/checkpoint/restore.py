@@ -19,7 +19,7 @@ from ortlaunch.worker.checkpoint.snapshot import BUFFER, FORMAT, INDEX, WEIGHT, 
 from ortlaunch.worker.checkpoint.tensor_file import Entry, read_header, read_range
 from ortlaunch.worker.model.named_state import (
     NamedState,
-    Part,
+    ParameterRange,
     buffers_of,
     counts_by_group,
     tensor_kinds,
@@ -58,7 +58,7 @@ class Shards:
         """Whether there is something of this kind for a parameter."""
         return (kind, name) in self.pieces
 
-    def read(self, kind: str, part: Part, into: torch.Tensor) -> None:
+    def read(self, kind: str, part: ParameterRange, into: torch.Tensor) -> None:
         """Fill a flat tensor with the values of a part.
 
         Raises:
@@ -119,7 +119,7 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     _require_same_model(shards.index, trained_shapes(model), buffers)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            _fill(shards, WEIGHT, Part(name, 0, parameter.numel(), parameter, 0, {}), parameter)
+            _fill(shards, WEIGHT, ParameterRange(name, 0, parameter.numel(), parameter, 0, {}), parameter)
     _load_buffers(shards.buffers[0], buffers)
 
 
@@ -136,7 +136,7 @@ def _require_same_model(index: Json, shapes: dict[str, tuple[int, ...]], buffers
             )
 
 
-def _fill(shards: Shards, kind: str, part: Part, tensor: torch.Tensor) -> None:
+def _fill(shards: Shards, kind: str, part: ParameterRange, tensor: torch.Tensor) -> None:
     """Put the values of a part where it lies in a tensor as large as its master weights."""
     if tensor.is_contiguous():
         shards.read(kind, part, tensor.view(-1)[part.offset : part.offset + part.count])
@@ -148,7 +148,7 @@ def _fill(shards: Shards, kind: str, part: Part, tensor: torch.Tensor) -> None:
 
 def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
     """The optimizer's state for each of its tensors; what to tell."""
-    by_master: dict[int, list[Part]] = {}
+    by_master: dict[int, list[ParameterRange]] = {}
     for part in named.parts:
         by_master.setdefault(id(part.master), []).append(part)
     kinds = {kind for kind, _ in shards.pieces if kind != WEIGHT}
@@ -163,7 +163,7 @@ def _load_optimizer(shards: Shards, named: NamedState) -> list[str]:
     return []
 
 
-def _load_master(shards: Shards, parts: list[Part], optimizer: torch.optim.Optimizer) -> None:
+def _load_master(shards: Shards, parts: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:
     master, group = parts[0].master, parts[0].group
     before = optimizer.state.pop(master, {})  # after a rollback; a checkpoint may be older than the first step
     state: Json = {}

@@ -22,7 +22,7 @@ from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.worker.checkpoint.manifest import File
 from ortlaunch.worker.checkpoint.tensor_file import write_tensors
-from ortlaunch.worker.model.named_state import NamedState, Part, counts_by_group, tensor_kinds
+from ortlaunch.worker.model.named_state import NamedState, ParameterRange, counts_by_group, tensor_kinds
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 FORMAT, INDEX, WEIGHT, BUFFER = "ortlaunch 1", "index.json", "weight", "buffer"
@@ -89,19 +89,19 @@ def _index(named: NamedState, state: dict[str, object], ranks: int) -> dict[str,
     }
 
 
-def _share(parts: list[Part], rank: int, ranks: int) -> list[Part]:
+def _share(parts: list[ParameterRange], rank: int, ranks: int) -> list[ParameterRange]:
     """An equal share of what every rank holds: of all elements in a row, this rank's stretch."""
     total, before, found = sum(part.count for part in parts), 0, []
     first, last = total * rank // ranks, total * (rank + 1) // ranks
     for part in parts:
         begin, end = max(first - before, 0), min(last - before, part.count)
         if begin < end:
-            found.append(Part(part.name, begin, end - begin, part.master, part.offset + begin, part.group))
+            found.append(ParameterRange(part.name, begin, end - begin, part.master, part.offset + begin, part.group))
         before += part.count
     return found
 
 
-def _entry(kind: str, part: Part, tensor: torch.Tensor, named: NamedState) -> Entry:
+def _entry(kind: str, part: ParameterRange, tensor: torch.Tensor, named: NamedState) -> Entry:
     whole = named.shapes[part.name]
     flat = tensor.detach().reshape(-1)[part.offset : part.offset + part.count]
     shape = whole if part.count == torch.Size(whole).numel() else (part.count,)
@@ -118,7 +118,7 @@ def _buffers(named: NamedState) -> Iterator[Entry]:
         yield f"{BUFFER}:{name}@0", tuple(value.shape), value.detach().reshape(-1)
 
 
-def _state_of(part: Part, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
+def _state_of(part: ParameterRange, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
     """What the optimizer keeps for a part, by its names."""
     kept = {name: value for name, value in optimizer.state.get(part.master, {}).items() if value is not None}
     if kept and counts_by_group(optimizer) and "step" in part.group:
@@ -126,7 +126,7 @@ def _state_of(part: Part, optimizer: torch.optim.Optimizer) -> Iterator[tuple[st
     yield from kept.items()
 
 
-def _number(kind: str, part: Part, value: Any) -> float:
+def _number(kind: str, part: ParameterRange, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "IGNORED", "Batches", "Blocks", "Conversations", "Data", "LabelledTexts", "MaskedBlocks", "Masking", "Mixture",
+    "IGNORED", "Batches", "Blocks", "Conversations", "LabelledTexts", "LoadedData", "MaskedBlocks", "Masking",
+    "Mixture",
     "OwnSamples", "Samples", "ScoredTexts", "SentencePairs", "TaggedWords", "begin_of_text", "call", "collate",
     "cut_padding", "load_data", "make_samples", "reader", "stack_of",
 ]  # fmt: skip
 
 
-class Data:
+class LoadedData:
     """The training and evaluation samples of a recipe, with their tokenizer and the names of their classes."""
 
     def __init__(self, recipe: Recipe, tell: Tell = silent, vocabulary: Vocabulary | None = None) -> None:
@@ -109,10 +110,10 @@ class Data:
 
 
 def load_data(
-    recipe: Recipe, group: DistributedContext, data: Data | None = None, vocabulary: Vocabulary | None = None
-) -> Data:
+    recipe: Recipe, group: DistributedContext, data: LoadedData | None = None, vocabulary: Vocabulary | None = None
+) -> LoadedData:
     """The data of a recipe, or `data` (collective); rank 0 says what any rank found changed in the cache."""
-    data = data or Data(recipe, vocabulary=vocabulary)
+    data = data or LoadedData(recipe, vocabulary=vocabulary)
     group.print_all(take_notes())
     return data
 

@@ -37,7 +37,7 @@ class LabelledRow:
 
 
 @dataclass
-class Found:
+class SourceSummary:
     """What all rows of a source together have, when the last one is read."""
 
     labels: dict[Any, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def require_class(label: int, place: str) -> None:
         )
 
 
-def labelled_rows(source: Corpus, read: Read, found: Found) -> Iterator[LabelledRow]:
+def labelled_rows(source: Corpus, read: Read, found: SourceSummary) -> Iterator[LabelledRow]:
     """Rows in a fixed order; `found` has all of them when they are at their end.
 
     Raises:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.worker.data.corpus import fingerprint
 from ortlaunch.worker.data.label_rows import (
-    Found,
     LabelledRow,
+    SourceSummary,
     classified,
     labelled_rows,
     scored,
@@ -74,7 +74,7 @@ class LabelledTexts:
 
     def _items(self) -> Iterator[tuple[LabelledRow | str, float]]:
         """Rows, and at last what all of them have."""
-        found = Found()
+        found = SourceSummary()
         for row in labelled_rows(self.source, self.read, found):
             yield row, row.share
         yield json.dumps({**vars(found), "labels": [*found.labels]}), 1.0
@@ -149,7 +149,7 @@ class LabelledTexts:
         step = max(1, len(self) // _SOME)
 
         def items() -> Iterator[tuple[str, float]]:
-            chosen = itertools.islice(labelled_rows(self.source, self.read, Found()), 0, None, step)
+            chosen = itertools.islice(labelled_rows(self.source, self.read, SourceSummary()), 0, None, step)
             return ((json.dumps([row.text, row.numbers]), row.share) for row in chosen)
 
         found = stored(Work(f"some {step} {self._key}", items, lambda texts: map(str.encode, texts)), self._tell)

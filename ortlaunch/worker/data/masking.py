@@ -36,11 +36,11 @@ def draws(seed: int, places: Places, count: int) -> _Floats:
     """
     found: _Floats = np.empty((len(places), count))
     for row, (index, epoch) in zip(found, places):
-        np.random.Generator(np.random.Philox(_Key(seed, epoch, index))).random(out=row)  # type: ignore[arg-type]  # no ISeedSequence in its stub
+        np.random.Generator(np.random.Philox(_SampleSeed(seed, epoch, index))).random(out=row)  # type: ignore[arg-type]  # no ISeedSequence in its stub
     return found
 
 
-class _Key(ISeedSequence):
+class _SampleSeed(ISeedSequence):
     """No two samples of a data set have one, below 2^40 samples and 2^24 epochs."""
 
     def __init__(self, seed: int, epoch: int, index: int) -> None:

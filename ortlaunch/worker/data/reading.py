@@ -71,7 +71,7 @@ def read_file(path: str, form: str, document: str = "paragraph") -> Iterator[Row
         raise DataError(f"{path}: cannot be read as {form}: {reason}") from error
 
 
-class _File:
+class _TextFile:
     """A file, compressed or not, and how much of it is read."""
 
     def __init__(self, path: str) -> None:
@@ -79,7 +79,7 @@ class _File:
         opened = _OPENED.get(os.path.splitext(path)[1])
         self.bytes: BinaryIO = opened(self._raw) if opened else self._raw
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> _TextFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +93,7 @@ class _File:
 
 def _paragraphs(path: str) -> Iterator[Row]:
     line, rest = 1, ""
-    with _File(path) as file:
+    with _TextFile(path) as file:
         letters = io.TextIOWrapper(file.bytes, encoding="utf-8-sig")
         while chunk := letters.read(_LETTERS_AT_ONCE):
             *whole, rest = (rest + chunk).split("\n\n")
@@ -109,19 +109,19 @@ def _paragraphs(path: str) -> Iterator[Row]:
 
 
 def _lines(path: str) -> Iterator[Row]:
-    with _File(path) as file:
+    with _TextFile(path) as file:
         for number, line in enumerate(io.TextIOWrapper(file.bytes, encoding="utf-8-sig"), 1):
             if line.strip():
                 yield Row({"text": line.rstrip("\n")}, f"{path}:{number}", file.share)
 
 
 def _whole(path: str) -> Iterator[Row]:
-    with _File(path) as file:
+    with _TextFile(path) as file:
         yield Row({"text": file.bytes.read().decode("utf-8-sig")}, f"{path}:1", 1.0)
 
 
 def _jsonl(path: str) -> Iterator[Row]:
-    with _File(path) as file:
+    with _TextFile(path) as file:
         for number, line in enumerate(iter(functools.partial(file.bytes.readline, _LONGEST_ROW + 1), b""), 1):
             if len(line) > _LONGEST_ROW:
                 raise DataError(f"{path}:{number}: this row is longer than {_LONGEST_ROW:,} bytes; {SPLIT}")
@@ -196,7 +196,7 @@ def _by_datasets(path: str, form: str, document: str) -> Iterator[Row]:
 
 
 def _line_without_text(path: str) -> int:
-    with _File(path) as file:
+    with _TextFile(path) as file:
         for number, line in enumerate(file.bytes, 1):
             try:
                 line.decode("utf-8")
@@ -206,7 +206,7 @@ def _line_without_text(path: str) -> int:
 
 
 def _guess(path: str) -> str:
-    with _File(path) as file:
+    with _TextFile(path) as file:
         return "; it begins as UTF-16 does" if file.bytes.read(2) in _MARKS_OF_UTF16 else ""
 
 

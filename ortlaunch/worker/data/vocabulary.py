@@ -18,8 +18,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import Data as Fields
 from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
-from ortlaunch.run_folder.records import Vocabulary as Record
-from ortlaunch.run_folder.records import as_json
+from ortlaunch.run_folder.records import VocabularyRecord, as_json
 from ortlaunch.run_folder.resume_record import ResumeRecord
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def of_run(run: RunDir) -> Vocabulary | None:
     if not run.vocabulary.exists():
         return None
     try:
-        found = Record(**read_json(run.vocabulary))
+        found = VocabularyRecord(**read_json(run.vocabulary))
         labels = {str(word): number for number, word in enumerate(found.labels)}
     except (DamagedFile, TypeError) as error:
         raise DamagedFile(
@@ -84,7 +83,7 @@ def of_config(config: PreTrainedConfig | None, task: str) -> Vocabulary:
 
 def keep(run: RunDir, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, labels: list[str], classes: int) -> None:
     """Write what is trained with, unless that is there since checkpoints were written (rank 0)."""
-    record = Record(trained_tokenizer=_asked(recipe.data), labels=labels, classes=classes)
+    record = VocabularyRecord(trained_tokenizer=_asked(recipe.data), labels=labels, classes=classes)
     if run.complete_checkpoints() and run.vocabulary.exists() and read_json(run.vocabulary) == as_json(record):
         return
     shutil.rmtree(run.tokenizer, ignore_errors=True)

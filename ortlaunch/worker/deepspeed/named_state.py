@@ -17,7 +17,7 @@ from ortlaunch.worker.model.named_state import (
     LossScale,
     NamedState,
     Numbers,
-    Part,
+    ParameterRange,
     buffers_of,
     trained_shapes,
     whole_parts,
@@ -52,7 +52,7 @@ def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
     )
 
 
-def _masters(optimizer: Any, model: nn.Module, rank: int) -> list[Part]:
+def _masters(optimizer: Any, model: nn.Module, rank: int) -> list[ParameterRange]:
     """No ZeRO in fp16 or bf16: one float32 copy of each parameter."""
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
     masters = {weight: master for weights, copies in pairs for weight, master in zip(weights, copies)}
@@ -65,17 +65,17 @@ def _copy_masters(optimizer: Any) -> None:
             weight.data.copy_(master.data)
 
 
-def _fragments(optimizer: Any, model: nn.Module, rank: int) -> Iterator[Part]:
+def _fragments(optimizer: Any, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
     """ZeRO 1 and 2: this rank's pieces of parameters lie one behind another in one flat tensor for each group."""
     for name, parameter in model.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None:
             here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
             group = optimizer.optimizer.param_groups[mapping.param_group_index]
-            yield Part(name, here.start, here.numel, group["params"][0], there.start, group)
+            yield ParameterRange(name, here.start, here.numel, group["params"][0], there.start, group)
 
 
-def _partitions(optimizer: Any, model: nn.Module, rank: int) -> Iterator[Part]:
+def _partitions(optimizer: Any, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
     """ZeRO 3: each parameter is cut into equal pieces, the last ones padded; they lie in flat tensors."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -90,7 +90,7 @@ def _partitions(optimizer: Any, model: nn.Module, rank: int) -> Iterator[Part]:
         count = min(size, held.ds_numel - rank * size)
         if count > 0:
             group = optimizer.optimizer.param_groups[optimizer.sub_group_to_group_id[flat]]
-            yield Part(name, rank * size, count, master, offset, group)
+            yield ParameterRange(name, rank * size, count, master, offset, group)
 
 
 def _copy_partitions(optimizer: Any) -> None:

@@ -24,7 +24,7 @@ from ortlaunch.run_folder.export_records import DeviceArtifacts, DeviceParameter
 from ortlaunch.run_folder.folder import write_json, write_text
 from ortlaunch.run_folder.records import as_json
 from ortlaunch.user_modules import factories
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.device import Device, require
 from ortlaunch.worker.device.graph import Batch, Forward
@@ -40,7 +40,7 @@ LIMIT = 1e-4  # of the largest difference of the loss, or of a logit
 _MOST = 2**31 - 2**20  # bytes that a graph may have while its gradient is made: protobuf's 2 GiB
 
 
-def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> DeviceArtifacts:
+def ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> DeviceArtifacts:
     """All that `ortlaunch device` needs, into an existing folder.
 
     Raises:

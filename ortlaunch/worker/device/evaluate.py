@@ -14,7 +14,7 @@ from ortlaunch.recipe.fields.held_out import no_evaluation
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.run_folder.folder import write_json
 from ortlaunch.run_folder.records import Evaluation
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.device.device import STEPS, Device, number
 from ortlaunch.worker.evaluation.evaluate_model import measured
 from ortlaunch.worker.evaluation.record import table
@@ -33,7 +33,7 @@ class _OnDevice(nn.Module):
         return {name: torch.as_tensor(value) for name, value in self.device.evaluate(batch).items()}
 
 
-def evaluate(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path) -> Evaluation:
+def evaluate(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Path) -> Evaluation:
     """Measure, write evaluation.json, print it."""
     if data.evaluation is None:
         raise InputError(no_evaluation(place.recipe, recipe.data))

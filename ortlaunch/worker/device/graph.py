@@ -17,7 +17,7 @@ from torch import nn
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.json_types import Json
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import Data, stack_of
+from ortlaunch.worker.data import LoadedData, stack_of
 from ortlaunch.worker.model.chunked_head import LABELS
 from ortlaunch.worker.model.model import LossModule, loss_of
 from ortlaunch.worker.onnx.onnx_export import real_batches
@@ -61,7 +61,7 @@ class Forward(NamedTuple):
     """Sizes of everything in the graph that is no input."""
 
 
-def labelled_batches(recipe: Recipe, whole: LossModule, data: Data) -> list[Batch]:
+def labelled_batches(recipe: Recipe, whole: LossModule, data: LoadedData) -> list[Batch]:
     """Batches of the run's own data, in the order of the model's forward; the first two differ in both sizes."""
     samples = data.evaluation or data.train
     few = stack_of(recipe)([samples.sample(index % len(samples), epoch=0) for index in range(3)])

@@ -13,7 +13,7 @@ from ortlaunch.plan import BatchPlan
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.device_folder import DeviceFolder
 from ortlaunch.units import counted
-from ortlaunch.worker.data import Batches, Data, stack_of
+from ortlaunch.worker.data import Batches, LoadedData, stack_of
 from ortlaunch.worker.device.device import AVERAGED, SAMPLES, STEPS, Device, load_state, number, require, save_state
 from ortlaunch.worker.engine.schedule import factor
 
@@ -26,7 +26,7 @@ class _Span(NamedTuple):
     total: int
 
 
-def train(place: DeviceFolder, recipe: Recipe, data: Data, checkpoint: Path, to: Path, steps: int | None) -> None:
+def train(place: DeviceFolder, recipe: Recipe, data: LoadedData, checkpoint: Path, to: Path, steps: int | None) -> None:
     """Train up to `train.max_steps`, or `steps` of them, and save.
 
     Raises:

@@ -30,7 +30,7 @@ def run(request: DeviceRequest) -> None:
 def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path, Path], steps: int | None) -> None:
     from transformers import AutoConfig
 
-    from ortlaunch.worker.data import Data
+    from ortlaunch.worker.data import LoadedData
     from ortlaunch.worker.data.vocabulary import of_config
     from ortlaunch.worker.device.evaluate import evaluate
     from ortlaunch.worker.device.train import train
@@ -38,7 +38,7 @@ def _with_data(verb: str, place: DeviceFolder, recipe: Recipe, paths: tuple[Path
 
     make_importable(recipe, place.path.absolute())
     config = AutoConfig.from_pretrained(str(place)) if (place.path / "config.json").exists() else None
-    data = Data(recipe, vocabulary=of_config(config, recipe.model.task))
+    data = LoadedData(recipe, vocabulary=of_config(config, recipe.model.task))
     _ = data.train if verb == "train" else data.evaluation  # and no more: the rest may not be on a device
     for note in take_notes():
         print(note)

@@ -29,7 +29,7 @@ from ortlaunch.run_folder.engine_report import (
     EngineReport,
     ExportCopy,
     FusedNorm,
-    Graph,
+    GraphReport,
     Inductor,
     OnnxRuntime,
     OptimizerChoice,
@@ -39,7 +39,7 @@ from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.comparison import dropouts
 from ortlaunch.worker.engine.flops import flops_per_token
 from ortlaunch.worker.engine.memory_use import MemoryUse
-from ortlaunch.worker.engine.optimizer import Chosen, build_optimizer
+from ortlaunch.worker.engine.optimizer import BuiltOptimizer, build_optimizer
 from ortlaunch.worker.engine.ort_settings import settings_of
 from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.model.chunked_head import chunk_head
@@ -71,7 +71,7 @@ _ADVICE = (
 
 
 @dataclass
-class Engine:
+class TrainingEngine:
     """A stepper, and the record of what runs; `plain` and `another(plain)`, of this engine, share the weights."""
 
     stepper: Stepper
@@ -117,7 +117,9 @@ class Engine:
         )
 
 
-def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: DistributedContext, sample: Batch) -> Engine:
+def build_engine(
+    recipe: Recipe, plan: Plan, model: LossModule, group: DistributedContext, sample: Batch
+) -> TrainingEngine:
     """Put the model on its device and its engine.
 
     Args:
@@ -176,7 +178,7 @@ def build_engine(recipe: Recipe, plan: Plan, model: LossModule, group: Distribut
     own_precision = used == "ort" and group.device.type == "cuda" and not exact
     notes = (*loading_notes(model.loaded), *chosen.notes, *(_ort_notes() if witness else ()))
     by_ort = functools.partial(_onnxruntime, given, witness) if witness else lambda: None
-    return Engine(
+    return TrainingEngine(
         stepper, module, record, group.device, dtype, weight, flops, witness, None, notes, model, another, by_ort,
         own_precision,
     )  # fmt: skip
@@ -217,7 +219,9 @@ def _with_engine(recipe: Recipe, **settings: Any) -> Recipe:
     return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=settings)})
 
 
-def _stepper(recipe: Recipe, plan: Plan, module: nn.Module, chosen: Chosen, group: DistributedContext) -> Stepper:
+def _stepper(
+    recipe: Recipe, plan: Plan, module: nn.Module, chosen: BuiltOptimizer, group: DistributedContext
+) -> Stepper:
     if plan.deepspeed is not None:
         return DeepSpeedStepper(module, chosen.optimizer, group, plan.deepspeed)
     steps, norm = plan.batch.accumulation_steps, recipe.train.max_grad_norm
@@ -340,7 +344,7 @@ def _onnxruntime(recipe: Recipe, witness: Witness) -> OnnxRuntime:
         torch_share=round(torch_calls.share(), 4),
         **{
             **counts,
-            **{name: counts[name] and Graph(**counts[name]) for name in ("training_graph", "evaluation_graph")},
+            **{name: counts[name] and GraphReport(**counts[name]) for name in ("training_graph", "evaluation_graph")},
         },
         **{**exported, "notes": [in_recipes_words(note) for note in exported["notes"]]},
     )

@@ -16,7 +16,7 @@ from ortlaunch.recipe.fields.models import Optimizer
 _MOST_ELEMENTS = 2**31
 
 
-class Chosen(NamedTuple):
+class BuiltOptimizer(NamedTuple):
     """An optimizer, what it really is, why it is not what was asked for (or ""), and notes for the user."""
 
     optimizer: torch.optim.Optimizer
@@ -32,7 +32,7 @@ def build_optimizer(
     device: torch.device,
     deepspeed: Mapping[str, Any] | None = None,
     ranks: int = 1,
-) -> Chosen:
+) -> BuiltOptimizer:
     """The recipe's optimizer over the model's trained parameters, in decay and no-decay groups.
 
     Args:
@@ -53,19 +53,21 @@ def build_optimizer(
     if recipe.name == "lamb":
         from ortlaunch.worker.engine.lamb import Lamb
 
-        return Chosen(
+        return BuiltOptimizer(
             Lamb(groups, **adam, always_adapt=recipe.always_adapt), "ortlaunch.worker.engine.lamb.Lamb", "", notes
         )
     if recipe.name == "sgd":
-        return Chosen(torch.optim.SGD(groups, momentum=recipe.momentum, **rate), "torch.optim.SGD", "", notes)
+        return BuiltOptimizer(torch.optim.SGD(groups, momentum=recipe.momentum, **rate), "torch.optim.SGD", "", notes)
     if recipe.name == "adamw":
-        return Chosen(torch.optim.AdamW(groups, **adam), "torch.optim.AdamW", "", notes)
+        return BuiltOptimizer(torch.optim.AdamW(groups, **adam), "torch.optim.AdamW", "", notes)
     why = _why_not_ort(engine, device) or _why_not_these(groups, (deepspeed or {}).get("zero_optimization"), ranks)
     if why:
-        return Chosen(torch.optim.AdamW(groups, fused=True, **adam), "torch.optim.AdamW(fused=True)", why, notes)
+        return BuiltOptimizer(
+            torch.optim.AdamW(groups, fused=True, **adam), "torch.optim.AdamW(fused=True)", why, notes
+        )
     from ortlaunch.ortmodule.fused_adam import fused_adam
 
-    return Chosen(fused_adam(groups, **adam), "onnxruntime.training.optim.FusedAdam", "", notes)
+    return BuiltOptimizer(fused_adam(groups, **adam), "onnxruntime.training.optim.FusedAdam", "", notes)
 
 
 def _why_not_ort(engine: str, device: torch.device) -> str:

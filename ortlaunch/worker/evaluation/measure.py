@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ortlaunch.metrics import measures_of
-from ortlaunch.worker.engine.engine import Engine
+from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
@@ -34,7 +34,7 @@ class MetricMeasure(Protocol):
         """
 
 
-def measures(task: str, engine: Engine) -> list[MetricMeasure]:
+def measures(task: str, engine: TrainingEngine) -> list[MetricMeasure]:
     """All that an evaluation of a model task needs."""
     found = []
     for row in measures_of(task):

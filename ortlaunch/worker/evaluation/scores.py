@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED
-from ortlaunch.worker.engine.engine import Engine
+from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.evaluation.entities import Entities, are_tags
 from ortlaunch.worker.evaluation.measure import logits_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -24,10 +24,10 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 class Scores:
     """Of one evaluation, whose first batch tells of what kind they are."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainingEngine) -> None:
         names = getattr(getattr(engine.plain.model, "config", None), "id2label", None) or {}
         self._names = [names[number] for number in sorted(names)]  # of the classes, where the model knows them
-        self._kind: Classes | Values | None = None
+        self._kind: Classes | ValueScores | None = None
 
     def add(self, output: Any, labels_by_name: Mapping[str, torch.Tensor], counts: bool) -> None:
         """A batch; one that does not count only fills a rank's turn."""
@@ -40,7 +40,7 @@ class Scores:
         if not numbers and (logits.shape[:-1] != labels.shape or logits.size(-1) == 1):
             return
         if self._kind is None:
-            self._kind = Values() if numbers else Classes(logits.size(-1), self._names, logits.device)
+            self._kind = ValueScores() if numbers else Classes(logits.size(-1), self._names, logits.device)
         if counts:
             self._kind.add(logits, labels)
 
@@ -86,7 +86,7 @@ class Classes:
         return [self._names[number] for number in numbers.tolist()]
 
 
-class Values:
+class ValueScores:
     """Mean squared error and Pearson's correlation; torchmetrics' own sum over ranks is nan for a sample each."""
 
     def __init__(self) -> None:

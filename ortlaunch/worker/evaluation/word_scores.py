@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ortlaunch.worker.data import IGNORED
-from ortlaunch.worker.engine.engine import Engine
+from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.evaluation.measure import SumOfCounts, logits_of
 from ortlaunch.worker.model.chunked_head import ChunkedHead
 from ortlaunch.worker.process_group.distributed import DistributedContext
@@ -74,7 +74,7 @@ def word_outputs(
 class MaskedWords:
     """Perplexity of masked words, and how many are right."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainingEngine) -> None:
         del engine
         self._sum = SumOfCounts(3)
 
@@ -91,10 +91,10 @@ class MaskedWords:
         return {"perplexity": _exp(lost / words), "masked_word_accuracy": right / words} if words else {}
 
 
-class SentencePairs:
+class SentencePairScore:
     """How many pairs of sentences are told apart rightly."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainingEngine) -> None:
         del engine
         self._sum = SumOfCounts(2)
 
@@ -112,7 +112,7 @@ class SentencePairs:
 class LossPerplexity:
     """e to the loss of a causal model, where it is the mean over words."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TrainingEngine) -> None:
         self._is_mean_of_words = engine.loss_weight.by == "labels"
 
     def add(self, output: Mapping[str, Tensor], labels: Mapping[str, Tensor], counts: bool) -> None:

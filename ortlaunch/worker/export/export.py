@@ -12,14 +12,14 @@ import torch
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import DeviceArtifacts, OnnxCheck
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.stepping import Stepper
 from ortlaunch.worker.model.model import LossModule, give_back_cache
 from ortlaunch.worker.process_group.distributed import DistributedContext
 
 
 def export(
-    recipe: Recipe, run: RunDir, group: DistributedContext, stepper: Stepper, trained: LossModule, data: Data
+    recipe: Recipe, run: RunDir, group: DistributedContext, stepper: Stepper, trained: LossModule, data: LoadedData
 ) -> None:
     """Write export/ (collective): weights, config and tokenizer. The model is of no further use: LoRA is merged."""
     with stepper.whole_weights():
@@ -29,7 +29,7 @@ def export(
     group.barrier()
 
 
-def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> None:
+def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> None:
     """What transformers (or peft) loads, or safetensors where the model is the user's own, into an existing folder."""
     model: Any = trained.model
     if recipe.model.lora and recipe.model.lora.merge:
@@ -49,7 +49,7 @@ def huggingface(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -
     follow_umask(folder)
 
 
-def _onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxCheck:
+def _onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> OnnxCheck:
     from ortlaunch.worker.onnx.onnx_export import onnx
 
     found = onnx(recipe, folder, trained, data)
@@ -57,7 +57,7 @@ def _onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> Onnx
     return found
 
 
-def _ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> DeviceArtifacts:
+def _ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> DeviceArtifacts:
     from ortlaunch.worker.device.artifacts import ondevice
 
     found = ondevice(recipe, folder, trained, data)
@@ -65,7 +65,7 @@ def _ondevice(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> 
     return found
 
 
-FORMATS: dict[str, Callable[[Recipe, Path, LossModule, Data], OnnxCheck | DeviceArtifacts | None]] = {
+FORMATS: dict[str, Callable[[Recipe, Path, LossModule, LoadedData], OnnxCheck | DeviceArtifacts | None]] = {
     "huggingface": huggingface,
     "onnx": _onnx,
     "ondevice": _ondevice,

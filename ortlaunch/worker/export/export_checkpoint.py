@@ -21,7 +21,7 @@ from ortlaunch.tasks import ExportRequest
 
 if TYPE_CHECKING:
     from ortlaunch.recipe import Recipe
-    from ortlaunch.worker.data import Data
+    from ortlaunch.worker.data import LoadedData
     from ortlaunch.worker.model.model import LossModule
 
 
@@ -57,7 +57,7 @@ def write(run: RunDir, step: int, folder: Path, form: str, lora: str = "") -> No
         tell_device(found)
 
 
-def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recipe, LossModule, Data]:
+def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recipe, LossModule, LoadedData]:
     """The recipe of a run, or one of its kind, its model with the weights of a checkpoint, and its data, on the CPU."""
     import torch
 

@@ -17,7 +17,7 @@ from ortlaunch.planning.memory import padded_vocabulary
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.models import Lora
 from ortlaunch.recipe.text.words import closest
-from ortlaunch.worker.data import Data, call
+from ortlaunch.worker.data import LoadedData, call
 from ortlaunch.worker.data.vocabulary import labels_of_recipe
 from ortlaunch.worker.model import packing
 from ortlaunch.worker.model.chunked_head import ChunkedHead
@@ -102,7 +102,7 @@ def loss_of(output: Any) -> torch.Tensor:
     return found
 
 
-def build_model(recipe: Recipe, data: Data) -> LossModule:
+def build_model(recipe: Recipe, data: LoadedData) -> LossModule:
     """The model in float32 on the CPU; the same seed gives the same weights on every rank and engine."""
     torch.manual_seed(recipe.seed)
     generates_with_cache, loaded = None, None
@@ -163,7 +163,7 @@ def _checkpoint_gradients(model: nn.Module) -> None:
         raise InputError(f"model.gradient_checkpointing: {error}") from None
 
 
-def _transformers_model(recipe: Recipe, data: Data) -> tuple[nn.Module, Loaded | None]:
+def _transformers_model(recipe: Recipe, data: LoadedData) -> tuple[nn.Module, Loaded | None]:
     import transformers
 
     config = config_of(recipe, data)
@@ -182,7 +182,7 @@ def _transformers_model(recipe: Recipe, data: Data) -> tuple[nn.Module, Loaded |
         raise InputError(f"model.config: {type(error).__name__}: {error}") from error
 
 
-def config_of(recipe: Recipe, data: Data) -> Any:
+def config_of(recipe: Recipe, data: LoadedData) -> Any:
     """The config of a model of transformers, without its weights.
 
     Raises:
@@ -231,7 +231,7 @@ def _refuse_unknown(fields: Json, config: PreTrainedConfig) -> None:
             raise InputError(f"model.config.{name}: unknown key" + (f"; did you mean {guess}?" if guess else ""))
 
 
-def _from_data(data: Data, config: PreTrainedConfig, fresh: bool) -> Json:
+def _from_data(data: LoadedData, config: PreTrainedConfig, fresh: bool) -> Json:
     """What the tokenizer and the labels decide, unless the recipe does."""
     found: Json = {}
     for name in _SPECIAL_WORDS if data.tokenizer is not None else ():
@@ -248,7 +248,7 @@ def _from_data(data: Data, config: PreTrainedConfig, fresh: bool) -> Json:
     return found
 
 
-def refuse_too_small(recipe: Recipe, data: Data, config: PreTrainedConfig) -> None:
+def refuse_too_small(recipe: Recipe, data: LoadedData, config: PreTrainedConfig) -> None:
     """A word, a place or a class that the model has not would end the run in the middle of a pass."""
     words = getattr(config.get_text_config(), "vocab_size", None)
     if data.tokenizer is not None and words is not None and words < len(data.tokenizer):

@@ -18,7 +18,7 @@ Numbers = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterRange:
     """A range of a flattened parameter, and where this rank keeps its master weights."""
 
     name: str
@@ -50,7 +50,7 @@ class NamedState:
 
     shapes: dict[str, tuple[int, ...]]
     """Of every trained parameter, whole."""
-    parts: list[Part]
+    parts: list[ParameterRange]
     optimizer: torch.optim.Optimizer
     buffers: dict[str, torch.Tensor]
     replicated: bool = True
@@ -75,11 +75,11 @@ def whole_parts(
     names: Iterable[tuple[str, torch.Tensor]],
     optimizer: torch.optim.Optimizer,
     masters: Mapping[torch.Tensor, torch.Tensor] | None = None,
-) -> list[Part]:
+) -> list[ParameterRange]:
     """Parts of parameters that the optimizer steps as they are, or by a master copy of each."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found = ((name, (masters or {}).get(p, p)) for name, p in names if p.requires_grad)
-    return [Part(name, 0, master.numel(), master, 0, groups[id(master)]) for name, master in found]
+    return [ParameterRange(name, 0, master.numel(), master, 0, groups[id(master)]) for name, master in found]
 
 
 def grad_scaler(scaler: torch.amp.GradScaler) -> LossScale | None:

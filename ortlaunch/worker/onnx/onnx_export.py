@@ -21,7 +21,7 @@ from ortlaunch.ortmodule.tracing.symbolics import counting, unflattening
 from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
-from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.model.model import LossModule, give_back_cache
 from ortlaunch.worker.onnx.onnx_own import Outputs, own_outputs
 
@@ -62,7 +62,7 @@ class Logits(nn.Module):
         return found
 
 
-def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: Data) -> OnnxCheck:
+def onnx(recipe: Recipe, folder: Path, trained: LossModule, data: LoadedData) -> OnnxCheck:
     """model.onnx, its weights beside it where they pass 2 GB, config and tokenizer, into an existing folder.
 
     Raises:
@@ -117,7 +117,7 @@ def _require() -> None:
         ) from None
 
 
-def real_batches(model: nn.Module, data: Data) -> list[Batch]:
+def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
     """Three batches of the run's own data: padded, of another length, and one sample alone."""
     samples = data.evaluation or data.train
     whole = collate([samples.sample(index % len(samples), epoch=0) for index in range(3)])

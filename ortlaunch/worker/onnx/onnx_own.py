@@ -11,7 +11,7 @@ from torch import nn
 
 from ortlaunch.errors import InputError
 from ortlaunch.recipe import Recipe
-from ortlaunch.worker.data import Data, stack_of
+from ortlaunch.worker.data import LoadedData, stack_of
 from ortlaunch.worker.model.model import loss_of
 from ortlaunch.worker.model.own_numbers import LOSS, named
 
@@ -36,7 +36,7 @@ class Outputs(nn.Module):
 
 
 @torch.no_grad()
-def own_outputs(recipe: Recipe, model: nn.Module, data: Data) -> tuple[Outputs, list[Batch]]:
+def own_outputs(recipe: Recipe, model: nn.Module, data: LoadedData) -> tuple[Outputs, list[Batch]]:
     """The model as a graph will have it, and batches of the run's own data: of three samples, two and one.
 
     Raises:

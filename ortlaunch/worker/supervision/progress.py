@@ -61,7 +61,7 @@ class Progress:
 
             tqdm.monitor_interval = 0  # no thread that would draw between our lines
             self.bar = tqdm(total=steps, initial=done, desc="training", unit="step", bar_format=_FORM, leave=False,
-                            file=_Line(), ncols=self.width - 1, mininterval=0.2)  # fmt: skip
+                            file=_ProgressBarFile(), ncols=self.width - 1, mininterval=0.2)  # fmt: skip
 
     def step(self) -> None:
         """One more."""
@@ -105,7 +105,7 @@ class Progress:
             self.bar.refresh()
 
 
-class _Line:
+class _ProgressBarFile:
     """What tqdm takes for a file."""
 
     encoding = sys.stdout.encoding  # decides whether the bar is of blocks or of signs

@@ -27,7 +27,7 @@ _SINCE, _LIMIT, _OWN = range(8, 11)  # seconds
 AUTO, NEVER = -1.0, float("inf")
 
 
-class Seen(NamedTuple):
+class RankProgress(NamedTuple):
     """A rank at one moment."""
 
     step: int
@@ -145,13 +145,13 @@ class Pulse:
         assert len(text) <= _BYTES - _PLACE
         self._memory[_PLACE : _PLACE + len(text)] = text
 
-    def read(self) -> Seen:
+    def read(self) -> RankProgress:
         """What it is at now."""
         numbers, rungs = self._numbers, min(self._numbers[_RUNG], _KEPT_STEPS)
         phase = self._memory[_PHASE : _PHASE + 256].rstrip(b"\0").decode(errors="replace")
         stage = STAGES[numbers[_STAGE] % len(STAGES)] if phase == TRAINING else ""
         steps = list(self._seconds[_RING : _RING + rungs])
-        return Seen(
+        return RankProgress(
             step=numbers[_STEP],
             phase=stage or phase or "starting",
             moves=numbers[_MOVES],

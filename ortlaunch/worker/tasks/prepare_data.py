@@ -21,10 +21,10 @@ def run(request: DataRequest) -> None:
     try:
         from ortlaunch.cache import cache_root, take_notes
         from ortlaunch.file_errors import of_ours
-        from ortlaunch.worker.data import Data
+        from ortlaunch.worker.data import LoadedData
 
         with of_ours(cache_root()):
-            data = Data(recipe, line.show)
+            data = LoadedData(recipe, line.show)
             data.read_for(TASKS["train"])
     finally:
         line.end()

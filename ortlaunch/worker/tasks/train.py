@@ -296,7 +296,7 @@ def _due(step: int, every: int | None) -> bool:
 
 def _resume(session: Session) -> TrainState:
     batches, own = session.batches, checkpoint.newest_of_all(session.run, session.group)
-    found = checkpoint.Found(*own) if own else session.checkpoint  # after a rollback there is a newer one
+    found = checkpoint.CompleteCheckpoint(*own) if own else session.checkpoint  # after a rollback there is a newer one
     if found is None:
         return TrainState()
     step, folder = found

@@ -17,7 +17,7 @@ from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_tex
 from ortlaunch.run_folder.records import ParityLine, as_json
 from ortlaunch.worker.engine.comparison import compare_with_draws, dropouts
 from ortlaunch.worker.engine.differences import LIMITS, Comparison, Difference
-from ortlaunch.worker.engine.engine import Engine
+from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 
@@ -181,7 +181,7 @@ class ParitySteps:
         return f"{shown}parity: passed: {len(self.records)} steps within {self.tolerance:g}{how}; see {self.run.parity}"
 
 
-def is_plain(engine: Engine) -> bool:
+def is_plain(engine: TrainingEngine) -> bool:
     """Whether plain PyTorch itself runs, with nothing that could be compared with it."""
     return engine.record.engine.used == "eager" and not engine.record.chunked_loss.rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from ortlaunch.run_folder.engine_report import Binding, ChunkedLoss, EngineReport, Graph, OnnxRuntime
+from ortlaunch.run_folder.engine_report import Binding, ChunkedLoss, EngineReport, GraphReport, OnnxRuntime
 from ortlaunch.units import counted
 from ortlaunch.worker.length import length_line
 from ortlaunch.worker.session import Session
@@ -89,7 +89,7 @@ def _chunked_loss(found: ChunkedLoss) -> list[str]:
     return [] if found.asked in ("auto", "off") else [f"chunked_loss {found.asked}: not applied: {found.why}"]
 
 
-def products_called(graph: Graph) -> int:
+def products_called(graph: GraphReport) -> int:
     """Matrix products that ONNX Runtime's graph calls torch for."""
     return sum(graph.aten.get(name, 0) for name in ("linear", "matmul", "tensordot"))
 

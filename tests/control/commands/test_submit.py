@@ -25,7 +25,7 @@ from ortlaunch.runs.cancel import cancel
 from ortlaunch.runs.logs import show
 from ortlaunch.runs.requests import stop
 from ortlaunch.runs.status import look
-from ortlaunch.schedulers import Seen, slurm
+from ortlaunch.schedulers import QueueState, slurm
 from tests.makers import BERT, CUSTOM, WORDS
 
 pytestmark = pytest.mark.usefixtures("workbench")
@@ -122,13 +122,13 @@ def test_what_squeue_and_sacct_say(text: str, state: JobState | None, words: str
         with pytest.raises(LaunchError, match="Slurm says OUT_OF_ME of the job, which ortlaunch does not know"):
             slurm.seen_in_lines(text)
     else:
-        assert slurm.seen_in_lines(text) == Seen(state, words)
+        assert slurm.seen_in_lines(text) == QueueState(state, words)
 
 
 def test_what_scontrol_says() -> None:
     """As Slurm 22.05 prints it."""
     text = "JobId=2 JobName=bert\n   UserId=root(0)\n   JobState=PENDING Reason=BeginTime Dependency=(null)\n"
-    assert slurm.seen_in_record(text) == Seen(JobState.PENDING, "PENDING (BeginTime)")
+    assert slurm.seen_in_record(text) == QueueState(JobState.PENDING, "PENDING (BeginTime)")
     assert slurm.seen_in_record("") is None
 
 
@@ -136,7 +136,7 @@ class Queue:
     """A scheduler that says what it is told to say."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: Seen | None = Seen(JobState.PENDING, "PENDING (Priority)")
+        self.seen: QueueState | None = QueueState(JobState.PENDING, "PENDING (Priority)")
         for module in (queued, __import__("ortlaunch.commands.submit", fromlist=["submit"])):
             monkeypatch.setattr(module, "scheduler", lambda name: self)
 
@@ -148,11 +148,11 @@ class Queue:
             write_text(Path(path), text)
         return "12"
 
-    def state(self, job: str) -> Seen | None:
+    def state(self, job: str) -> QueueState | None:
         return self.seen
 
     def cancel(self, job: str) -> None:
-        self.seen = Seen(JobState.CANCELLED, "CANCELLED")
+        self.seen = QueueState(JobState.CANCELLED, "CANCELLED")
 
 
 @pytest.fixture
@@ -206,12 +206,14 @@ def test_a_job_that_saved_when_it_was_cancelled(queue: Queue) -> None:
 @pytest.mark.parametrize(
     ("seen", "state", "verdict"),
     [
-        (Seen(JobState.RUNNING, "RUNNING"), JobState.RUNNING, None),
-        (Seen(JobState.FAILED, "TIMEOUT (TimeLimit)"), JobState.FAILED, "slurm says: TIMEOUT (TimeLimit)\n"),
+        (QueueState(JobState.RUNNING, "RUNNING"), JobState.RUNNING, None),
+        (QueueState(JobState.FAILED, "TIMEOUT (TimeLimit)"), JobState.FAILED, "slurm says: TIMEOUT (TimeLimit)\n"),
         (None, JobState.FAILED, "slurm says: no job that it knows\n"),
     ],
 )
-def test_what_the_queue_says_of_a_run(queue: Queue, seen: Seen | None, state: JobState, verdict: str | None) -> None:
+def test_what_the_queue_says_of_a_run(
+    queue: Queue, seen: QueueState | None, state: JobState, verdict: str | None
+) -> None:
     """An end that no script recorded has the scheduler's words, and is recorded."""
     run = put(queue)
     queue.seen = seen
@@ -228,11 +230,11 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     record = JobRecord.read(run)
     assert record is not None
     assert (record.backend, record.id, record.state) == ("slurm", "12", JobState.PREEMPTED)
-    queue.seen = Seen(JobState.PENDING, "PENDING (BeginTime)")
+    queue.seen = QueueState(JobState.PENDING, "PENDING (BeginTime)")
     assert look(run).state is JobState.PENDING
     queue.seen = None
     assert look(run).state is JobState.PREEMPTED
-    queue.seen = Seen(JobState.CANCELLED, "CANCELLED")  # while it waited for its next turn
+    queue.seen = QueueState(JobState.CANCELLED, "CANCELLED")  # while it waited for its next turn
     assert look(run).state is JobState.CANCELLED
 
 
@@ -261,7 +263,7 @@ def test_a_turn_without_a_step(
 def test_restarts_of_a_queued_run_are_counted(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts are kept from turn to turn; the same failure twice, or the last restart, ends the job."""
     run = put(queue)
-    queue.seen = Seen(JobState.PENDING, "PENDING (BeginTime)")
+    queue.seen = QueueState(JobState.PENDING, "PENDING (BeginTime)")
     monkeypatch.setenv(JOB_VARIABLE, "slurm:12")
     for turn, status, requeued in ((1, 137, True), (2, 137, True), (3, 137, False)):
         monkeypatch.setattr("sys.argv", ["ended", str(run), "2", str(status)])

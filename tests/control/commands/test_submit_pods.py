@@ -23,7 +23,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.runs.cancel import cancel
 from ortlaunch.runs.logs import show
 from ortlaunch.runs.status import look
-from ortlaunch.schedulers import Seen, azureml, kubernetes
+from ortlaunch.schedulers import QueueState, azureml, kubernetes
 
 pytestmark = pytest.mark.usefixtures("workbench")
 GOLDEN = Path(__file__).with_name("jobs")
@@ -215,17 +215,17 @@ def test_what_is_slurms_is_said() -> None:
 @pytest.mark.parametrize(
     ("status", "seen"),
     [
-        ({}, Seen(JobState.PENDING, "no pod is ready")),
-        ({"active": 4, "ready": 0}, Seen(JobState.PENDING, "no pod is ready")),
-        ({"active": 4, "ready": 4}, Seen(JobState.RUNNING, "pods are ready")),
-        ({"jobsStatus": [{"name": "node", "ready": 1}]}, Seen(JobState.RUNNING, "pods are ready")),
-        (["Suspended"], Seen(JobState.PENDING, "Suspended (R, M)")),
-        (["Complete"], Seen(JobState.SUCCEEDED, "Complete")),
-        (["SuccessCriteriaMet"], Seen(JobState.SUCCEEDED, "SuccessCriteriaMet")),
-        (["Failed"], Seen(JobState.FAILED, "Failed (R, M)")),
+        ({}, QueueState(JobState.PENDING, "no pod is ready")),
+        ({"active": 4, "ready": 0}, QueueState(JobState.PENDING, "no pod is ready")),
+        ({"active": 4, "ready": 4}, QueueState(JobState.RUNNING, "pods are ready")),
+        ({"jobsStatus": [{"name": "node", "ready": 1}]}, QueueState(JobState.RUNNING, "pods are ready")),
+        (["Suspended"], QueueState(JobState.PENDING, "Suspended (R, M)")),
+        (["Complete"], QueueState(JobState.SUCCEEDED, "Complete")),
+        (["SuccessCriteriaMet"], QueueState(JobState.SUCCEEDED, "SuccessCriteriaMet")),
+        (["Failed"], QueueState(JobState.FAILED, "Failed (R, M)")),
     ],
 )
-def test_what_kubectl_says(status: Any, seen: Seen) -> None:
+def test_what_kubectl_says(status: Any, seen: QueueState) -> None:
     """A job's conditions and its pods."""
     if isinstance(status, list):
         status = {"conditions": [{"type": kind, "status": "True", "reason": "R", "message": "M"} for kind in status]}

@@ -15,18 +15,18 @@ from ortlaunch import doctor, machine
 from ortlaunch.doctor import here, probe
 from ortlaunch.doctor.fabric import judge
 from ortlaunch.doctor.finding import FAILED, OK, WARNING
-from ortlaunch.doctor.hosts import Asked
+from ortlaunch.doctor.hosts import HostRequirements
 from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.plan import Node
 from ortlaunch.planning.world import LaunchOptions
-from ortlaunch.run.checkup import Place, checkup
+from ortlaunch.run.checkup import CheckupOptions, checkup
 from tests.makers import recipe, world_of
 
 NODES = (Node("a", 2, 0, (0, 1)), Node("b", 2, 2, (0, 1)), Node("c", 2, 4, (0, 1)))
 
 
 def verdicts(**asked: Any) -> dict[str, tuple[str, str, str]]:
-    found = here.look(Asked((), "cpu", None)._replace(**asked))
+    found = here.look(HostRequirements((), "cpu", None)._replace(**asked))
     return {one.check: (one.verdict, one.what, one.mend) for one in found}
 
 
@@ -87,7 +87,7 @@ def test_what_a_recipe_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """With what installs it; room for its checkpoints, too."""
     monkeypatch.setattr(doctor, "_installed", lambda package: package != "tensorboard")
     made = recipe(log={"trackers": ["tensorboard"]})
-    found = here.look(Asked((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made))
+    found = here.look(HostRequirements((), "cpu", tmp_path, bytes_needed=1 << 60), made, world_of(made))
     wrong = [(one.check, one.verdict, one.mend) for one in found if one.verdict == FAILED]
     assert wrong == [("disk", FAILED, "make room, or lower checkpoint.keep"),
                      ("recipe", FAILED, 'pip install "ortlaunch[tensorboard]"')]  # fmt: skip
@@ -139,7 +139,7 @@ def test_a_port_and_an_interface_that_were_asked_for() -> None:
 def test_options_that_would_do_nothing(options: dict[str, Any], message: str) -> None:
     """They are refused."""
     with pytest.raises(PlanError, match=message):
-        checkup(None, (), LaunchOptions(**options), Place(), {})
+        checkup(None, (), LaunchOptions(**options), CheckupOptions(), {})
 
 
 def test_ranks_of_this_user_alone_are_stale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

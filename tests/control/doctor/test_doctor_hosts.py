@@ -14,7 +14,7 @@ import pytest
 from ortlaunch.doctor import asking, probe
 from ortlaunch.doctor.asking import Answer, Reached, Silence
 from ortlaunch.doctor.finding import FAILED, WARNING, told
-from ortlaunch.doctor.hosts import Asked, look
+from ortlaunch.doctor.hosts import HostRequirements, look
 from ortlaunch.errors import InputError
 from ortlaunch.plan import Node
 
@@ -79,7 +79,7 @@ def tells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_what_is_wrong(told: dict[str, Any], check: str, verdict: str, what: str, tells: Any, tmp_path: Path) -> None:
     """One finding, of that host, with what mends it; before a run only what would fail it ends it."""
     tells(**told)
-    asked = Asked(NODES, "cuda", tmp_path, 1024, interface="eth0")
+    asked = HostRequirements(NODES, "cuda", tmp_path, 1024, interface="eth0")
     wrong = [finding for finding in look(asked) if finding.verdict != "ok"]
     assert [(one.host, one.check, one.verdict) for one in wrong] == [("b", check, verdict)]
     assert what in wrong[0].what
@@ -98,7 +98,7 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(Node(name, 1, rank, (0,)) for rank, name in enumerate(tries))
     answers = [WELL._replace(reached=reached) for reached in tries.values()]
     monkeypatch.setattr(asking, "ask", lambda question: (answers, "a"))
-    wrong = [(one.host, one.what) for one in look(Asked(nodes, "cpu", None)) if one.verdict == FAILED]
+    wrong = [(one.host, one.what) for one in look(HostRequirements(nodes, "cpu", None)) if one.verdict == FAILED]
     assert wrong == [("b", "no other host reaches its port 4001: timed out"),
                      ("b", "cannot reach port 4000 of a: refused")]  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_whose_firewall_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_good_hosts(tells: Any, tmp_path: Path) -> None:
     """Nothing to say but that they are ready."""
     tells()
-    found = look(Asked(NODES, "cuda", tmp_path))
+    found = look(HostRequirements(NODES, "cuda", tmp_path))
     assert {finding.verdict for finding in found} == {"ok"}
     assert told(found).endswith("\nready")
 
@@ -114,7 +114,7 @@ def test_good_hosts(tells: Any, tmp_path: Path) -> None:
 def test_a_clock_that_is_read_late_is_not_wrong(tells: Any, tmp_path: Path) -> None:
     """What a busy host takes to answer is no skew."""
     tells(WELL._replace(skew=7.0, doubt=3.0))
-    assert {finding.verdict for finding in look(Asked(NODES, "cuda", tmp_path))} == {"ok"}
+    assert {finding.verdict for finding in look(HostRequirements(NODES, "cuda", tmp_path))} == {"ok"}
 
 
 SSH = """\
@@ -211,7 +211,7 @@ class SimulatedCall:
 def test_dead_hosts_delay_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1,024 hosts 64 never answer: all others are asked first, within 128 connections, and each is in a group."""
     names = tuple(f"dead{at}" if at % 16 == 1 else f"host{at}" for at in range(1024))
-    monkeypatch.setattr(asking, "_Call", SimulatedCall)
+    monkeypatch.setattr(asking, "_ProbeCall", SimulatedCall)
     monkeypatch.setattr(SimulatedCall, "living", 960)
     answers, meeting = asking.ask(asking.Question(names, None, None, False, 0))
     assert [isinstance(answer, Answer) for answer in answers] == [not name.startswith("dead") for name in names]
@@ -228,7 +228,7 @@ def test_whose_port_is_taken(host: int, verdicts: list[str], monkeypatch: pytest
     answers[host] = WELL._replace(told={**GOOD, "listens": "Address already in use"}, reached=())
     monkeypatch.setattr(asking, "ask", lambda question: (answers, None))
     monkeypatch.setattr(probe, "versions", lambda: {"torch": "2.13.0"})
-    found = [finding for finding in look(Asked(NODES, "cpu", None, port=29500)) if finding.check == "port"]
+    found = [finding for finding in look(HostRequirements(NODES, "cpu", None, port=29500)) if finding.check == "port"]
     assert [finding.verdict for finding in found] == verdicts
     assert all(finding.what == "cannot listen at port 29500: Address already in use" for finding in found)
 
@@ -245,7 +245,7 @@ def test_versions_are_those_of_the_metadata() -> None:
 def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """That, and a folder that is not there, is said without a traceback."""
     monkeypatch.setenv("PATH", "/nowhere")
-    found = look(Asked(NODES, "cpu", tmp_path))
+    found = look(HostRequirements(NODES, "cpu", tmp_path))
     assert {(one.verdict, one.what) for one in found} == {(FAILED, "cannot start ssh here: No such file or directory")}
     with pytest.raises(InputError, match="is no folder; make it first"):
-        look(Asked(NODES, "cpu", tmp_path / "no"))
+        look(HostRequirements(NODES, "cpu", tmp_path / "no"))

@@ -11,7 +11,7 @@ import pytest
 from ortlaunch import machine
 from ortlaunch.bench import auto, command, report
 from ortlaunch.bench.command import bench
-from ortlaunch.bench.measure import Length, Stopped
+from ortlaunch.bench.measure import BenchStopped, Length
 from ortlaunch.bench.variants import Variant
 from ortlaunch.errors import EngineError, PlanError
 from ortlaunch.ortmodule.build import extensions
@@ -118,10 +118,10 @@ def test_a_stop_while_it_is_measured(number: int, status: int, monkeypatch: pyte
     """Nothing has begun: the run is to be run again."""
 
     def measure(*_: Any) -> dict[str, Any]:
-        raise Stopped(number)
+        raise BenchStopped(number)
 
     monkeypatch.setattr(auto, "measure", measure)
-    with pytest.raises(Stopped) as caught:
+    with pytest.raises(BenchStopped) as caught:
         with_measured_engine(resolved())
     assert caught.value.exit_status == status
 

@@ -149,7 +149,7 @@ def test_a_stop_in_a_try(name: str, status: int, tmp_path: Path, monkeypatch: py
     request = micro_size.backend("local").request(plan(made), run.trial_of(1))
     argv = ("/bin/sh", "-c", f"kill -s {name} $PPID; sleep 9")
     monkeypatch.setattr("ortlaunch.launch.local.request", lambda *_: request._replace(argv=argv, stop=None))
-    with pytest.raises(micro_size.Stopped, match=f"stopped by SIG{name}") as caught:
+    with pytest.raises(micro_size.SearchStopped, match=f"stopped by SIG{name}") as caught:
         micro_size._try(made, plan(made), run, 1)
     assert caught.value.exit_status == status
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ortlaunch.plan import BatchPlan
-from ortlaunch.worker.data import Batches, Data, OwnSamples, call, collate
+from ortlaunch.worker.data import Batches, LoadedData, OwnSamples, call, collate
 from ortlaunch.worker.data.reading import DataError
 from tests.makers import recipe
 
@@ -94,10 +94,10 @@ def test_a_batch_larger_than_the_data_goes_round() -> None:
 # ------------------------------------------------------------------------------------------------------- texts
 
 
-def data_of(task: str, **data: Any) -> Data:
+def data_of(task: str, **data: Any) -> LoadedData:
     """The data of a recipe for this task."""
     model = {"factory": "m:f"} if task == "custom" else {"config": {"model_type": "bert"}}
-    return Data(recipe(model={"task": task, **model}, data=data))
+    return LoadedData(recipe(model={"task": task, **model}, data=data))
 
 
 @pytest.fixture

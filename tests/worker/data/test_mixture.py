@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ortlaunch.plan import BatchPlan
-from ortlaunch.worker.data import Batches, Data, Mixture, OwnSamples
+from ortlaunch.worker.data import Batches, LoadedData, Mixture, OwnSamples
 from ortlaunch.worker.data.identity import identity
 from ortlaunch.worker.data.mixture import BLOCK, MixedOrder, shares
 from tests.makers import recipe
@@ -95,7 +95,7 @@ def test_from_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = [{"source": a, "weight": 1}, {"source": b, "weight": 3}, {"source": a}]
     words = {"train": "wordpiece", "vocab_size": 300}
     model = {"task": "masked-lm", "config": {"model_type": "bert"}}
-    data = Data(recipe(model=model, data={"train": train, "tokenizer": words, "sequence_length": 16}))
+    data = LoadedData(recipe(model=model, data={"train": train, "tokenizer": words, "sequence_length": 16}))
     assert isinstance(data.train, Mixture)
     assert {"mat", "wald"} <= set(data.tokenizer.get_vocab())
     first, _, third = data.train.parts

@@ -15,7 +15,7 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
 from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.run_folder.resume_record import FROM_THE_BEGINNING
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.data.reading import DataError
 from ortlaunch.worker.data.vocabulary import Vocabulary, goes_on_with, keep, of_run
 from ortlaunch.worker.evaluation.evaluate_model import evaluated
@@ -48,7 +48,7 @@ def numbers(samples: Any) -> list[int]:
 def foreign(tmp_path: Path) -> str:
     """A classifier as others save them, with numbers of its own for its labels."""
     chosen = classifier(tmp_path, [*NEWS], config={**BERT, "label2id": NEWS})
-    data = Data(chosen)
+    data = LoadedData(chosen)
     model: Any = build_model(chosen, data).model
     assert model.config.id2label == {number: word for word, number in NEWS.items()}
     model.save_pretrained(tmp_path / "foreign")
@@ -59,17 +59,17 @@ def foreign(tmp_path: Path) -> str:
 def test_labels_of_a_pretrained_classifier(foreign: str, tmp_path: Path) -> None:
     """Its own numbers are taken if it has all the labels; else the labels are another task's, by the alphabet."""
     chosen = classifier(tmp_path, ["Sports", "World"], ["Business"], pretrained=foreign)
-    data = Data(chosen)
+    data = LoadedData(chosen)
     assert (numbers(data.train), numbers(data.evaluation), data.class_names) == ([1, 0], [2], [*NEWS])
     assert build_model(chosen, data).model.config.label2id == NEWS
-    assert Data(classifier(tmp_path, ["World", "Art"], pretrained=foreign)).label_names == ["Art", "World"]
+    assert LoadedData(classifier(tmp_path, ["World", "Art"], pretrained=foreign)).label_names == ["Art", "World"]
 
 
 def test_labels_that_the_recipe_numbers(tmp_path: Path) -> None:
     """Others than those of the data are refused."""
     chosen = classifier(tmp_path, ["World", "Art"], config={**BERT, "label2id": {"Art": 1, "Word": 0}})
     with pytest.raises(InputError, match=r"model\.config\.label2id: got Art, Word, and the labels are Art, World"):
-        build_model(chosen, Data(chosen))
+        build_model(chosen, LoadedData(chosen))
 
 
 @pytest.mark.parametrize("words", [["Sports"], ["Business", "World", "World"]])
@@ -87,11 +87,11 @@ def test_a_client_has_some_of_the_labels(tmp_path: Path) -> None:
     """One is enough; another word is an error. Of its corpora those are read that are asked for."""
     known = Vocabulary(None, NEWS, 3)
     chosen = classifier(tmp_path, ["Sports", "Sports"], ["x"])
-    data = Data(chosen, vocabulary=known)
+    data = LoadedData(chosen, vocabulary=known)
     (tmp_path / "evaluation.jsonl").unlink()
     assert (numbers(data.train), data.classes, data.class_names) == ([1, 1], 3, [*NEWS])
     with pytest.raises(DataError, match="label 'x' is none of the model's: World, Sports, Business"):
-        _ = Data(classifier(tmp_path, ["x"]), vocabulary=known).train
+        _ = LoadedData(classifier(tmp_path, ["x"]), vocabulary=known).train
 
 
 def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
@@ -99,16 +99,16 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n\n".join(f"the {i % 7} cats saw {i % 5} dogs" for i in range(90)))
     chosen = recipe("masked-lm", {"config": BERT}, {"train": {"format": "text", "path": [str(corpus)]}})
-    run, first = RunDir(tmp_path / "run"), Data(chosen)
+    run, first = RunDir(tmp_path / "run"), LoadedData(chosen)
     run.path.mkdir()
     keep(run, chosen, first.tokenizer, first.class_names, first.classes)
     corpus.write_text(corpus.read_text() + "\n\nquite other words")
     assert goes_on_with(run, chosen) is None  # it has trained nothing yet
-    other = Data(chosen).tokenizer.get_vocab()
+    other = LoadedData(chosen).tokenizer.get_vocab()
     assert other != first.tokenizer.get_vocab()
     run.checkpoint(2).mkdir(parents=True)
     (run.checkpoint(2) / "COMPLETE").touch()
-    then = Data(chosen, vocabulary=goes_on_with(run, chosen)).tokenizer
+    then = LoadedData(chosen, vocabulary=goes_on_with(run, chosen)).tokenizer
     assert then.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
     assert then.special_tokens_map == first.tokenizer.special_tokens_map
     larger = chosen.data.model_copy(update={"tokenizer": TokenizerTraining(train="wordpiece", vocab_size=410)})
@@ -116,7 +116,7 @@ def test_a_trained_tokenizer_stays(tmp_path: Path) -> None:
     assert found is not None
     assert found.tokenizer is None
     corpus.unlink()
-    assert len(Data(chosen, vocabulary=of_run(run)).tokenizer) == len(first.tokenizer)
+    assert len(LoadedData(chosen, vocabulary=of_run(run)).tokenizer) == len(first.tokenizer)
 
 
 def test_a_run_that_goes_on_from_another(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ortlaunch.errors import CheckpointError, InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe, load, parse_resolved
 from ortlaunch.run_folder.device_folder import DeviceFolder
-from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.device import graph
 from ortlaunch.worker.device.artifacts import as_on_a_device, ondevice
 from ortlaunch.worker.device.average import average
@@ -54,7 +54,7 @@ class Made:
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         folder.mkdir()
         self.recipe, self.place = as_on_a_device(recipe, 2), DeviceFolder(folder)
-        self.data = Data(self.recipe)
+        self.data = LoadedData(self.recipe)
         self.data.train, self.data.evaluation = First(self.data.train), First(self.data.train)
         self.whole: LossModule = build_model(self.recipe, self.data)
         self.told = ondevice(self.recipe, folder, self.whole, self.data)

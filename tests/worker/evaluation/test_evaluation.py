@@ -23,7 +23,7 @@ from ortlaunch.worker.engine.engine import build_engine
 from ortlaunch.worker.evaluation.entities import spans
 from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.evaluation.scores import Scores
-from ortlaunch.worker.evaluation.word_scores import MaskedWords, SentencePairs, word_outputs
+from ortlaunch.worker.evaluation.word_scores import MaskedWords, SentencePairScore, word_outputs
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.progress import Progress
@@ -53,7 +53,7 @@ def test_words_and_pairs() -> None:
     right = sum(int(words[i, j].argmax() == labels[i, j]) for i in range(4) for j in range(9))
     lost = torch.nn.functional.cross_entropy(words.transpose(1, 2), labels, reduction="mean") * counted
     found = {}
-    for measure in (MaskedWords(None), SentencePairs(None)):
+    for measure in (MaskedWords(None), SentencePairScore(None)):
         measure.add(given, told, True)
         measure.add(given, told, False)
         found |= measure.read(Alone(), 0.0)

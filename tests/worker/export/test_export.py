@@ -16,7 +16,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.rank import Rank
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.engine.stepping import TorchStepper
 from ortlaunch.worker.export.export import export
 from ortlaunch.worker.export.export_checkpoint import _with_adapters
@@ -39,7 +39,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def exported(chosen: Recipe, folder: Path) -> dict[str, Any]:
     """config.json and generation_config.json of a model that was built, passed through once and exported."""
-    run, data, group = RunDir(folder), Data(chosen), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
+    run, data, group = RunDir(folder), LoadedData(chosen), DistributedContext(Rank(0, 1, 0, 1), torch.device("cpu"))
     model = build_model(chosen, data)
     inner: Any = model.model
     assert inner.config.use_cache is False  # in training keys and values are of no use

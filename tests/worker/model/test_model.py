@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ortlaunch.errors import InputError
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import LossModule, attention_of, build_model
 from tests.worker.models import (
     BERT,
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def test_families_give_a_loss(task: str, config: dict[str, Any]) -> None:
     """A model of random weights fits its tokenizer, takes its samples, guesses evenly, and every weight learns."""
     chosen = recipe(task, {"config": config})
-    data = Data(chosen)
+    data = LoadedData(chosen)
     model = build_model(chosen, data)
     loss = first_loss(model, data)
     expected = torch.tensor(400.0).log() + (0.69 if task == "pretraining" else 0.0)
@@ -81,7 +81,7 @@ def test_the_seed_decides_the_weights(config: dict[str, Any]) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.rand(seed + 3)
         chosen = recipe(task, {"config": config}, seed=seed)
-        return torch.cat([p.detach().flatten() for p in build_model(chosen, Data(chosen)).parameters()])
+        return torch.cat([p.detach().flatten() for p in build_model(chosen, LoadedData(chosen)).parameters()])
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -128,7 +128,7 @@ def test_classes_come_from_the_data(config: dict[str, Any], words: dict[str, Any
     """As many outputs as classes in training and evaluation data, and a loss for padded texts of every family."""
     source = {"train": labels(tmp_path, 3), "evaluation": labels(tmp_path, 5, "evaluation"), "tokenizer": words}
     chosen = recipe("sequence-classification", {"config": config}, source)
-    data = Data(chosen)
+    data = LoadedData(chosen)
     model = build_model(chosen, data)
     assert abs(float(first_loss(model, data).detach()) - 1.6) < 0.5  # ln 5
     inner: Any = model.model
@@ -176,7 +176,7 @@ def test_attention_of_the_model(engine: str, config: dict[str, Any], expected: s
     chosen = recipe(
         "causal-lm" if config["model_type"] == "bloom" else "masked-lm", {"config": config}, engine={"name": engine}
     )
-    model: Any = build_model(chosen, Data(chosen)).model
+    model: Any = build_model(chosen, LoadedData(chosen)).model
     assert model.config._attn_implementation == expected
 
 

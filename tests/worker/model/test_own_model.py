@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import InputError
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import LossModule, build_model
 from tests.makers import recipe
 
@@ -93,7 +93,7 @@ def own(arguments: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
         model={"task": "custom", "factory": "own_net:model", "arguments": arguments},
         data={"train": {"format": "custom", "factory": "own_net:data"}},
     )
-    return build_model(chosen, Data(chosen))
+    return build_model(chosen, LoadedData(chosen))
 
 
 def test_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ortlaunch.errors import InputError
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import LossModule, build_model
 from ortlaunch.worker.model.pretrained import loading_notes
 from tests.worker.models import BERT, LLAMA, first_loss, labels, recipe
@@ -26,7 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     """Folder and weights of a saved BERT and its tokenizer."""
     folder = tmp_path_factory.mktemp("saved")
     chosen = recipe("masked-lm", {"config": BERT}, seed=5)
-    data = Data(chosen)
+    data = LoadedData(chosen)
     model: Any = build_model(chosen, data).model
     model.save_pretrained(folder)
     data.tokenizer.save_pretrained(folder)
@@ -41,7 +41,7 @@ def test_weights_of_a_folder(saved: tuple[str, Any]) -> None:
         {"pretrained": folder, "config": {"model_type": "bert", "hidden_dropout_prob": 0.3}},
         {"tokenizer": folder},
     )
-    again: Any = build_model(chosen, Data(chosen)).model
+    again: Any = build_model(chosen, LoadedData(chosen)).model
     theirs, ours = model.state_dict(), again.state_dict()
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
@@ -71,7 +71,7 @@ def test_what_was_not_loaded_is_told_in_our_words(
     folder, _ = saved
     data = {"train": labels(tmp_path, 2), "tokenizer": folder}
     chosen = recipe("sequence-classification", {"pretrained": folder}, data)
-    model = build_model(chosen, Data(chosen))
+    model = build_model(chosen, LoadedData(chosen))
     assert model.loaded is not None
     assert {"classifier.bias", "classifier.weight"} <= set(model.loaded["missing"])
     assert all(name.startswith("cls.predictions.") for name in model.loaded["unexpected"])
@@ -90,7 +90,7 @@ def test_part_of_a_model_is_refused(saved: tuple[str, Any], tmp_path: Path) -> N
     def loaded(folder: str, layers: int, task: str = "masked-lm", **more: Any) -> LossModule:
         model = {"pretrained": folder, "config": {"num_hidden_layers": layers}, **more}
         chosen = recipe(task, model, {"tokenizer": saved[0]})
-        return build_model(chosen, Data(chosen))
+        return build_model(chosen, LoadedData(chosen))
 
     with pytest.raises(InputError, match=r"16 of the model's weights are not in it: bert.*; to .*allow_partial: true"):
         loaded(saved[0], 2)
@@ -116,15 +116,15 @@ def test_a_resized_vocabulary(saved: tuple[str, Any], tmp_path: Path, said: list
     data = {"tokenizer": str(tmp_path)}
     small = recipe("masked-lm", {"pretrained": saved[0]}, data)
     with pytest.raises(InputError, match=r"got 400, and the tokenizer has 402 words; 408 adds new ones"):
-        build_model(small, Data(small))
+        build_model(small, LoadedData(small))
     chosen = recipe("masked-lm", {"pretrained": saved[0], "config": {"vocab_size": 408}}, data)
-    found = [build_model(chosen, Data(chosen)) for _ in range(2)]
+    found = [build_model(chosen, LoadedData(chosen)) for _ in range(2)]
     model: Any = found[0].model
     words, old = model.get_input_embeddings().weight, saved[1].get_input_embeddings().weight
     assert (model.config.vocab_size, words.shape, model.cls.predictions.bias.shape) == (408, (408, 16), (408,))
     assert torch.equal(words[:400], old)
     assert all(torch.equal(a, b) for a, b in zip(found[0].parameters(), found[1].parameters()))  # as on each rank
-    assert first_loss(found[0], Data(chosen)).shape == ()
+    assert first_loss(found[0], LoadedData(chosen)).shape == ()
     assert loading_notes(found[0].loaded) == (
         "model.pretrained: its vocabulary is resized, 400 words to 408; new words start near the others' mean",
     )
@@ -138,7 +138,7 @@ def test_weights_that_are_cut_off(saved: tuple[str, Any], tmp_path: Path) -> Non
     weights.write_bytes(weights.read_bytes()[:-1000])
     chosen = recipe("masked-lm", {"pretrained": str(tmp_path / "cut")}, {"tokenizer": saved[0]})
     with pytest.raises(InputError, match=r"model.pretrained: .*cut has weights that cannot be read: "):
-        build_model(chosen, Data(chosen))
+        build_model(chosen, LoadedData(chosen))
 
 
 def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> None:
@@ -147,7 +147,7 @@ def test_weights_of_another_shape(saved: tuple[str, Any], said: list[str]) -> No
     with pytest.raises(
         InputError, match=r"model.pretrained: .*intermediate.dense.weight( is \[32, 16\], the model's \[48, 16\]|;)"
     ):
-        build_model(chosen, Data(chosen))
+        build_model(chosen, LoadedData(chosen))
     assert said == []
 
 
@@ -156,11 +156,11 @@ def test_a_head_of_another_number_of_labels_is_new(saved: tuple[str, Any], tmp_p
     two = recipe(
         "sequence-classification", {"pretrained": saved[0]}, {"train": labels(tmp_path, 2), "tokenizer": saved[0]}
     )
-    first: Any = build_model(two, Data(two)).model
+    first: Any = build_model(two, LoadedData(two)).model
     first.save_pretrained(tmp_path / "two")
     pretrained = {"pretrained": str(tmp_path / "two")}
     three = recipe("sequence-classification", pretrained, {"train": labels(tmp_path, 3), "tokenizer": saved[0]})
-    found = [build_model(three, Data(three)) for _ in range(2)]
+    found = [build_model(three, LoadedData(three)) for _ in range(2)]
     model: Any = found[0].model
     assert model.classifier.weight.shape == (3, 16)
     assert 0.005 < float(model.classifier.weight.std()) < 0.05
@@ -176,7 +176,7 @@ def test_a_head_of_another_number_of_labels_is_new(saved: tuple[str, Any], tmp_p
     with pytest.raises(
         InputError, match=r"another shape than model.config's: bert.encoder.layer.0.intermediate[^;]*; bert"
     ):
-        build_model(wrong, Data(wrong))
+        build_model(wrong, LoadedData(wrong))
     assert said == []
 
 
@@ -200,7 +200,7 @@ def test_what_does_not_fit_the_folder(
     """A folder that is none, and a config, a tokenizer or a length that its model cannot take."""
     chosen = recipe("masked-lm", {"pretrained": saved[0], **model}, {"tokenizer": saved[0], **data})
     with pytest.raises(InputError, match=message):
-        build_model(chosen, Data(chosen))
+        build_model(chosen, LoadedData(chosen))
 
 
 def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_path: Path) -> None:
@@ -209,16 +209,16 @@ def test_a_pretrained_model_without_padding_word(saved: tuple[str, Any], tmp_pat
 
     chosen = recipe("causal-lm", {"config": LLAMA})
     folder = tmp_path / "llama"
-    language: Any = build_model(chosen, Data(chosen)).model
+    language: Any = build_model(chosen, LoadedData(chosen)).model
     language.config.pad_token_id = None
     language.save_pretrained(folder)
-    tokenizer = Data(chosen).tokenizer
+    tokenizer = LoadedData(chosen).tokenizer
     tokenizer.save_pretrained(folder)
     assert transformers.AutoConfig.from_pretrained(folder).pad_token_id is None
     data = {"train": labels(tmp_path, 2), "tokenizer": str(folder)}
     chosen = recipe("sequence-classification", {"pretrained": str(folder)}, data)
-    model = build_model(chosen, Data(chosen))
-    assert first_loss(model, Data(chosen)).shape == ()
+    model = build_model(chosen, LoadedData(chosen))
+    assert first_loss(model, LoadedData(chosen)).shape == ()
     inner: Any = model.model
     assert inner.config.pad_token_id == tokenizer.pad_token_id
 
@@ -231,7 +231,7 @@ def test_words_of_labels_are_in_the_models_config(start: str, saved: tuple[str, 
     source = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": folder}
     chosen = {"config": {"config": BERT}, "pretrained": {"pretrained": folder}}[start]
     made = recipe("sequence-classification", chosen, source)
-    model: Any = build_model(made, Data(made)).model
+    model: Any = build_model(made, LoadedData(made)).model
     model.config.save_pretrained(tmp_path)
     import transformers
 
@@ -241,7 +241,7 @@ def test_words_of_labels_are_in_the_models_config(start: str, saved: tuple[str, 
     four = {**chosen, "config": {**chosen.get("config", {}), "num_labels": 4}}
     wrong = recipe("sequence-classification", four, source)
     with pytest.raises(InputError, match=r"model.config.num_labels: got 4, and the labels have 3 names"):
-        build_model(wrong, Data(wrong))
+        build_model(wrong, LoadedData(wrong))
 
 
 def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_path: Path) -> None:
@@ -253,5 +253,5 @@ def test_names_of_numbers_are_in_the_models_config(saved: tuple[str, Any], tmp_p
     rows.to_parquet(str(tmp_path / "a.parquet"))
     source = {"train": {"format": "parquet", "path": [str(tmp_path / "a.parquet")]}, "tokenizer": saved[0]}
     made = recipe("sequence-classification", {"config": BERT}, source)
-    config: Any = build_model(made, Data(made)).model.config
+    config: Any = build_model(made, LoadedData(made)).model.config
     assert (config.id2label, config.num_labels) == ({0: "yes", 1: "no", 2: "maybe"}, 3)

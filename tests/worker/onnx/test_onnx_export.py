@@ -12,7 +12,7 @@ import torch
 from ortlaunch.errors import EngineError
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
-from ortlaunch.worker.data import Data, collate
+from ortlaunch.worker.data import LoadedData, collate
 from ortlaunch.worker.model.model import LossModule, build_model
 from ortlaunch.worker.onnx import onnx_export
 from ortlaunch.worker.onnx.onnx_export import onnx
@@ -44,9 +44,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def built(recipe: Recipe) -> tuple[LossModule, Data]:
+def built(recipe: Recipe) -> tuple[LossModule, LoadedData]:
     """As training leaves it: in training mode, with adapters that have learned something."""
-    data = Data(recipe)
+    data = LoadedData(recipe)
     model = build_model(recipe, data)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -84,7 +84,7 @@ def test_bert_for_pretraining(tmp_path: Path) -> None:
     assert_same_loss(tmp_path, PRETRAINING, model, data)
 
 
-def assert_same_loss(folder: Path, recipe: Recipe, model: LossModule, data: Data) -> None:
+def assert_same_loss(folder: Path, recipe: Recipe, model: LossModule, data: LoadedData) -> None:
     """Of the graph as `ortlaunch evaluate MODEL` makes it, and the model's own."""
     batch = collate([data.train.sample(i, epoch=0) for i in range(4)])
     by_graph = OnnxModel(folder / "model.onnx", recipe.model.task)(**batch)["loss"]

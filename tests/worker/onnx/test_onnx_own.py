@@ -14,7 +14,7 @@ from torch import nn
 
 from ortlaunch.errors import EngineError, InputError
 from ortlaunch.run_folder.export_records import OnnxCheck
-from ortlaunch.worker.data import Data
+from ortlaunch.worker.data import LoadedData
 from ortlaunch.worker.model.model import build_model
 from ortlaunch.worker.onnx.onnx_export import onnx
 from tests import makers
@@ -163,7 +163,7 @@ def exported(
     train = {"format": "custom", "factory": own.get("data", "own_onnx:data")}
     collate = {"collate": own["collate"]} if "collate" in own else {}
     recipe = makers.recipe(model={"task": "custom", "factory": "own_onnx:model"}, data={"train": train, **collate})
-    read = Data(recipe)
+    read = LoadedData(recipe)
     built = build_model(recipe, read)
     return onnx(recipe, folder, built, read), built.model
 

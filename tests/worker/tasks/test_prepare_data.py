@@ -11,7 +11,7 @@ import pytest
 
 from ortlaunch.recipe import to_yaml
 from ortlaunch.worker import alone
-from ortlaunch.worker.data import Data, tokenizer, tokens
+from ortlaunch.worker.data import LoadedData, tokenizer, tokens
 from ortlaunch.worker.data.identity import identity
 from tests.makers import BERT, bert
 
@@ -44,7 +44,7 @@ def test_a_training_finds_it_all_there(prepare: Any, capsys: Captured, monkeypat
     assert status == 0
     assert "data.train: 20 samples\nready in " in capsys.readouterr().out  # of 6 words between [CLS] and [SEP]
     monkeypatch.setattr(tokens, "_write_tokens", None)
-    assert len(Data(made).train) == 20
+    assert len(LoadedData(made).train) == 20
 
 
 def test_so_it_does_of_rows_with_labels(prepare: Any, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_so_it_does_of_rows_with_labels(prepare: Any, capsys: Captured, monkeypa
         "classes: a single training row has class 0, 2; check data.train's labels\nready in "
     ) in capsys.readouterr().out
     monkeypatch.setattr(tokens, "_write_tokens", None)
-    found = Data(made).train
+    found = LoadedData(made).train
     assert (len(found), int(found.sample(1, 0)["labels"])) == (2, 2)
     assert identity(found)["fingerprint"]
 

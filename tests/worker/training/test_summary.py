@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ortlaunch.run_folder.engine_report import EngineReport, ExportCopy, FusedNorm, Graph, MatmulPrecision
+from ortlaunch.run_folder.engine_report import EngineReport, ExportCopy, FusedNorm, GraphReport, MatmulPrecision
 from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.worker.engine.binding import Bound
 from ortlaunch.worker.training.finish import summarize
@@ -82,7 +82,7 @@ def test_defaults_are_not_told() -> None:
 )
 def test_lower_precision_of_products_is_told(found: MatmulPrecision, aten: dict[str, int], said: str) -> None:
     """What products are made in, or why nothing is gained: also where ONNX Runtime's graph calls none of torch's."""
-    graph = Graph(105, {}, aten, {}, {})
+    graph = GraphReport(105, {}, aten, {}, {})
     lines = plan_lines(replace(report(training_graph=graph), matmul_precision=found))
     assert lines[1].startswith(f"matmul_precision medium: {said}")
 
