@@ -34,6 +34,7 @@ _OVERHEAD = {
     "ort": (25 << 20, 0.4, 0.25, 0.0),
 }
 _DEEPSPEED = 160 << 20  # its modules, imported after the model is built: 125 at once, the rest with its engine
+_TORCHMETRICS = 35 << 20  # its modules, imported by an evaluation of labels
 _MORE_NODES = 25 << 20  # of engine ort: for Llama, whose graph writes out RMSNorm and rotary positions; for adapters
 # Of a GPU's memory beside tensors, not measured here: CUDA's context with torch's kernels; workspaces of cuBLAS and
 # cuDNN, which engine ort has twice, torch's and ONNX Runtime's; NCCL's buffers.
@@ -166,7 +167,10 @@ def _contexts(recipe: Recipe, ranks: int) -> int:
 def _overhead(recipe: Recipe, parts: Bytes, family: str, made: int) -> int:
     """Of engine `auto` the most. `made`: bytes of activations, recomputed ones included."""
     names = _OVERHEAD if recipe.engine.name == "auto" else [recipe.engine.name]
-    return (_DEEPSPEED if recipe.zero else 0) + max(
+    modules = _DEEPSPEED if recipe.zero else 0
+    if recipe.data.evaluation is not None and recipe.model.traits.label:
+        modules += _TORCHMETRICS
+    return modules + max(
         int(least + of_model * parts.model + kept * parts.activations + of_made * made)
         + (_MORE_NODES * ((family == "llama") + (recipe.model.lora is not None)) if name == "ort" else 0)
         for name in names
