@@ -20,7 +20,7 @@ from ortlaunch.ortmodule.base import counters, custom_functions, gradients, patc
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.export import Export, export_of
 from ortlaunch.ortmodule.base.ort_types import AnyFunction
-from ortlaunch.ortmodule.base.registry import applied, not_applied
+from ortlaunch.ortmodule.base.registry import applied
 from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 from ortlaunch.ortmodule.graph_repairs import bfloat16, broadcasts, concatenations, convolutions
 from ortlaunch.ortmodule.state import buffers, model_state, unsupported, weight_changes
@@ -31,10 +31,8 @@ from ortlaunch.ortmodule.tracing import (
     checkpointing,
     cross_entropy,
     escapes,
-    exact_forms,
     grad_mode,
-    recurrent,
-    symbolics,
+    operators,
     tracing,
 )
 
@@ -57,25 +55,15 @@ _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], .
 _TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
     ("export_with_torchscript", tracing.by_torchscript),
     ("refuse_custom_backward", custom_functions.without_inlining),
-    ("export_multihead_attention", symbolics.unflattening),
-    ("export_exact_forms", exact_forms.exactly),
-    ("export_sdpa_dropout", symbolics.with_attention_dropout),
-    ("accumulate_repeated_indices", symbolics.accumulating),
-    ("fix_bernoulli_export", symbolics.drawing),
-    ("drop_redundant_casts", symbolics.casting),
+    ("export_exact_forms", operators.with_forms),
     ("keep_constants_apart", tracing.with_own_constants),
     ("trace_swapped_weights", tracing.with_swapped_weights),
-    ("export_diff_and_bool_cumsum", symbolics.counting),
-    ("export_rnn_as_gru", recurrent.training_recurrent),
-    ("stop_gradient_at_detach", symbolics.stopping_at_detach),
     ("propagate_inplace_views", aliases.following_changes),  # inside the next, which sees what it computes
     ("stop_gradient_under_no_grad", grad_mode.following_grad_mode),
     ("infer_shapes_without_weights", tracing.without_weights),
     ("silence_export_warnings", tracing.quiet),
     ("keep_buffers_exact", buffers.with_each_mode),
 )
-# What takes the place of a step whose source is unknown.
-_REFUSALS = {"export_sdpa_dropout": symbolics.refusing_attention_dropout}
 # 3. Over the exported graph.
 _PASSES: tuple[tuple[str, Callable[[Export, Any], None]], ...] = (
     ("keep_buffers_exact", buffers.put_out_batch_sizes),
@@ -163,8 +151,6 @@ def _tracer() -> Trace:
     for name, around in _TRACE:
         if name in applied():
             export = around(export)
-        elif name in not_applied() and name in _REFUSALS:
-            export = _REFUSALS[name](export)
     return export
 
 

@@ -183,7 +183,7 @@ def _is_cast_to_number(node: torch.Node) -> bool:
 
 
 def _is_detached(node: torch.Node) -> bool:
-    """Whether it is what symbolics.stopping_at_detach writes."""
+    """Whether it is what exact_forms.detach writes."""
     return _name(node) == "ATen" and _text(node, "operator", "") == "clone"
 
 

@@ -45,7 +45,7 @@ _OPERATORS = {b"argmax", b"bitwise_or", b"clone"}
 
 
 def ends_gradients(node: onnx.NodeProto, output: str) -> bool:
-    """Whether a node makes whole numbers or truths, or is what `detach` is exported to (ATen's clone: symbolics.py)."""
+    """Whether a node makes whole numbers or truths, or what `detach` is exported to (ATen's clone: exact_forms.py)."""
     if node.op_type == "TopK" and output != node.output[0]:
         return True
     return node.op_type in _NUMBERS or any(a.name == "operator" and a.s in _OPERATORS for a in node.attribute)

@@ -17,6 +17,7 @@ from torch import nn
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, owner
+from ortlaunch.ortmodule.build import extensions
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
@@ -40,6 +41,11 @@ _SENTENCES = (
         r"We don't have an op for aten::(\w+) but it isn't a special case.*[\s\S]*bool",
         "{0} is called with a Python bool where TorchScript takes a number or a tensor: write 1 or 0, or "
         "torch.tensor(True)",
+    ),
+    (
+        r"gradient builder has not been registered: ?(\w+)",
+        "ONNX Runtime has no gradient of {0}: let torch compute it (Settings.torch_operators='auto', which takes ONNX "
+        f"Runtime's extension {extensions.INTEROP}), or {_EAGER}",
     ),
     (
         r"kDLInt && dlpack->dl_tensor.dtype.bits == 64 INTERNAL ASSERT",

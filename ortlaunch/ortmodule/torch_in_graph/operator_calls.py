@@ -124,17 +124,18 @@ class Call:
         if self._schema_text:
             wanted = torch._C.parse_schema(self._schema_text)
             overloads = [one for one in overloads if one._schema.overload_name == wanted.overload_name]
-        for one in overloads:
-            if self._fits(one._schema):
-                return one
+        for scalars in (False, True):  # an overload for numbers goes before one for tensors without dimensions
+            for one in overloads:
+                if self._fits(one._schema, scalars):
+                    return one
         raise NotCallable(f"no form of {self.name} takes what the model gives it")
 
-    def _fits(self, schema: Any) -> bool:
+    def _fits(self, schema: Any, scalars: bool) -> bool:
         if any(arg.is_out for arg in schema.arguments) or len(self._old) > len(schema.arguments):
             return False
         if any(not arg.has_default_value() for arg in schema.arguments[len(self._old) :]):
             return False
-        return all(_fits(old, str(arg.type)) for old, arg in zip(self._old, schema.arguments))
+        return all(_fits(old, str(arg.type), scalars) for old, arg in zip(self._old, schema.arguments))
 
     def _argument(self, old: Any, new: Any, arg: Any) -> Build:
         kind = str(arg.type)
@@ -182,14 +183,14 @@ def _flat(results: Any) -> Iterator[torch.Tensor]:
             yield result if isinstance(result, torch.Tensor) else torch.tensor(result)
 
 
-def _fits(old: Any, kind: str) -> bool:
+def _fits(old: Any, kind: str, scalars: bool) -> bool:
     if _is_none(old):
         return "Optional" in kind or kind.endswith("?")
     listed = "List[" in kind or kind.endswith("[]")
     if old.node().kind() == "prim::ListConstruct":
         return listed
     if "Tensor" in kind:
-        return not listed and not (old.node().kind() == "prim::Constant" and _is_number(old))
+        return not listed and (scalars or not (old.node().kind() == "prim::Constant" and _is_number(old)))
     return not listed or old.node().kind() != "prim::Constant" or not _is_number(old)
 
 

@@ -25,7 +25,7 @@ from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph import operator_calls
-from ortlaunch.ortmodule.tracing.exact_forms import DRAWING, is_torchs
+from ortlaunch.ortmodule.tracing.operators import DRAWING, is_torchs
 
 _NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
 _ROUNDS = 8

@@ -161,9 +161,8 @@ def restore_convolution_symbolics() -> bool:
 def follow_chunk_sizes() -> None:
     """Every torch: ORT's export of `chunk` lets the exporter take the first batch's sizes for constants."""
     registered = importlib.import_module(f"{_ORTMODULE}._custom_op_symbolic_registry").CustomOpSymbolicRegistry
-    registered.register(
-        "ConstantChunk", "prim", importlib.import_module("ortlaunch.ortmodule.tracing.exact_forms").chunk
-    )
+    forms = importlib.import_module("ortlaunch.ortmodule.tracing.part_forms")
+    registered.register("ConstantChunk", "prim", forms.constant_chunk)
 
 
 def skip_nvtx_without_cuda() -> bool:
@@ -204,17 +203,10 @@ _AFTER_IMPORT: tuple[Repair, ...] = (
     Repair("refuse_custom_backward", install=_interop_is_refused),
     Repair("skip_padding_hook", install=skip_padding_hook),
     Repair("keep_bool_arguments", (_CUSTOM_EXPORT,), keep_bool_arguments),
-    Repair("export_multihead_attention"),
     Repair("export_exact_forms"),
     Repair("export_sdpa_dropout", (_SDPA,)),
-    Repair("accumulate_repeated_indices"),
-    Repair("fix_bernoulli_export"),
-    Repair("drop_redundant_casts"),
     Repair("keep_constants_apart"),
     Repair("trace_swapped_weights"),
-    Repair("export_diff_and_bool_cumsum"),
-    Repair("export_rnn_as_gru"),
-    Repair("stop_gradient_at_detach"),
     Repair("propagate_inplace_views"),
     Repair("stop_gradient_under_no_grad"),
     Repair("infer_shapes_without_weights"),

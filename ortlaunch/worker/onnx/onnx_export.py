@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency
-from ortlaunch.ortmodule.tracing.symbolics import counting, unflattening
+from ortlaunch.ortmodule.tracing.operators import with_forms
 from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck
@@ -172,7 +172,9 @@ def _write(whole: Logits | Outputs, batch: Batch, sizes: Sizes, folder: Path) ->
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", torch.jit.TracerWarning)  # of what tracing cannot see
         try:
-            with_autocasts_cache(counting(unflattening(torch.onnx.export)))(  # Whisper, MultiheadAttention
+            # For Whisper, and MultiheadAttention.
+            export = with_forms(torch.onnx.export, "diff", "cumsum", "unflatten")
+            with_autocasts_cache(export)(
                 whole, tuple(batch.values()), str(parts / "model.onnx"), input_names=[*sizes.inputs],
                 output_names=[*sizes.outputs], dynamic_axes={**sizes.inputs, **sizes.outputs}, opset_version=OPSET,
                 dynamo=False,

@@ -18,6 +18,7 @@ pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 Form = Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 POWERS = torch.arange(3.0)
 ZERO = torch.tensor(0.0)
+COLUMNS = torch.tensor([0, 0])
 ONES = torch.tensor([0.0, 1.0, 1.0, 0.0])
 
 
@@ -28,6 +29,17 @@ def nothing(h: torch.Tensor) -> torch.Tensor:
 
 # By torch's own means: nothing is called from the graph.
 FORMS: dict[str, Form] = {
+    "the logarithm of a small probability": lambda h, w: (h * 9 - 30).sigmoid().log(),
+    "the spread of equal numbers": lambda h, w: (h * 0 + 2).std(-1) + h.std(0, unbiased=False).sum(),
+    "the spread of each": lambda h, w: torch.std_mean(h * (h[:, :1] > 0), -1)[0],
+    "the greater of integers": lambda h, w: h * torch.maximum(h.long(), COLUMNS[:1]),
+    "two parts": lambda h, w: h.tensor_split(2, 0)[0].sum() * h.tensor_split(2, 0)[1],
+    "uneven parts": lambda h, w: h.tensor_split(3, -1)[0] * h.tensor_split(3, 0)[0].sum(),
+    "parts between places": lambda h, w: h.tensor_split((1, 3), -1)[1] + h.tensor_split([-2], 1)[1],
+    "a root of what is not below zero": lambda h, w: h.clamp(min=0).sqrt() + h.clamp(max=0).neg().sqrt(),
+}
+# Kept as torch's.
+TORCHS: dict[str, Form] = {
     "a sure loss": lambda h, w: functional.binary_cross_entropy_with_logits(h * 90, ONES.expand_as(h)),
     "a sure loss, weighted": lambda h, w: functional.binary_cross_entropy_with_logits(
         h * 90, ONES.expand_as(h), weight=ONES + 1, pos_weight=w.detach().abs(), reduction="sum"
@@ -35,19 +47,15 @@ FORMS: dict[str, Form] = {
     "a loss of each, of soft labels": lambda h, w: functional.binary_cross_entropy_with_logits(
         h * 9, w.sigmoid().expand_as(h), reduction="none"
     ),
-    "logsigmoid": lambda h, w: functional.logsigmoid(h * 200),
-    "the logarithm of a small probability": lambda h, w: (h * 9 - 30).sigmoid().log(),
-    "logsigmoid of zero": lambda h, w: functional.logsigmoid(h * 0),
-    "the spread of equal numbers": lambda h, w: (h * 0 + 2).std(-1) + h.std(0, unbiased=False).sum(),
-    "the spread of each": lambda h, w: torch.std_mean(h * (h[:, :1] > 0), -1)[0],
+    "logsigmoid": lambda h, w: functional.logsigmoid(h * 200) + functional.logsigmoid(h * 0),
     "a root of the greater": lambda h, w: torch.maximum(h, ZERO).sqrt() + torch.minimum(h, ZERO).neg().sqrt(),
     "the greater of equal ones": lambda h, w: torch.maximum(h, nothing(w) + h.detach()) + torch.minimum(h, w),
     "relu6 at its bounds": lambda h, w: functional.relu6(nothing(h)) + functional.relu6(nothing(h) + 6) + h,
+    "relu6 in place": lambda h, w: functional.relu6(h * 9, inplace=True),
     "hardtanh at its bounds": lambda h, w: functional.hardtanh(nothing(h) - 0.5, -0.5, 0.5) * 2 + h,
-    "a root of what is not below zero": lambda h, w: h.clamp(min=0).sqrt() + h.clamp(max=0).neg().sqrt(),
-}
-# Kept as torch's.
-TORCHS: dict[str, Form] = {
+    "sums at indices": lambda h, w: h.index_add(-1, COLUMNS, h[:, :2], alpha=2) * h.index_add(0, COLUMNS, h[:2]),
+    "a pool without a batch": lambda h, w: functional.avg_pool2d(h[None], 2) + functional.max_pool2d(h[None], 2),
+    "an adaptive pool without a batch": lambda h, w: functional.adaptive_avg_pool2d(h[None], 2),
     "an exponent that learns": lambda h, w: (h.abs() + 0.1) ** w,
     "a number to a power": lambda h, w: 2.0**h + torch.exp2(h) + w[0].abs() ** h,
     "generalized mean": lambda h, w: h.clamp(min=1e-6).pow(w[:1] + 3).mean(0).pow(1.0 / (w[:1] + 3)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,15 @@ from tests.ortmodule.modules import same, wrapped
 pytestmark = [needs_ort, pytest.mark.usefixtures("built", "seeded")]
 
 Form = Callable[[torch.Tensor], torch.Tensor]
+
+
+def changed(h: torch.Tensor, places: Any, values: torch.Tensor) -> torch.Tensor:
+    """A copy with other values at some places."""
+    z = h.clone()
+    z[places] = values
+    return z
+
+
 TWICE = torch.tensor([0, 0, 1])
 FORMS: dict[str, Form] = {
     "index_add": lambda h: h.index_add(0, TWICE, h[1:4] * 2),
@@ -24,6 +34,14 @@ FORMS: dict[str, Form] = {
     "index_put": lambda h: h.index_put((TWICE, TWICE), h[:3, 0] * 2, accumulate=True),
     "index_put, a number": lambda h: h.index_put((TWICE,), torch.tensor(1.0), accumulate=True),
     "index_put, not added up": lambda h: h.index_put((TWICE[1:],), h[2:4]),
+    "index_put, a row": lambda h: h.index_put((TWICE[1:],), h[3]) + h.index_put((TWICE,), h[3], accumulate=True),
+    "index_put, one row of many": lambda h: h.index_put((TWICE[1:],), h[3:4] * 2),
+    "index_put, a number at a mask": lambda h: h.index_put((h > 0,), h.mean(), accumulate=True),
+    "a row at a mask of rows": lambda h: changed(h, h.sum(-1) > 0, h[0]),
+    "values at a mask": lambda h: changed(h, h > 0, h[h > 0] * 2),
+    "one column in several": lambda h: changed(h, (slice(None), TWICE[1:]), h[:, 3:4]),
+    "one row in a part of several": lambda h: changed(h, (TWICE[1:], slice(2, None)), h[3, 2:]),
+    "a grid": lambda h: changed(h, (TWICE[1:, None], TWICE[1:]), h[3, :2]),
     "scatter_add": lambda h: h.scatter_add(1, (h > 0).long(), h * 2),
     "several, from the end": lambda h: h[TWICE, torch.tensor([-1, 0, -2], dtype=torch.int32)],
     "a mask and one from the end": lambda h: h[(h == h.amax(0))[:, 0], torch.tensor([-1])],
@@ -63,21 +81,7 @@ def test_sums_and_gradients_are_eagers(form: str) -> None:
         same(model, eager)
 
 
-REFUSED: dict[str, tuple[Form, str]] = {
-    "a factor": (lambda h: h.index_add(0, TWICE, h[:3], alpha=2), "index_add with another alpha"),
-    "a mask": (lambda h: h.index_put((h > 0,), torch.tensor(1.0), accumulate=True), "accumulate and a mask"),
-}
-
-
-@pytest.mark.parametrize("form", list(REFUSED))
-def test_forms_without_a_translation_are_refused(form: str) -> None:
-    """Before step 1, with what it is."""
-    called, message = REFUSED[form]
-    with pytest.raises(Exception, match=message):
-        wrapped(Summing(called), torch_operators="off")(torch.randn(4, 6))
-
-
-@pytest.mark.parametrize("form", ["index_add", "index_put", "scatter_add"])
+@pytest.mark.parametrize("form", ["index_put", "scatter_add"])
 def test_an_older_opset_is_refused(form: str) -> None:
     """Its Scatter has no sum; what is only put at indices has a form in every opset."""
     with pytest.raises(Exception, match=r"Settings.opset 16 or newer, and this export is of 14"):

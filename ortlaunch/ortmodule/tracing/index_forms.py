@@ -1,0 +1,109 @@
+"""ONNX forms for reads and sums at indices, differences and running sums."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ortlaunch.ortmodule.tracing.symbolics import Graph, integers, is_bool, type_of
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def index(g: Any, x: Any, indices: Any) -> Any:
+    """Torch's form of several index tensors does not wrap negative values, and takes masks of one dimension only."""
+    from torch.onnx import symbolic_helper
+
+    given = _without_masks(g, symbolic_helper._unpack_list(indices))
+    tensors = [dim for dim, one in enumerate(given) if not symbolic_helper._is_none(one)]
+    for dim in tensors if len(tensors) > 1 else ():
+        place = g.op("Cast", given[dim], to_i=torch.onnx.TensorProtoDataType.INT64.value)
+        from_end = g.op("Add", place, g.op("Gather", g.op("Shape", x), integers(g, dim)))
+        given[dim] = g.op("Where", g.op("Less", place, integers(g, 0)), from_end, place)
+        indices = g.op("prim::ListConstruct", *given)
+    return importlib.import_module("torch.onnx.symbolic_opset11").index(g, x, indices)
+
+
+def _without_masks(g: Any, indices: list[Any]) -> list[Any]:
+    """A mask as the places of its true values: an index tensor for each dimension."""
+    from torch.onnx import symbolic_helper
+
+    given: list[Any] = []
+    for one in indices:
+        if symbolic_helper._is_none(one) or type_of(one) not in _MASKS:
+            given.append(one)
+        else:
+            places = g.op("NonZero", one)
+            given += [g.op("Gather", places, integers(g, dim)) for dim in range(one.type().dim())]
+    return given
+
+
+def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = None) -> Any:
+    """Torch's form takes values of the shape of what they replace, and keeps one of those that come to one place."""
+    from torch.onnx import symbolic_helper
+
+    put = importlib.import_module("torch.onnx.symbolic_opset11").index_put
+    given = symbolic_helper._unpack_list(indices)
+    adds = accumulate is not None and symbolic_helper._maybe_get_const(accumulate, "b")
+    masked = any(is_bool(one) for one in given)
+    if masked and len(given) == 1 and not adds and symbolic_helper._get_tensor_rank(values) == 0:
+        return put(g, into, indices, values, accumulate)
+    own: dict[str, Callable[..., Any]] = {}
+    if masked:
+        indices = g.op("prim::ListConstruct", *_without_masks(g, given))
+    if masked or _are_broadcast(g):
+        own["Reshape"] = lambda value, shape, **_: g.op("Expand", value, shape)
+    if adds:
+        _require_sums(g)
+        own["ScatterND"] = functools.partial(g.op, "ScatterND", reduction_s="add")
+    return put(Graph(g, own), into, indices, values, accumulate)
+
+
+def _are_broadcast(g: Any) -> bool:
+    """Whether the values of an index_put in the traced graph may have to be repeated."""
+    into, indices, values = [*g.original_node.inputs()][:3]
+    places = [place.type().dim() for place in indices.node().inputs()]
+    sizes = values.type().sizes()
+    if sizes is None or into.type().dim() is None or None in places:
+        return True
+    return len(sizes) != max(places) + into.type().dim() - len(places) or 1 in sizes
+
+
+def _require_sums(g: Any) -> None:
+    """Refuse an opset whose Scatter has no reduction; torch's forms keep one value of several there."""
+    if g.opset < 16:
+        raise RuntimeError(f"sums at indices take Settings.opset 16 or newer, and this export is of {g.opset}")
+
+
+def scatter_add(g: Any, into: Any, *args: Any) -> Any:
+    """Added up apart: ORT's gradient of a Scatter that adds leaves out the places that it adds to."""
+    _require_sums(g)
+    zeros = g.op("ConstantOfShape", g.op("Shape", into), value_t=torch.zeros(1, dtype=type_of(into)))
+    zeros.setType(into.type())
+    return g.op("Add", into, importlib.import_module("torch.onnx.symbolic_opset16").scatter_add(g, zeros, *args))
+
+
+def diff(g: Any, x: Any, times: Any, dim: Any, before: Any, after: Any) -> Any:
+    """Torch has no form."""
+    from torch.onnx import symbolic_helper
+
+    axis = symbolic_helper._get_const(dim, "i", "dim")
+    parts = [part for part in (before, x, after) if not symbolic_helper._is_none(part)]
+    x = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else x
+    minus = "Xor" if is_bool(x) else "Sub"
+    for _ in range(symbolic_helper._get_const(times, "i", "n")):
+        later = symbolic_helper._slice_helper(g, x, axes=[axis], starts=[1], ends=[sys.maxsize])
+        x = g.op(minus, later, symbolic_helper._slice_helper(g, x, axes=[axis], starts=[0], ends=[-1]))
+    return x
+
+
+def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
+    """Of a boolean tensor as of integers."""
+    if is_bool(x):
+        x = g.op("Cast", x, to_i=torch.onnx.TensorProtoDataType.INT64.value)
+    return importlib.import_module("torch.onnx.symbolic_opset11").cumsum(g, x, dim, dtype)

@@ -1,0 +1,144 @@
+"""The table of torch operators that neither torch's exporter nor ONNX Runtime computes as torch does.
+
+Each row answers one question: is the operator written in an exact ONNX form here, or does torch itself compute it,
+called from inside ONNX Runtime's graph (torch_in_graph/torch_operators.py)? Any other operator is exported as the
+exporter has it, and computed by torch where the exporter has no form of it or ONNX Runtime no gradient
+(base/differentiable.py). A new row takes torch, unless a form is measured to be faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ortlaunch.ortmodule.tracing import attention_forms, exact_forms, index_forms, part_forms
+from ortlaunch.ortmodule.tracing.symbolics import Export, Form, constants, registered
+
+TORCH = None
+"""In place of a form: torch computes the operator."""
+_NORMS = (0.0, 1.0, 2.0, math.inf, -math.inf)
+_POOLS = ("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d")
+_UPSAMPLES = (
+    "bicubic2d", "bilinear2d", "linear1d", "nearest1d", "nearest2d", "nearest3d", "trilinear3d"
+)  # fmt: skip
+
+
+def _always(inputs: Sequence[Any]) -> bool:
+    return True
+
+
+def _are_floats(inputs: Sequence[Any]) -> bool:
+    return all(value.type().scalarType() in ("Float", "Double", "Half", "BFloat16") for value in inputs[:2])
+
+
+def _is_unbatched(inputs: Sequence[Any]) -> bool:
+    return bool(inputs[0].type().dim() == 3)
+
+
+def _has_fraction(inputs: Sequence[Any]) -> bool:
+    return any(scale != int(scale) for scale in constants(inputs[-1]))
+
+
+def _has_rare_order(inputs: Sequence[Any]) -> bool:
+    return not set(constants(inputs[1])) <= set(_NORMS)
+
+
+class Operator(NamedTuple):
+    """One of torch's, by its name without `aten::`."""
+
+    name: str
+    form: Form | None
+    """Writes it in ONNX, or TORCH."""
+    why: str
+    """What is wrong, of the exporter's form or of ONNX Runtime's gradient of it."""
+    where: Callable[[Sequence[Any]], bool] = _always
+    """Of TORCH: for which inputs of a call in the traced graph."""
+
+
+OPERATORS = (
+    # Shapes and indices
+    Operator("unflatten", attention_forms.unflatten, "ORT's shape inference ends (nn.MultiheadAttention)"),
+    Operator("index", index_forms.index, "several index tensors: negative ones, masks of more dimensions"),
+    Operator("index_put", index_forms.index_put, "no broadcast of values; keeps one of repeated places"),
+    Operator("scatter_add", index_forms.scatter_add, "no gradient of what it adds to"),
+    Operator("index_add", TORCH, "keeps one of repeated places"),
+    Operator("index_copy", TORCH, "ends at a negative dimension"),
+    Operator("index_fill", TORCH, "ends at a negative dimension"),
+    Operator("flip", TORCH, "a slice backwards, at which ORT's gradient ends"),
+    Operator("chunk", part_forms.chunk, "a sequence, where there are fewer parts"),
+    Operator("split", part_forms.split, "the last part is taken for a whole one"),
+    Operator("tensor_split", part_forms.tensor_split, "ORT's shape inference ends; sizes of the first batch"),
+    Operator("diff", index_forms.diff, "has no form"),
+    Operator("cumsum", index_forms.cumsum, "of truths: ends the export"),
+    # Types and gradients
+    Operator("to", exact_forms.casting("to", 9), "a cast to the type that a tensor has: ORT fails to remove it"),
+    Operator("log_softmax", exact_forms.casting("log_softmax", 13), "as `to`"),
+    Operator("detach", exact_forms.detach, "is left out: the gradient goes through"),
+    # Functions of each element
+    Operator("clamp", exact_forms.clamp, "its gradient is a product, in which infinity becomes nan"),
+    Operator("clamp_min", exact_forms.clamp_min, "as `clamp`"),
+    Operator("clamp_max", exact_forms.clamp_max, "as `clamp`"),
+    Operator("gelu", exact_forms.gelu, "of bfloat16: has no kernel"),
+    Operator("relu6", TORCH, "has a gradient at its bounds"),
+    Operator("hardtanh", TORCH, "has a gradient at its bounds"),
+    Operator("maximum", TORCH, "as `clamp`; of equal numbers each has the whole gradient", _are_floats),
+    Operator("minimum", TORCH, "as `maximum`", _are_floats),
+    Operator("log1p", TORCH, "log(1 + x): nothing of a small x"),
+    Operator("log_sigmoid", TORCH, "the logarithm of a sigmoid that is 0 from -88 on"),
+    Operator("bernoulli", TORCH, "is 1 with the probability of 0"),
+    # Sums, norms, distances, losses
+    Operator("std", exact_forms.rooted("std"), "of equal numbers: a gradient of nan"),
+    Operator("std_mean", exact_forms.rooted("std_mean"), "as `std`"),
+    Operator("frobenius_norm", exact_forms.rooted("frobenius_norm"), "of zeros: a gradient of nan"),
+    Operator("linalg_vector_norm", TORCH, "of other orders: nan at zero", _has_rare_order),
+    Operator("cdist", TORCH, "nan behind equal vectors"),
+    Operator("cosine_similarity", TORCH, "nan behind vanishing vectors; a dimension too many"),
+    Operator("pairwise_distance", TORCH, "nan behind equal vectors; p = 1 and 3 without absolute values"),
+    Operator("binary_cross_entropy_with_logits", TORCH, "infinity from a score of 17 on"),
+    # Layers
+    Operator("scaled_dot_product_attention", attention_forms.attention, "dropout without a mask; rows of nan"),
+    Operator("embedding_bag", TORCH, "other sums"),
+    *(Operator(name, TORCH, "without a batch: ORT's shape inference ends", _is_unbatched) for name in _POOLS),
+    *(
+        Operator(f"upsample_{name}", TORCH, "ORT's gradient takes the sizes' quotient for the scale", _has_fraction)
+        for name in _UPSAMPLES
+    ),
+)
+_BY_NAME = {f"aten::{row.name}": row for row in OPERATORS}
+# ONNX Runtime's generator is not torch's: torch.manual_seed repeats none of its numbers.
+DRAWING = {
+    "aten::bernoulli", "aten::normal", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like",
+    "aten::randn", "aten::randn_like", "aten::randperm",
+}  # fmt: skip
+
+
+def is_torchs(name: str, inputs: Sequence[Any]) -> bool:
+    """Whether the table leaves a call in a traced graph, by full name and inputs, to torch."""
+    row = _BY_NAME.get(name)
+    return row is not None and row.form is TORCH and row.where(inputs)
+
+
+def with_forms(export: Export, *names: str) -> Export:
+    """An export with the forms of the table, or with those of `names` alone.
+
+    Torch's fused attention of eval mode, which has no ONNX form, is off meanwhile.
+    """
+
+    def forms() -> dict[str, Form]:
+        rows = (row for row in OPERATORS if not names or row.name in names)
+        return {f"aten::{row.name}": row.form for row in rows if row.form}
+
+    with_own = registered(export, forms)
+
+    def export_with_operators(*args: Any, **kwargs: Any) -> Any:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return with_own(*args, **kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+    return export_with_operators
