@@ -27,7 +27,7 @@ from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
 from ortlaunch.ortmodule.graph_repairs import broadcasts
-from ortlaunch.ortmodule.state.model_state import Seen
+from ortlaunch.ortmodule.state.model_state import TracedState
 from ortlaunch.ortmodule.state.python_values import fixed_buffers, fixed_sizes, tell_again
 from ortlaunch.ortmodule.tracing import escapes, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import tensors
@@ -103,14 +103,14 @@ def _once(original: AnyFunction, manager: Manager) -> Any:
     """ORT's second backward pass ended in an AttributeError of its own."""
     function = original(manager)
 
-    class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
+    class _BackwardOnce(function):  # type: ignore[misc,valid-type]
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
             if not hasattr(ctx.run_info, "state"):
                 raise RuntimeError(TWICE)
             return function.backward(ctx, *gradients)
 
-    return _ORTModuleFunction
+    return _BackwardOnce
 
 
 class _Call(NamedTuple):
@@ -139,7 +139,7 @@ class _Key:
         self._sizes = fixed_sizes(manager, (call.args, call.kwargs))
         self._buffers = fixed_buffers(manager)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._seen = Seen(module, traced) if settings_of(manager).follow_model_state else None
+        self._seen = TracedState(module, traced) if settings_of(manager).follow_model_state else None
 
     def stale(self) -> bool:
         """Whether weights, buffers, layers or hooks are other objects than the graph's: it will not be used again."""

@@ -18,6 +18,15 @@ _YIELD = "YieldOp"  # where the forward pass of a training graph ends
 _MOST = 8
 
 
+class ShapeInferenceError(RuntimeError):
+    """ONNX Runtime's inference of shapes ended at `operator`, by its ONNX name or, of an ATen node, torch's."""
+
+    def __init__(self, operator: str, cause: Exception) -> None:
+        why = f"{type(cause).__name__} {cause}".strip()
+        super().__init__(f"ONNX Runtime cannot infer the shape of {operator}'s result ({why})")
+        self.operator = operator
+
+
 @dataclass
 class Graph:
     """Nodes of one graph by operator, and how often each half has run."""

@@ -167,6 +167,7 @@ class ShapeInference(Protocol):
     out_mp_: onnx.ModelProto
     symbolic_dims_: dict[str, Any]  # sympy's
     sympy_data_: dict[str, Any]
+    _ortlaunch_node: onnx.NodeProto
 
     def _try_get_value(self, node: onnx.NodeProto, index: int) -> Any: ...
     def _get_shape(self, node: onnx.NodeProto, index: int) -> list[Any]: ...

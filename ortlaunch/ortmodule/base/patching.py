@@ -42,10 +42,10 @@ def wrap_method(owner: Any, method: str, around: AnyFunction) -> None:
 def replace_ort_export(export: AnyFunction) -> None:
     """Let `export` be `torch.onnx.export` for ORT, its only caller here; everybody else's stays as it is."""
     caller: Any = importlib.import_module("onnxruntime.training.ortmodule._graph_transition_manager")
-    caller.torch = Seen(caller.torch, onnx=Seen(caller.torch.onnx, export=export))
+    caller.torch = ModuleView(caller.torch, onnx=ModuleView(caller.torch.onnx, export=export))
 
 
-class Seen:
+class ModuleView:
     """A module as one module of ORT's sees it: the same names, some of them replaced."""
 
     def __init__(self, module: Any, **replaced: Any) -> None:

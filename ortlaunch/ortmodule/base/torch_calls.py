@@ -177,14 +177,14 @@ def _run(
             with torch.no_grad():
                 return tuple(_own(result, places) for result in run(*inputs[:number]))
         leaves = [given.detach().requires_grad_(want) for given, want in zip(inputs[:number], wanted)]
-        saved = _Saved({_place(given) for i, given in enumerate(inputs) if i not in kept})
+        saved = _SavedCopies({_place(given) for i, given in enumerate(inputs) if i not in kept})
         with torch.enable_grad(), saved:
             results = tuple(run(*leaves))
     ctx.leaves, ctx.results = [*leaves, *own], results
     return tuple(_own(result, saved.places | places) for result in results)
 
 
-class _Saved(torch.autograd.graph.saved_tensors_hooks):
+class _SavedCopies(torch.autograd.graph.saved_tensors_hooks):
     """Copies of what torch saves, where it lies in the memory of one of ORT's passing tensors."""
 
     def __init__(self, passing: set[int]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ortlaunch.ortmodule.base import patching
+from ortlaunch.ortmodule.base.graph import ShapeInferenceError
 
 if TYPE_CHECKING:
     import onnx
@@ -21,6 +22,8 @@ def infer_symbolic_sizes() -> None:
     patching.wrap_method(inference, "_infer_Slice", _sliced)
     patching.wrap_method(inference, "_infer_Split_Common", _split)
     patching.wrap_method(inference, "_get_int_or_float_values", _valued)
+    patching.wrap_method(inference, "_onnx_infer_single_node", _noted)
+    patching.wrap_method(inference, "_infer_impl", _named)
 
 
 def _module() -> Any:
@@ -75,3 +78,23 @@ def _valued(
     except (OverflowError, ValueError):
         return [None] * len(node.input)
     return found
+
+
+def _noted(original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto) -> None:
+    """Note the node that is inferred next, for `_named`."""
+    inference._ortlaunch_node = node
+    original(inference, node)
+
+
+def _named(original: AnyFunction, inference: ShapeInference, *args: object) -> Any:
+    """An error of ORT's, often an AssertionError without a text, with the operator at which it is raised."""
+    try:
+        return original(inference, *args)
+    except ShapeInferenceError:
+        raise  # of a subgraph
+    except Exception as error:
+        node = vars(inference).get("_ortlaunch_node")
+        if node is None:
+            raise
+        torchs = [attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"]
+        raise ShapeInferenceError(torchs[0] if node.op_type == "ATen" and torchs else node.op_type, error) from error

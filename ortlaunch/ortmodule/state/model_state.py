@@ -96,7 +96,7 @@ def _plain(path: str) -> str:
 # ------------------------------------------------------------------------------------------------ in each pass
 
 
-class Seen:
+class TracedState:
     """A model as it was when its graph was made."""
 
     def __init__(self, module: nn.Module, seen: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from ortlaunch.ortmodule.base.torch_calls import as_function
 
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
+_NOT_THE_USERS = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]))
 _COMPLEX = {"ComplexHalf": "Half", "ComplexFloat": "Float", "ComplexDouble": "Double"}
 _KINDS = {
     "Byte": torch.uint8, "Char": torch.int8, "Short": torch.int16, "Int": torch.int32, "Long": torch.int64,
@@ -39,6 +42,12 @@ class Call:
     def given(self) -> Sequence[Any]:
         """Its inputs, as they are in the traced graph."""
         return self._old
+
+    def line(self) -> str:
+        """` at FILE:LINE` of the user's code that calls it; empty where the trace does not know."""
+        places = re.findall(r"^(.+?)\((\d+)\): ", self._node.sourceRange(), re.MULTILINE)
+        users = [f" at {file}:{line}" for file, line in places if not file.startswith(_NOT_THE_USERS)]
+        return users[0] if users else ""
 
     def is_complex(self) -> bool:
         """Whether a complex tensor goes in or comes out: in ORT's graph it is one of real numbers, in pairs."""

@@ -20,6 +20,7 @@ from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.differentiable import SILENT, Gradients, is_valid
 from ortlaunch.ortmodule.base.export import Export
+from ortlaunch.ortmodule.base.graph import ShapeInferenceError
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, owner
@@ -29,10 +30,12 @@ from ortlaunch.ortmodule.tracing.operators import DRAWING, is_torchs
 
 _NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
 _ROUNDS = 8
+_FEW = 3
 _FAILED = (
     r"gradient builder has not been registered: ?(\w+)",
     r"Could not find an implementation for (\w+?)(?:Grad)?\(",
     r"training::Get(\w+)Gradient::GetGradientDefsImpl",
+    r"Node \(\S*?/([A-Za-z]+)(?:_\d+)?_Grad/",
 )
 
 
@@ -82,7 +85,7 @@ class _Translator:
         self._schemas: dict[str, Any] = {}
         self._drawn: Any = None
         """The random numbers that the graph draws last: the next ones come after them, as in eager PyTorch."""
-        self._makers: dict[str, set[str]] = vars(export.options).setdefault("_ortlaunch_makers", {})
+        self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault("_ortlaunch_makers", {})
         parameters = {name: p.requires_grad for name, p in export.module.named_parameters()}
         buffers = {name for name, _ in export.module.named_buffers()}
         inputs = set(export.info.onnx_graph_input_names_require_grad)
@@ -118,7 +121,7 @@ class _Translator:
                 return self._drawn
         asked = name.rstrip("_") in self._names or call.is_complex()
         if self._able and (asked or (self._by_rule and is_torchs(name.rstrip("_"), call.given()))):
-            return call.write(context, self._gradients)
+            return self._instead(call, context, None)
         before = len(new)
         if not self._by_rule:
             outputs = plainly()
@@ -130,7 +133,7 @@ class _Translator:
             return self._instead(call, context, error)
         written = new[before:]
         for one in written:
-            self._makers.setdefault(one.kind().rpartition("::")[2], set()).add(name)
+            self._makers.setdefault(_operator(one), {})[name] = call.line()
         if not all(map(is_valid, written)) or self._lost(written, outputs):
             return self._instead(call, context, None, outputs)
         return outputs
@@ -151,13 +154,23 @@ class _Translator:
         try:
             return call.write(context, self._gradients)
         except operator_calls.NotCallable as why:
-            if error is None:
+            if outputs is not None:
                 return outputs  # ORT says what is wrong with it, where a gradient comes by
-            raise RuntimeError(f"{error}; nor can it be called as torch's: {why}") from error
+            before = f"{' '.join(str(error).split()) or type(error).__name__}; " if error else ""
+            raise RuntimeError(
+                f"{before}torch cannot compute {call.name}{call.line()} inside ONNX Runtime's graph: {why}. Write it "
+                "with other operators, or let the layer run as torch (Settings.torch_modules)"
+            ) from error
 
 
 def _is_trained(parameters: dict[str, bool], others: set[str], name: str) -> bool:
     return parameters.get(name, name not in others)
+
+
+def _operator(node: Any) -> str:
+    """Its name in ONNX, or torch's of an ATen node."""
+    name = str(node.kind()).rpartition("::")[2]
+    return str(node.s("operator")) if name == "ATen" and "operator" in node.attributeNames() else name
 
 
 def _nodes(block: Any) -> Iterator[Any]:
@@ -185,10 +198,27 @@ def _blamed_so_far(options: Any) -> set[str]:
 
 def _noting_call(original: Callable[..., Any], transition: Any, inputs: Any, kwargs: Any) -> Any:
     transition._ortlaunch_given = inputs, kwargs
-    changed, info = original(transition, inputs, kwargs)
+    changed, info = _with_known_shapes(original, transition, inputs, kwargs)
     if not changed:  # no build follows, and a batch is not to be kept
         del transition._ortlaunch_given
     return changed, info
+
+
+def _with_known_shapes(original: Callable[..., Any], transition: Any, inputs: Any, kwargs: Any) -> Any:
+    for _ in range(_ROUNDS):
+        try:
+            return original(transition, inputs, kwargs)
+        except ShapeInferenceError as error:
+            options = transition._runtime_options
+            if not _blame(options, {error.operator}, str(error)):
+                makers = vars(options).get("_ortlaunch_makers", {}).get(error.operator, {})
+                lines = ", ".join(f"{name}{line}" for name, line in sorted(makers.items())[:_FEW])
+                raise RuntimeError(
+                    f"{error}, which is exported for {lines or 'the model'}: write it with other operators, or let the "
+                    "layer run as torch (Settings.torch_modules)"
+                ) from error
+            transition._exported_model_info = None
+    return original(transition, inputs, kwargs)
 
 
 def _forgetting_call(original: Callable[..., Any], manager: Any) -> Any:
@@ -207,7 +237,9 @@ def _trying_again(original: Callable[..., Any], manager: Any, *args: Any) -> Any
             original(manager, *args)
             return _built(manager, original.__name__)
         except Exception as error:
-            if not (_leave_optimizer(manager, str(error), *args) or _blame(manager, str(error))):
+            named = {found for pattern in _FAILED for found in re.findall(pattern, str(error))}
+            blamed = _leave_optimizer(manager, str(error), *args) or _blame(manager._runtime_options, named, str(error))
+            if not blamed:
                 raise
             _export_anew(manager, original.__name__)
     return original(manager, *args)
@@ -229,13 +261,11 @@ def _built(manager: Any, step: str) -> None:
         vars(manager._graph_transition_manager).pop("_ortlaunch_given", None)
 
 
-def _blame(manager: Any, message: str) -> set[str]:
-    """Torch's operators, not kept yet, that were translated to the ONNX operator which ORT names."""
-    options = manager._runtime_options
+def _blame(options: Any, named: set[str], message: str) -> set[str]:
+    """Torch's operators, not kept yet, that were translated to the ONNX operators which ORT names."""
     if settings_of(options).torch_operators != "auto" or extensions.interop_refusal():
         return set()
-    named = {found for pattern in _FAILED for found in re.findall(pattern, message)}
-    makers: dict[str, set[str]] = vars(options).get("_ortlaunch_makers", {})
+    makers: dict[str, dict[str, str]] = vars(options).get("_ortlaunch_makers", {})
     new = {maker for name in named for maker in makers.get(name, ())} - _blamed_so_far(options)
     if new:
         tally.note(f"exported once more with {', '.join(sorted(new))} as torch's: {message.splitlines()[-1][:200]}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.tracing.symbolics import Graph, is_bool, type_of
+from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, is_bool, type_of
 
 
 def attention(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any, *rest: Any) -> Any:
@@ -37,7 +37,7 @@ def attention(g: Any, query: Any, key: Any, value: Any, mask: Any, dropout: Any,
         filled.setType(mask.type())
         mask = filled
         own["IsNaN"] = lambda weights: empty
-    attended = form(Graph(g, own), query, key, value, mask, dropout, *rest)
+    attended = form(GraphWriter(g, own), query, key, value, mask, dropout, *rest)
     if "IsNaN" not in own or "IsNaN" in inspect.getsource(form):  # torch 2.7 and later look for empty rows
         return attended
     zero = g.op("Constant", value_t=torch.tensor(0.0, dtype=type_of(query)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from ortlaunch.errors import MissingDependency
 from ortlaunch.ortmodule.base import custom_functions, registry
-from ortlaunch.ortmodule.base.patching import Seen, environment
+from ortlaunch.ortmodule.base.patching import ModuleView, environment
 from ortlaunch.ortmodule.base.registry import Repair
 from ortlaunch.ortmodule.build import cuda_libraries, extensions
 
@@ -173,7 +173,7 @@ def skip_nvtx_without_cuda() -> bool:
         return False
     # ORT asks hasattr(torch.cuda.nvtx, "range_push") first, so an nvtx without names is one it skips.
     helpers: Any = importlib.import_module("onnxruntime.training.utils.torch_profile_utils")
-    helpers.torch = Seen(torch, cuda=Seen(torch.cuda, nvtx=types.SimpleNamespace()))
+    helpers.torch = ModuleView(torch, cuda=ModuleView(torch.cuda, nvtx=types.SimpleNamespace()))
     return True
 
 

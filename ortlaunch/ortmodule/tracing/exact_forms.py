@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.tracing.symbolics import Form, Graph, number_like, type_of
+from ortlaunch.ortmodule.tracing.symbolics import Form, GraphWriter, number_like, type_of
 
 
 def _form_of_torch(name: str, opset: int) -> Form:
@@ -56,7 +56,7 @@ def rooted(name: str) -> Form:
             safe = g.op("Where", nothing, number_like(g, 1.0, square), square)
             return g.op("Where", nothing, zero, g.op("Sqrt", safe))
 
-        return _form_of_torch(name, 9)(Graph(g, {"Sqrt": root}), *args)
+        return _form_of_torch(name, 9)(GraphWriter(g, {"Sqrt": root}), *args)
 
     return symbolic
 
@@ -72,7 +72,7 @@ def casting(name: str, opset: int) -> Form:
             same = known != JitScalarType.UNDEFINED and int(known.onnx_type()) == int(to_i)
             return value if same else g.op("Cast", value, to_i=to_i)
 
-        return _form_of_torch(name, opset)(Graph(g, {"Cast": cast}), *args)
+        return _form_of_torch(name, opset)(GraphWriter(g, {"Cast": cast}), *args)
 
     return symbolic
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ortlaunch.ortmodule.tracing.symbolics import Graph, integers, is_bool, type_of
+from ortlaunch.ortmodule.tracing.symbolics import GraphWriter, integers, is_bool, type_of
 
 _MASKS = (torch.bool, torch.uint8)
 
@@ -61,7 +61,7 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
     if adds:
         _require_sums(g)
         own["ScatterND"] = functools.partial(g.op, "ScatterND", reduction_s="add")
-    return put(Graph(g, own), into, indices, values, accumulate)
+    return put(GraphWriter(g, own), into, indices, values, accumulate)
 
 
 def _are_broadcast(g: Any) -> bool:

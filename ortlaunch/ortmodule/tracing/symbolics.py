@@ -13,7 +13,7 @@ Form = Callable[..., Any]
 """`form(g, *inputs)` writes nodes into the graph `g` and returns the value or values that stand for the operator's."""
 
 
-class Graph:
+class GraphWriter:
     """A graph being written, in which functions stand in for some ONNX operators."""
 
     def __init__(self, graph: Any, own: Mapping[str, Callable[..., Any]]) -> None:

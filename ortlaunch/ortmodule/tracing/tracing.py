@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from ortlaunch.ortmodule.base.patching import Seen
+from ortlaunch.ortmodule.base.patching import ModuleView
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
@@ -79,14 +79,14 @@ def with_swapped_weights(export: AnyFunction) -> AnyFunction:
     """An export of `torch.func.functional_call` and `parametrize.cached()`, which refuse a trace that they survive."""
     stateless = importlib.import_module("torch.nn.utils.stateless")
     parametrize = importlib.import_module("torch.nn.utils.parametrize")
-    jit = Seen(torch.jit, is_tracing=lambda: False)
-    c = Seen(torch._C, _get_tracing_state=lambda: None)
+    jit = ModuleView(torch.jit, is_tracing=lambda: False)
+    c = ModuleView(torch._C, _get_tracing_state=lambda: None)
 
     @functools.wraps(export)
     def export_with_swapped_weights(*args: object, **kwargs: object) -> Any:
         with (
-            mock.patch.object(stateless, "torch", Seen(torch, jit=jit)),
-            mock.patch.object(parametrize, "torch", Seen(torch, _C=c)),
+            mock.patch.object(stateless, "torch", ModuleView(torch, jit=jit)),
+            mock.patch.object(parametrize, "torch", ModuleView(torch, _C=c)),
         ):
             return export(*args, **kwargs)
 

@@ -15,6 +15,7 @@ from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.settings import SettingError
 from ortlaunch.ortmodule.build import extensions
+from ortlaunch.ortmodule.tracing import operators
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import executed, language_model, same, wrapped
@@ -134,6 +135,33 @@ def test_named_operators(witness: Witness) -> None:
     assert not plain.python
     assert plain.forward["Softmax"] == 1 > named.forward["Softmax"]
     assert any("aten.softmax" in name for name in named.python)
+
+
+class Pools(nn.Linear):
+    """A pool of pictures without a batch, at which ONNX Runtime's inference of shapes ends."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.avg_pool2d(super().forward(x), 2).square().sum()
+
+
+def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no row of the table foresees it; without torch the refusal has the operator and the line."""
+    monkeypatch.delitem(operators._BY_NAME, "aten::avg_pool2d")
+    compare(Pools(6, 6), [(torch.randn(rows, 4, 6),) for rows in (2, 3)])
+    assert any(note.startswith("exported once more with aten::avg_pool2d as torch's") for note in tally.notes)
+    with pytest.raises(RuntimeError, match=r"infer the shape of avg_pool2d's result .*write it with other operators"):
+        wrapped(Pools(6, 6), torch_operators="off")(torch.randn(2, 4, 6))
+
+
+def test_an_operator_that_cannot_be_called_names_its_line() -> None:
+    """torch.gradient returns a list, which no call in the graph does."""
+
+    class Slopes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.gradient(super().forward(x), dim=1)[0].square().sum()
+
+    with pytest.raises(Exception, match=r"aten::gradient at \S+test_torch_operators.py:\d+ inside .*torch_modules"):
+        wrapped(Slopes(4, 4))(torch.randn(2, 4))
 
 
 def test_off_refuses() -> None:
