@@ -15,7 +15,7 @@ from ortlaunch.cache import cache_root
 from ortlaunch.errors import FileError
 
 _NO_SPACE = "free some space"
-_CAUSES = {
+_CAUSES = {  # "": the system's own words are enough
     errno.ENOSPC: _NO_SPACE,
     errno.EDQUOT: _NO_SPACE,
     errno.EIO: "the disk or its server fails",
@@ -25,8 +25,8 @@ _CAUSES = {
     errno.E2BIG: "the variables of launch.env and of your shell are longer than the kernel takes",
     errno.ENOLCK: "a disk has no file locks (flock), which run folder, ORTLAUNCH_CACHE and TMPDIR need",
     errno.EROFS: "nothing can be written there",
-    errno.EACCES: "this user may not",
-    errno.EPERM: "this user may not",
+    errno.EACCES: "",
+    errno.EPERM: "",
     errno.ENAMETOOLONG: "it is longer than the disk allows",
     errno.ENOTDIR: "a part of it is a file, not a folder",
     errno.EEXIST: "it is a file where a folder should be",
@@ -34,15 +34,21 @@ _CAUSES = {
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
 
 
-def explained(error: OSError) -> FileError | None:
-    """The error in a line; None where it names no file and has no known cause, and so needs its traceback."""
+def explained(error: OSError, option: str = "--run-dir") -> FileError | None:
+    """The error in a line; None where it names no file and has no known cause, and so needs its traceback.
+
+    Args:
+        error: what the system reported.
+        option: how a user chooses another place for it, unless it is in the cache.
+    """
     if error.errno == errno.ENOENT and not _current_folder_exists():
         return FileError("the current folder no longer exists; cd to one that does", 2)
     cause = _CAUSES.get(error.errno or 0)
     if error.filename is None and cause is None:
         return None
     path = None if error.filename is None else os.fsdecode(error.filename)
-    said = [": ".join(filter(None, (path, error.strerror or type(error).__name__))), cause, path and _elsewhere(path)]
+    what = ": ".join(filter(None, (path, error.strerror or type(error).__name__)))
+    said = [what, cause, path and _elsewhere(path, option)]
     return FileError("; ".join(filter(None, said)), 1 if error.errno in _OF_THE_MACHINE else 2)
 
 
@@ -64,9 +70,9 @@ def of_ours(run: Path) -> Iterator[None]:
         raise found from error
 
 
-def _elsewhere(path: str) -> str:
+def _elsewhere(path: str, option: str) -> str:
     """How to choose another place."""
-    return f"{'ORTLAUNCH_CACHE' if _below(path, *_cache()) else '--run-dir'} names another place"
+    return f"{'ORTLAUNCH_CACHE' if _below(path, *_cache()) else option} names another place"
 
 
 def _cache() -> list[Path]:

@@ -41,6 +41,7 @@ from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeEr
 from ortlaunch.file_errors import explained
 from ortlaunch.output import guarded
 
+_PLACES = {"bench": "--out", "import": "--to", "report": "--to", "selftest": "--dir"}  # where they write, beside runs
 VERBS = (
     validate.validate,
     import_config.import_config,
@@ -117,7 +118,7 @@ def main() -> None:
         except OrtlaunchError as error:
             sys.exit(_told(error))
         except OSError as error:
-            told = explained(error)
+            told = explained(error, _PLACES.get("".join(sys.argv[1:2]), "--run-dir"))
             if told is None:
                 raise
             sys.exit(_told(told))

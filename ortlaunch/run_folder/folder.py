@@ -248,7 +248,7 @@ def write_text(path: Path, text: str) -> None:
         os.replace(name, path)
     except BaseException as error:
         name.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk is met in a write, which has no name
+        if isinstance(error, OSError):  # it names the temporary file; a full disk is met in a write, which has no name
             error.filename = str(path)
         raise
 

@@ -14,6 +14,7 @@ import yaml
 
 from ortlaunch.errors import FileError
 from ortlaunch.file_errors import explained, of_ours
+from ortlaunch.run_folder.folder import write_text
 from tests.makers import CUSTOM, OWN_MODULE
 
 COMMAND = str(Path(sys.executable).with_name("ortlaunch"))
@@ -25,6 +26,11 @@ CASES = {
     "run folder below a file": (TRAIN + "--run-dir $HERE/good.yaml/sub", 2, NOT_A_FOLDER),
     "run folder with a long name": (TRAIN + f"--run-dir {'x' * 5_000}", 2, "File name too long; it is longer than"),
     "run folder in /proc": (TRAIN + "--run-dir /proc/xyz", 2, "ortlaunch: /proc/xyz: No such file or directory; --run"),
+    "an imported recipe below a file": (
+        "echo '{\"bf16\": true}' > a.json; ortlaunch import a.json --from hf-trainer --base good.yaml --to good.yaml/x",
+        2,
+        "ortlaunch: good.yaml: File exists; it is a file where a folder should be; --to names another place",
+    ),
     "a current folder that is gone": (GONE + TRAIN, 2, "the current folder no longer exists; cd to one that does"),
     "a path that the locale cannot write": (
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 " + TRAIN + "--run-dir ünï",
@@ -60,7 +66,7 @@ def test_a_bad_place_is_one_line(case: str, tmp_path: Path) -> None:
     ("number", "path", "said", "status"),
     [
         (errno.EROFS, "runs/x", "runs/x: Read-only file system; nothing can be written there; --run-dir names", 2),
-        (errno.EACCES, "CACHE/tokens", "Permission denied; this user may not; ORTLAUNCH_CACHE names another place", 2),
+        (errno.EACCES, "CACHE/tokens", "Permission denied; ORTLAUNCH_CACHE names another place", 2),
         (errno.ENOSPC, "runs/x", "No space left on device; free some space", 1),
         (errno.E2BIG, None, "Argument list too long; the variables of launch.env", 2),
     ],
@@ -74,6 +80,13 @@ def test_what_is_said(
     assert found is not None
     assert said in str(found)
     assert found.exit_status == status
+
+
+def test_a_failed_write_names_the_file_itself(tmp_path: Path) -> None:
+    """Not the temporary file that is written first."""
+    with pytest.raises(IsADirectoryError) as raised:
+        write_text(tmp_path, "")
+    assert raised.value.filename == str(tmp_path)
 
 
 def test_an_error_that_is_not_understood_keeps_its_trace(tmp_path: Path) -> None:
