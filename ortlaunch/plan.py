@@ -38,6 +38,11 @@ class Node(NamedTuple):
     devices: tuple[int, ...]
     """The GPU of each."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine."""
+        return is_this_host(self.host)
+
 
 class BatchPlan(NamedTuple):
     """global_samples == micro_samples x accumulation_steps x data_parallel_ranks; computed here and nowhere else."""

@@ -43,8 +43,9 @@ def known(resolved: ResolvedRun, run: RunDir) -> tuple[Choice, str] | None:
     Raises:
         PlanError: it has, and this process is a rank already, which can start no jobs.
     """
+    today = digest(resolved)
     kept = Choice.of(read_json(run.choice)) if run.choice.exists() else None
-    if kept and (run.complete_checkpoints() or kept.key == digest(resolved)):
+    if kept and (run.complete_checkpoints() or kept.key == today):
         return kept, "as this run began"
     found = remembered(resolved)
     if found:

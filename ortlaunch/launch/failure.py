@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
 from ortlaunch.launchers import LAUNCHERS
-from ortlaunch.plan import Plan, is_this_host
+from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.folder import RunDir, account, is_full, read_json
 
@@ -218,7 +218,7 @@ def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) ->
 
 def _lost_text(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> str:
     """Ranks that began and left neither an error nor an end: their guardian was killed."""
-    here = all(is_this_host(plan.node_of(rank).host) for rank in ranks)
+    here = all(plan.node_of(rank).is_here for rank in ranks)
     why = _memory(oom_kills) if here and oom_kills is not None else _OFTEN_MEMORY
     lost = f"{_names(plan, ranks)} vanished without a word, as a process killed by SIGKILL does"
     return f"ortlaunch: {lost}{why}{_last_line(run, ranks)}\nlogs: {run.logs}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.launch import Request, given_up_of, stop_of, store_file
 from ortlaunch.launch.processes import cancel, state, submit, wait
-from ortlaunch.plan import Node, Plan, is_this_host
+from ortlaunch.plan import Node, Plan
 from ortlaunch.run_folder.folder import RunDir
 
 __all__ = ["argv_mpich", "argv_open_mpi", "cancel", "check", "family", "request", "state", "submit", "wait"]
@@ -133,7 +133,7 @@ def _with_abi(plan: Plan, mpi: str) -> Plan:
 
 
 def _spans_hosts(plan: Plan) -> bool:
-    return not all(is_this_host(node.host) for node in plan.nodes)
+    return not all(node.is_here for node in plan.nodes)
 
 
 def _root(plan: Plan) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ortlaunch.errors import PlanError
 from ortlaunch.machine import cores, tightest_limit
-from ortlaunch.plan import PROCESS, Memory, Node, is_this_host
+from ortlaunch.plan import PROCESS, Memory, Node
 from ortlaunch.planning.world import World
 from ortlaunch.units import human
 
@@ -21,7 +21,7 @@ def crowded(world: World, memory: Memory | None, planned_only: bool) -> Iterator
         PlanError: they take more memory than there is, by what is exact in the plan.
     """
     for node in world.nodes:
-        if not is_this_host(node.host):
+        if not node.is_here:
             continue
         if world.device == "cpu" and node.slots > cores():
             yield f"{node.host}: {node.slots} ranks share {cores()} cores, and wait for each other"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ortlaunch.launchers import INSIDE
-from ortlaunch.plan import PROCESS, Memory, Plan, is_this_host
+from ortlaunch.plan import PROCESS, Memory, Plan
 from ortlaunch.planning.memory import why_unknown
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.parity import compared_steps
@@ -31,7 +31,7 @@ def _world_lines(plan: Plan) -> list[str]:
     shown = plan.nodes if len(plan.nodes) <= 8 else (*plan.nodes[:4], None, *plan.nodes[-2:])
     ranks, hosts = counted(plan.world_size, "rank"), counted(len(plan.nodes), "host")
     lines = [f"{plan.name}: {ranks} on {hosts}, {plan.device}, launcher {plan.launcher}"]
-    if plan.world_size == 1 and is_this_host(plan.nodes[0].host) and plan.device == "cpu":
+    if plan.world_size == 1 and plan.nodes[0].is_here and plan.device == "cpu":
         return lines
     for node in shown:
         if node is None:

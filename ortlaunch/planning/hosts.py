@@ -17,6 +17,7 @@ from select import select as wait_for
 from typing import NamedTuple
 
 from ortlaunch.errors import HostfileError
+from ortlaunch.plan import is_this_host
 
 _EXAMPLE = "'worker-1 slots=8'"
 _KEYS = ("slots", "max_slots")
@@ -39,6 +40,11 @@ class Host(NamedTuple):
     slots: int
     devices: tuple[int, ...]
     max_slots: int | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine."""
+        return is_this_host(self.name)
 
 
 class HostList(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
-from ortlaunch.plan import Node, is_this_host
+from ortlaunch.plan import Node
 from ortlaunch.planning.forwarding import forwarded
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
 from ortlaunch.planning.slurm_names import hosts_of_step
@@ -85,7 +85,7 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
     _check_job(recipe, hosts, options, environ)
     if launcher != "inside":
         notes += tuple(_check_this_host(hosts, device, gpus, options))
-        if (recipe.launch.device, device) == ("auto", "cpu") and not all(is_this_host(host.name) for host in hosts):
+        if (recipe.launch.device, device) == ("auto", "cpu") and not all(host.is_here for host in hosts):
             notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
     if launcher == "mpi":
         notes += (_MPIRUN_LISTENS,)
@@ -97,7 +97,7 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
 def _on_shared_gpus(hosts: tuple[Host, ...], gpus: int) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Slots of this host beyond its GPUs are given its GPUs in turns."""
     shared = tuple(
-        host._replace(devices=tuple(device % gpus for device in host.devices)) if is_this_host(host.name) else host
+        host._replace(devices=tuple(device % gpus for device in host.devices)) if host.is_here else host
         for host in hosts
     )
     note = f"{SHARE_VARIABLE}=1: ranks share {counted(gpus, 'GPU')} over gloo, which is for tests"
@@ -118,7 +118,7 @@ def _threads(recipe: Recipe, hosts: tuple[Host, ...], environ: Mapping[str, str]
     asked = recipe.launch.env.get("OMP_NUM_THREADS", asked)
     if asked.isdecimal() and int(asked):
         return int(asked)
-    here = len(hosts) == 1 and is_this_host(hosts[0].name)
+    here = len(hosts) == 1 and hosts[0].is_here
     return machine.share_of_cores(hosts[0].slots) if here else None
 
 
@@ -214,7 +214,7 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
             f"to be that rank, or start `ortlaunch train` once, outside {found[1]}"
         )
     ranks = sum(host.slots for host in hosts)
-    here = len(hosts) == 1 and is_this_host(hosts[0].name)
+    here = len(hosts) == 1 and hosts[0].is_here
     if options.declared or (chosen == "auto" and _are_declared(options, hosts)):
         return "inside"  # of what starts them there
     if recipe.launch.elastic and chosen in ("local", "mpi"):
@@ -273,7 +273,7 @@ def _count(environ: Mapping[str, str], *names: str) -> int:
 
 def _check_this_host(hosts: tuple[Host, ...], device: str, gpus: int, options: LaunchOptions) -> Iterator[str]:
     """Slots of this host must exist; other hosts are checked by their ranks before a model is built."""
-    here = [host for host in hosts if is_this_host(host.name)]
+    here = [host for host in hosts if host.is_here]
     if len(here) > 1:
         raise PlanError(
             f"{' and '.join(host.name for host in here)} are all this host; write it once, with all its slots"

@@ -95,15 +95,18 @@ def write_run(run: RunDir, chosen: Recipe, plan: Plan, choice: Choice | None = N
         again: another start by the same command, for which a request that came meanwhile is meant.
     """
     request = request_of(plan, run)
-    write_text(run.recipe, recipe.to_yaml(chosen))
-    write_text(run.plan, plan.to_json())
-    if plan.deepspeed is not None:
-        write_json(run.deepspeed, plan.deepspeed)
+    texts = {run.recipe: recipe.to_yaml(chosen), run.plan: plan.to_json()}
     variables = {**seen(os.environ), **seen(chosen.launch.env)}
-    write_json(run.environment, {**provenance.environment(), "ortmodule_variables": variables})
-    write_text(run.request, f"{request}\n")
+    records = {run.environment: {**provenance.environment(), "ortmodule_variables": variables}}
+    if plan.deepspeed is not None:
+        records[run.deepspeed] = plan.deepspeed
     if choice is not None:
-        write_json(run.choice, as_json(choice))
+        records[run.choice] = as_json(choice)
+    for path, text in texts.items():
+        write_text(path, text)
+    for path, record in records.items():
+        write_json(path, record)
+    write_text(run.request, f"{request}\n")
     set_aside(run)
     killed = filter(is_temporary, run.path.iterdir())
     left = (*(() if again else run.requests.glob("*")), *killed, run.stopped, run.trial, run.launcher_error)

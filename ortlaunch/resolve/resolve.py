@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ortlaunch import machine, recipe, start
 from ortlaunch.errors import PlanError, RecipeError
-from ortlaunch.plan import Plan, is_this_host
+from ortlaunch.plan import Plan
 from ortlaunch.planning.capacity import crowded
 from ortlaunch.planning.hosts import hostfile_text
 from ortlaunch.planning.make_plan import make_plan
@@ -148,10 +148,10 @@ def _absent(file: RecipeFile, world: World, command: Command) -> list[str]:
     Raises:
         RecipeError: all hosts are this one, and functions are missing, or files for a run that would start now.
     """
-    here = all(is_this_host(host.name) for host in world.hosts)
+    here = all(host.is_here for host in world.hosts)
+    doubtful = inputs.doubtful(file.recipe)
     missing = inputs.missing_files(file.recipe, command.options.task, command.path.parent)
     unknown = inputs.unknown_type(file.recipe)
-    doubtful = inputs.doubtful(file.recipe)
     broken = inputs.broken_factories(file.recipe, command.modules)
     files = [file.explain(problem) for problem in missing]
     functions = [file.explain(problem) for problem in (*broken, *unknown)]

@@ -48,14 +48,14 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
     resolved = choices.known(resolved, run)
     if rank is not None and rank.rank > 0:
         return 0 if finished(resolved, run, options) else inside.follow(resolved, rank, run)
-    beginning = check(resolved, run, options)
-    if done := finished(resolved, run, options):
+    beginning, done = check(resolved, run, options)
+    if done:
         return leave_finished(resolved, run, beginning.lines, done)
     if rank is not None:
         return inside.lead(resolved, rank, run, lock, beginning, options)
     if choices.engine_is_open(resolved):
         resolved = choices.with_measured_engine(resolved)
-        beginning = check(resolved, run, options)
+        beginning, _ = check(resolved, run, options)
     print_lines(beginning.lines)
 
     run = claimed(run) if chosen is None else run

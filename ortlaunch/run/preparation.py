@@ -25,17 +25,18 @@ def print_lines(lines: Iterable[str]) -> None:
         print(line, flush=True)
 
 
-def check(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> Beginning:
-    """Where the run begins; what it takes is there. Nothing is written, and no plan is made.
+def check(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> tuple[Beginning, str | None]:
+    """Where the run begins, and as `finished`; what it takes is there. Nothing is written, and no plan is made.
 
     Raises:
         InputError, PlanError, MissingDependency: the run cannot start, and what to type.
     """
+    done = finished(resolved, run, options)
     before = earlier(run, resolved)
     doctor.require(resolved.file.recipe, resolved.world)
     check_launcher(resolved.world, run)
     lines = check_folder(run, before, resolved)
-    return resume.beginning(run, resolved, before, options).after(lines)
+    return resume.beginning(run, resolved, before, options).after(lines), done
 
 
 def finished(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> str | None:

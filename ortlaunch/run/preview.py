@@ -12,7 +12,7 @@ from ortlaunch.planning.describe import describe
 from ortlaunch.resolve.prepare import request_of
 from ortlaunch.resolve.resolve import ResolvedRun
 from ortlaunch.resolve.resume import ResumeOptions
-from ortlaunch.run.preparation import check, finished
+from ortlaunch.run.preparation import check
 from ortlaunch.run_folder.folder import RunDir
 
 
@@ -28,12 +28,11 @@ def before_start(resolved: ResolvedRun, run: RunDir, options: ResumeOptions) -> 
         InputError, PlanError, MissingDependency: `train` would refuse it.
     """
     options = options.checked()
-    lines = check(resolved, run, options).lines
+    beginning, done = check(resolved, run, options)
     above = next(path for path in (run.path.absolute(), *run.path.absolute().parents) if path.exists())
     if not os.access(above, os.W_OK | os.X_OK):
         raise PlanError(f"{run}: cannot be written: no permission to write to {above}; give another --run-dir")
-    done = finished(resolved, run, options)
-    return [*lines, *([done] if done else []), *resolved.notes, describe(resolved.plan, resolved.file.recipe)]
+    return [*beginning.lines, *([done] if done else []), *resolved.notes, describe(resolved.plan, resolved.file.recipe)]
 
 
 def preview(resolved: ResolvedRun) -> ResolvedRun:

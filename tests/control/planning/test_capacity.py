@@ -81,7 +81,7 @@ def test_an_estimate_beyond_memory_is_a_note() -> None:
 
 def test_the_hosts_memory_of_ranks_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank builds the model in the host's memory, then keeps there what is offloaded and a save's copy."""
-    monkeypatch.setattr(capacity, "is_this_host", lambda name: True)
+    monkeypatch.setattr("ortlaunch.plan.is_this_host", lambda name: True)
     zero = {"stage": 2, "offload": {"optimizer": "cpu"}}
     for made, cause in (
         (large(40), "to build the model in float32"),

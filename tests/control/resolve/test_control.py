@@ -237,7 +237,7 @@ def test_checkpoints_of_another_training() -> None:
 def test_a_folder_is_continued(steps: int | None, sections: dict[str, Any], lines: list[str]) -> None:
     """A run folder of this recipe goes on, and every change is told; without checkpoints anything may change."""
     run, made = older("mine", steps), resolved(**sections)
-    assert list(check(made, run, AUTOMATIC).lines) == lines
+    assert list(check(made, run, AUTOMATIC)[0].lines) == lines
 
 
 def test_a_comparison_in_the_folder_of_a_training() -> None:
