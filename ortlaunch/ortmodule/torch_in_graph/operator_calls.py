@@ -35,8 +35,10 @@ class Call:
         self.name = node.kind()
         self._node, self._inputs = node, inputs
         self._old = list(node.inputs())
-        self._outputs = list(node.outputs())
-        self._schema_text = schemas.get(self._outputs[0].debugName()) if self._outputs else None
+        made = list(node.outputs())
+        self._schema_text = schemas.get(made[0].debugName()) if made else None
+        self._lists = len(made) == 1 and str(made[0].type()) == "List[Tensor]"
+        self._outputs = _unpacked(made[0]) if self._lists else made
         self._tensors: list[Any] = []
 
     def given(self) -> Sequence[Any]:
@@ -67,6 +69,8 @@ class Call:
         Raises:
             NotCallable: with the reason.
         """
+        if not self._outputs:
+            raise NotCallable("it returns a list of tensors that is used as a whole")
         run = self._function(gradients, draws)
         if draws:
             self._tensors.append(before or context.op("Constant", value_t=torch.zeros(1)))
@@ -78,6 +82,8 @@ class Call:
         kept = frozenset(i for i, value in enumerate(self._tensors) if value.node().kind() == "prim::Param")
         function = as_function(self.name.replace("::", "."), run, kept)
         values = self._emit(context, function, kinds, ranks)
+        if self._lists:
+            return context.op("prim::ListConstruct", *values)
         return values[0] if len(values) == 1 else tuple(values)
 
     def _emit(self, context: Any, function: Any, kinds: list[torch.dtype], ranks: list[int]) -> list[Any]:
@@ -110,6 +116,7 @@ class Call:
             raise NotCallable(f"{self.name} is given no tensor")
 
         derived = [gradients.reach(value) for value in self._tensors]
+        place = f"{self.name}{self.line()}"
 
         def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
             tensors = [tensor if derives else tensor.detach() for tensor, derives in zip(inputs, derived)]
@@ -119,6 +126,11 @@ class Call:
             with torch.no_grad() if draws else contextlib.nullcontext():
                 results = operator(*args, **kwargs)
             results = list(_flat(results))
+            if len(results) != len(pairs):
+                raise RuntimeError(
+                    f"{place} returns {len(results)} tensors, and {len(pairs)} in the first batch: ONNX "
+                    "Runtime's graph has that many"
+                )
             return [torch.view_as_real(r.resolve_conj()) if pair else r for r, pair in zip(results, pairs)]
 
         return run
@@ -178,6 +190,12 @@ class Call:
         if dtype and _kind(new) != _kind(old):  # the exporter's form of what made it has another type
             return lambda tensors: tensors[place].to(dtype)
         return lambda tensors: tensors[place]
+
+
+def _unpacked(tensors: Any) -> list[Any]:
+    """What the traced graph takes out of a list of tensors; nothing where it uses the list as a whole."""
+    users = [use.user for use in tensors.uses()]
+    return list(users[0].outputs()) if [user.kind() for user in users] == ["prim::ListUnpack"] else []
 
 
 def _constantly(value: Any) -> Build:

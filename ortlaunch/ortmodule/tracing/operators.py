@@ -70,7 +70,7 @@ OPERATORS = (
     Operator("flip", TORCH, "a slice backwards, at which ORT's gradient ends"),
     Operator("chunk", part_forms.chunk, "a sequence, where there are fewer parts"),
     Operator("split", part_forms.split, "the last part is taken for a whole one"),
-    Operator("tensor_split", part_forms.tensor_split, "ORT's shape inference ends; sizes of the first batch"),
+    Operator("tensor_split", TORCH, "ORT's shape inference ends; sizes of the first batch"),
     Operator("diff", index_forms.diff, "has no form"),
     Operator("cumsum", index_forms.cumsum, "of truths: ends the export"),
     # Types and gradients

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
-
-import torch
 
 from ortlaunch.ortmodule.tracing.symbolics import integers
 
@@ -16,7 +13,8 @@ def chunk(g: Any, x: Any, chunks: Any, dim: Any) -> Any:
     from torch.onnx import symbolic_helper
 
     count, axis = (symbolic_helper._get_const(value, "i", "chunk") for value in (chunks, dim))
-    return g.op("prim::ListConstruct", *constant_chunk(g, x, count, axis, _uses(g)))
+    number = next(use.user for use in g.original_node.output().uses()).outputsSize()
+    return g.op("prim::ListConstruct", *constant_chunk(g, x, count, axis, number))
 
 
 def constant_chunk(g: Any, x: Any, chunks: int, dim: int, number: int = 0) -> list[Any]:
@@ -40,27 +38,6 @@ def split(g: Any, x: Any, sizes: Any, dim: Any, _outputs: Any = None) -> Any:
     return importlib.import_module("torch.onnx.symbolic_opset13").split(g, x, sizes, dim, _outputs)
 
 
-def tensor_split(g: Any, x: Any, at: Any, dim: Any) -> Any:
-    """In so many parts, the first ones greater by 1 where it does not come out even, or cut before given places."""
-    from torch.onnx import symbolic_helper
-
-    axis = symbolic_helper._get_const(dim, "i", "dim")
-    known = symbolic_helper._maybe_get_const(at, "t")
-    places = known.tolist() if isinstance(known, torch.Tensor) else symbolic_helper._get_const(at, "is", "indices")
-    if isinstance(places, int):
-        sizes = g.op("Add", _size(g, x, axis), integers(g, [*reversed(range(places))]))
-        parts = _split(g, x, g.op("Div", sizes, integers(g, [places])), axis, places)
-    else:
-        bounds = zip([0, *places], [*places, sys.maxsize])
-        parts = [symbolic_helper._slice_helper(g, x, axes=[axis], starts=[one], ends=[end]) for one, end in bounds]
-    return g.op("prim::ListConstruct", *parts)
-
-
-def _uses(g: Any) -> int:
-    """How many parts the traced graph unpacks."""
-    return int(next(use.user for use in g.original_node.output().uses()).outputsSize())
-
-
 def _size(g: Any, x: Any, dim: int) -> Any:
     return g.op("Gather", g.op("Shape", x), integers(g, [dim]))
 
@@ -76,12 +53,8 @@ def _parts(g: Any, x: Any, each: Any, dim: int, number: int) -> list[Any]:
     last = g.op("Min", each, rest)
     if number > 1:  # fewer parts: a whole last one is too much for the dimension, so that Split fails
         last = g.op("Where", g.op("Less", rest, integers(g, [1])), each, last)
-    return _split(g, x, g.op("Concat", *[each] * (number - 1), last, axis_i=0), dim, number)
-
-
-def _split(g: Any, x: Any, sizes: Any, dim: int, number: int) -> list[Any]:
-    made = g.op("Split", x, sizes, axis_i=dim, outputs=number)
-    parts: list[Any] = list(made) if number > 1 else [made]
-    for part in parts:
+    split = g.op("Split", x, g.op("Concat", *[each] * (number - 1), last, axis_i=0), axis_i=dim, outputs=number)
+    made: list[Any] = list(split) if number > 1 else [split]
+    for part in made:
         part.setType(x.type().with_sizes([None] * x.type().dim()))
-    return parts
+    return made

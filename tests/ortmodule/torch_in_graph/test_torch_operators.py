@@ -153,15 +153,19 @@ def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(monkeypatch: p
         wrapped(Pools(6, 6), torch_operators="off")(torch.randn(2, 4, 6))
 
 
-def test_an_operator_that_cannot_be_called_names_its_line() -> None:
-    """torch.gradient returns a list, which no call in the graph does."""
+class Rows(nn.Linear):
+    """Parts of three rows, of which a batch has so many."""
 
-    class Slopes(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.gradient(super().forward(x), dim=1)[0].square().sum()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(part.square().sum() for part in torch.unsafe_split(super().forward(x), 3))
 
-    with pytest.raises(Exception, match=r"aten::gradient at \S+test_torch_operators.py:\d+ inside .*torch_modules"):
-        wrapped(Slopes(4, 4))(torch.randn(2, 4))
+
+def test_another_number_of_tensors_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of torch in the graph returns as many as in the first batch."""
+    module = wrapped(Rows(4, 4), torch_operators=["unsafe_split"])
+    module(torch.randn(6, 4)).backward()
+    with pytest.raises(RuntimeError, match=r"split at \S+test_torch_operators.py:\d+ returns 3 tensors, and 2 in"):
+        module(torch.randn(9, 4))
 
 
 def test_off_refuses() -> None:

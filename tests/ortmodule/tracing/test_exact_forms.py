@@ -33,9 +33,6 @@ FORMS: dict[str, Form] = {
     "the spread of equal numbers": lambda h, w: (h * 0 + 2).std(-1) + h.std(0, unbiased=False).sum(),
     "the spread of each": lambda h, w: torch.std_mean(h * (h[:, :1] > 0), -1)[0],
     "the greater of integers": lambda h, w: h * torch.maximum(h.long(), COLUMNS[:1]),
-    "two parts": lambda h, w: h.tensor_split(2, 0)[0].sum() * h.tensor_split(2, 0)[1],
-    "uneven parts": lambda h, w: h.tensor_split(3, -1)[0] * h.tensor_split(3, 0)[0].sum(),
-    "parts between places": lambda h, w: h.tensor_split((1, 3), -1)[1] + h.tensor_split([-2], 1)[1],
     "a root of what is not below zero": lambda h, w: h.clamp(min=0).sqrt() + h.clamp(max=0).neg().sqrt(),
 }
 # Kept as torch's.
@@ -53,6 +50,10 @@ TORCHS: dict[str, Form] = {
     "relu6 at its bounds": lambda h, w: functional.relu6(nothing(h)) + functional.relu6(nothing(h) + 6) + h,
     "relu6 in place": lambda h, w: functional.relu6(h * 9, inplace=True),
     "hardtanh at its bounds": lambda h, w: functional.hardtanh(nothing(h) - 0.5, -0.5, 0.5) * 2 + h,
+    "two parts": lambda h, w: h.tensor_split(2, 0)[0].sum() * h.tensor_split(2, 0)[1],
+    "uneven parts": lambda h, w: h.tensor_split(3, -1)[0] * h.tensor_split(3, 0)[0].sum(),
+    "parts between places": lambda h, w: h.tensor_split((1, 3), -1)[1] + h.tensor_split([-2], 1)[1],
+    "slopes": lambda h, w: torch.gradient(h, dim=1)[0] * h + torch.stack(torch.gradient(h)).sum(0),
     "sums at indices": lambda h, w: h.index_add(-1, COLUMNS, h[:, :2], alpha=2) * h.index_add(0, COLUMNS, h[:2]),
     "a pool without a batch": lambda h, w: functional.avg_pool2d(h[None], 2) + functional.max_pool2d(h[None], 2),
     "an adaptive pool without a batch": lambda h, w: functional.adaptive_avg_pool2d(h[None], 2),
