@@ -146,7 +146,9 @@ class Change(NamedTuple):
 
 
 def _as_written(value: Any) -> str:
-    """As a recipe has it, where a list of one text is one text, too."""
+    """As a recipe has it, where a list of one text is one text, too; keys without a value are left out."""
+    if isinstance(value, Mapping):
+        value = {key: each for key, each in value.items() if each not in (None, {}, [])}
     single = isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], str)
     text = value[0] if single else value
     return repr(text) if isinstance(text, (str, int, float)) and not isinstance(text, bool) else in_line(text)

@@ -97,7 +97,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "ranks, ZeRO and engine": (
         {"ranks": 2, "zero": {"stage": 1}, "engine": {"name": "inductor"}}, {},
         ["  changed: engine.name: 'eager' -> 'inductor': takes effect",
-         "  changed: zero: null -> {stage: 1, fused_gradient_norm: true, offload: null, deepspeed: {}}: "
+         "  changed: zero: null -> {stage: 1, fused_gradient_norm: true}: "
          "takes effect",
          "  changed: world.ranks: 1 -> 2: takes effect",
          "  changed: world.global_samples: 2 -> 4: takes effect (the next step takes the samples that follow)"],
@@ -305,6 +305,7 @@ def test_a_misspelt_name_beside_checkpoints_of_its_own() -> None:
         ([1], 2, "[1] -> 2"),
         (2, None, "2 -> null"),
         (False, True, "false -> true"),
+        ({"format": "text", "path": ["a"], "name": None, "arguments": {}}, "x", "{format: text, path: [a]} -> 'x'"),
     ],
 )
 def test_values_are_printed_as_a_recipe_has_them(before: Any, after: Any, expected: str) -> None:
