@@ -8,7 +8,7 @@ from ortlaunch.cli.options import Overrides, RecipePath
 app = typer.Typer(cls=Verbs, help="What a training reads.", no_args_is_help=True)
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Read and tokenize a recipe's data into the cache.")
 def prepare(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Read and tokenize a recipe's data into the cache, as `train` does."""
     from ortlaunch.commands.prepare_data import prepare as run

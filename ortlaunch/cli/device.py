@@ -27,7 +27,7 @@ To = Annotated[
 ]
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Train a checkpoint on data.train.")
 def train(
     artifacts: Artifacts,
     overrides: Overrides = None,
@@ -45,7 +45,7 @@ def train(
     raise typer.Exit(device.start(request, tuple(overrides or ())))
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Measure a checkpoint on data.evaluation.")
 def evaluate(artifacts: Artifacts, overrides: Overrides = None, checkpoint: Checkpoint = None) -> None:
     """Measure a checkpoint on data.evaluation, as `ortlaunch evaluate` does; into ARTIFACTS/evaluation.json."""
     from ortlaunch.commands import device
@@ -55,7 +55,7 @@ def evaluate(artifacts: Artifacts, overrides: Overrides = None, checkpoint: Chec
     raise typer.Exit(device.start(request, tuple(overrides or ())))
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Write a checkpoint as model.onnx.")
 def export(
     artifacts: Artifacts,
     to: Annotated[Path, typer.Option("--to", help="A new folder.", show_default=False)],
@@ -68,7 +68,7 @@ def export(
     raise typer.Exit(device.export(DeviceRequest("export", str(artifacts), _text(checkpoint), str(to))))
 
 
-@app.command(cls=Verb)
+@app.command(cls=Verb, short_help="Average the weights of clients' checkpoints.")
 def average(
     artifacts: Artifacts,
     checkpoints: Annotated[

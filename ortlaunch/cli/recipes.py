@@ -28,7 +28,7 @@ def show_recipe(name: Name) -> None:
     typer.echo(find(name).read_text(encoding="utf-8"), nl=False)
 
 
-@app.command("copy", cls=Verb)
+@app.command("copy", cls=Verb, short_help="Copy a shipped recipe and what it needs.")
 def copy_recipe(
     name: Name,
     target: Annotated[Path, typer.Argument(help="File or folder to copy it to.")] = Path(),

@@ -17,7 +17,7 @@ _GROUPS = {
         "validate": ("Check a recipe; all errors at once.", "my.yaml"),
         "plan": ("Show ranks, batch, memory and the command; run nothing.", "my.yaml zero.stage=2"),
         "parity": ("Compare a recipe's engine with plain PyTorch.", "my.yaml --steps 3"),
-        "bench": ("Measure engines and settings in turns.", "my.yaml"),
+        "bench": ("Compare the speed of engines and settings.", "my.yaml"),
         "data": ("Prepare a recipe's data.", "prepare my.yaml"),
     },
     "Runs": {
@@ -35,7 +35,7 @@ _GROUPS = {
         "evaluate": ("Measure a checkpoint or a model.", "latest"),
         "export": ("Write a checkpoint in another format.", "latest --format onnx"),
         "generate": ("Continue a prompt by a causal model.", 'latest "The cat"'),
-        "device": ("Train on devices, and average the results.", "--help"),
+        "device": ("Train on devices, and average the results.", "train artifacts"),
     },
     "Cluster": {
         "submit": ("Queue a recipe: Slurm, Kubernetes, Azure ML.", "my.yaml launch.nodes=2 --dry-run"),
