@@ -62,7 +62,7 @@ def _less(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, int]]:
 def _settings(recipe: Recipe, ranks: int) -> Iterator[tuple[str, dict[str, dict[str, object]]]]:
     most = 2 if recipe.engine.name == "ort" else 3
     stage = recipe.zero.stage if recipe.zero else 0
-    if ranks > 1 and stage < most and recipe.optimizer.name != "lamb":
+    if ranks > 1 and stage < most and not recipe.optimizer.traits.needs_whole_tensors:
         yield f"zero.stage: {most}", {"zero": {"stage": most}}
     if not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing: true", {"model": {"gradient_checkpointing": True}}

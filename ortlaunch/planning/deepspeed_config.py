@@ -29,7 +29,7 @@ def deepspeed_config(
         "steps_per_print": NEVER,
         "gradient_clipping": recipe.train.max_grad_norm or 0.0,  # DeepSpeed clips to 1.0 where nothing is said
     }
-    if recipe.precision != "fp32":
+    if recipe.format.is_narrow:
         config[recipe.precision] = {"enabled": True}
     return _merged(config, recipe.zero.deepspeed)
 

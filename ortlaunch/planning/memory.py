@@ -201,7 +201,7 @@ def _plain(recipe: Recipe, parameters: int, trainable: int, activations: int) ->
 
 
 def _width(recipe: Recipe) -> int:
-    return 4 if recipe.precision == "fp32" else 2
+    return recipe.format.bytes
 
 
 def _zero(recipe: Recipe, tensors: list[int], trainable: int, activations: int, stage: int, ranks: int) -> Bytes:
@@ -308,4 +308,4 @@ def _logits(recipe: Recipe, c: Json, tokens: int, device: str) -> int:
         return 16 * tokens * vocabulary
     # A chunk, also in 16 bits where that is the precision, and the head's gradient, which waits for the backward pass.
     waiting = 0 if recipe.model.lora else 4 * vocabulary * int(c["hidden_size"])
-    return (4 if recipe.precision == "fp32" else 10) * min(chunk, tokens) * vocabulary + waiting
+    return (10 if recipe.format.is_narrow else 4) * min(chunk, tokens) * vocabulary + waiting

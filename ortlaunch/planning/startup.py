@@ -6,14 +6,11 @@ from ortlaunch.plan import HostMemory
 from ortlaunch.recipe import Recipe
 
 _MASTER = _GRADIENT = 4  # float32
-_STATE_BYTES = {"fused_adam": 8, "adamw": 8, "lamb": 8}  # two float32 moments
 
 
 def state_bytes(recipe: Recipe) -> int:
     """Bytes of optimizer state a trained parameter."""
-    if recipe.optimizer.name == "sgd":
-        return 4 if recipe.optimizer.momentum else 0
-    return _STATE_BYTES[recipe.optimizer.name]
+    return 4 * (recipe.optimizer.traits.moments or bool(recipe.optimizer.momentum))
 
 
 def at_start(recipe: Recipe, tensors: list[int], trainable: int, width: int, ranks: int) -> int:

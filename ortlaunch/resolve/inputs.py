@@ -69,7 +69,7 @@ def unknown_type(recipe: Recipe) -> Iterator[Problem]:
 def doubtful(recipe: Recipe) -> Iterator[Problem]:
     """Values that are valid and most likely slips."""
     rate, name = recipe.optimizer.learning_rate, recipe.optimizer.name
-    if rate > 1 and name != "sgd":
+    if rate > 1 and recipe.optimizer.traits.adapts:
         yield (
             ("optimizer.learning_rate",),
             f"got {rate:g}: {name} moves each weight by about that much in each step; 1e-5 to 1e-2 is usual",

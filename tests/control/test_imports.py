@@ -20,7 +20,7 @@ ANY = None
 
 # What both sides and every package may import: the ground floor.
 GROUND = {"__init__", "errors", "json_types", "rank", "process", "machine", "units", "launchers", "metrics",
-          "model_tasks", "start", "tasks", "die_with_parent"}  # fmt: skip
+          "model_tasks", "optimizers", "precisions", "start", "tasks", "die_with_parent"}  # fmt: skip
 # What the worker may import beside itself and ortmodule: the ground floor, and what crosses to it.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
           "ortmodule.build.extensions"}  # fmt: skip
@@ -44,10 +44,15 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "launchers": (set(), set()),
     "metrics": (set(), set()),
     "model_tasks": (set(), set()),
+    "optimizers": (set(), set()),
+    "precisions": (set(), set()),
     "tasks": ({"start"}, set()),
     "user_modules": ({"errors", "recipe"}, set()),
     "plan": ({"errors", "rank", "tasks"}, set()),
-    "recipe": ({"errors", "recipe", "units", "metrics", "model_tasks", "tasks"}, {"pydantic", "pydantic_core", "yaml"}),
+    "recipe": (
+        {"errors", "recipe", "units", "metrics", "model_tasks", "optimizers", "precisions", "tasks"},
+        {"pydantic", "pydantic_core", "yaml"},
+    ),
     "run_folder": ({*GROUND, "plan", "recipe", "run_folder"}, set()),
     "run_folder.records": (set(), set()),
     "run_folder.export_records": (set(), set()),

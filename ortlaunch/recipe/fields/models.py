@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
+from ortlaunch.optimizers import OPTIMIZERS, OptimizerTraits
+from ortlaunch.precisions import PRECISIONS, Precision
 from ortlaunch.recipe.fields.best import KeepBest, StopAfter
 from ortlaunch.recipe.fields.data import Data
 from ortlaunch.recipe.fields.engine import Engine
@@ -106,7 +108,7 @@ class Batch(Section):
 class Optimizer(Section):
     """How weights change."""
 
-    name: Literal["fused_adam", "adamw", "lamb", "sgd"] = "adamw"
+    name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
     """`fused_adam`: ONNX Runtime's on CUDA, torch's fused AdamW elsewhere (said in engine.json); both as torch's AdamW,
     decay before the step by rate x weight_decay. `lamb`: the large-batch optimizer of BERT; not above ZeRO 0, where
     its trust ratio would be wrong."""
@@ -125,6 +127,11 @@ class Optimizer(Section):
     always_adapt: bool = False
     """lamb: scale every tensor by its own norm, as the paper's algorithm. False: only those with weight decay, as
     NVIDIA's FusedLAMB and Google's BERT."""
+
+    @property
+    def traits(self) -> OptimizerTraits:
+        """The row of the name."""
+        return OPTIMIZERS[self.name]
 
 
 class Offload(Section):
@@ -289,7 +296,7 @@ class Recipe(Section):
     batch: Batch
     optimizer: Optimizer
     schedule: Schedule = Schedule()
-    precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    precision: Annotated[str, NameIn(PRECISIONS)] = "fp32"
     """Number format of the passes; weights keep a float32 copy."""
     engine: Engine = Engine()
     zero: Zero | None = None
@@ -298,3 +305,8 @@ class Recipe(Section):
     launch: Launch = Launch()
     submit: Submit = Submit()
     log: Log = Log()
+
+    @property
+    def format(self) -> Precision:
+        """The row of the precision."""
+        return PRECISIONS[self.precision]

@@ -34,7 +34,7 @@ _NEEDS = {
 
 def engine_rules(recipe: Recipe) -> Iterator[Problem]:
     """Every rule about settings of the engine that the recipe breaks."""
-    if recipe.engine.matmul_precision != "highest" and recipe.precision != "fp32":
+    if recipe.engine.matmul_precision != "highest" and recipe.format.is_narrow:
         path = ("engine.matmul_precision", "precision")
         yield path, f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out"
     yield from _onednn(recipe)
@@ -86,7 +86,7 @@ def _onednn(recipe: Recipe) -> Iterator[Problem]:
     engine = recipe.engine
     if engine.onednn is None:
         return
-    if recipe.precision != "fp32":
+    if recipe.format.is_narrow:
         path = ("engine.onednn", "precision")
         yield path, f"does nothing with {recipe.precision}: it is about products of float32 numbers; leave it out"
     if engine.matmul_precision != "highest":
@@ -163,7 +163,7 @@ def _memory(recipe: Recipe) -> Iterator[Problem]:
 def _precision(recipe: Recipe) -> Iterator[Problem]:
     for name in ("cast_propagation", "cast_propagation_level"):
         default = type(recipe.engine).model_fields[name].default
-        if getattr(recipe.engine, name) == default or (recipe.precision == "fp16" and recipe.zero is None):
+        if getattr(recipe.engine, name) == default or (recipe.format.scales_loss and recipe.zero is None):
             continue
         how = "DeepSpeed, whose weights are 16 bits wide" if recipe.zero else recipe.precision
         message = f"does nothing with {how}: it moves the casts of autocast, which is fp16 without DeepSpeed"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from ortlaunch.optimizers import OPTIMIZERS
 from ortlaunch.recipe.text.yaml_text import in_line
 
 
@@ -25,11 +26,11 @@ class Rule(NamedTuple):
 EFFECT, REFUSED = "takes effect", "refused"
 _EFFECT, _MODEL, _DATA = Rule(EFFECT), Rule(REFUSED, "model"), Rule(REFUSED, "data")
 _AS_THE_GLOBAL_SIZE = Rule(EFFECT, why="the next step takes the samples that follow")
-_ADAM = ("adamw", "fused_adam")
 
 
 def _optimizer(before: Any, after: Any) -> Rule:
-    if before in _ADAM and after in _ADAM:
+    states = [OPTIMIZERS[name].state for name in (before, after) if name in OPTIMIZERS]
+    if len(states) == 2 and states[0] == states[1]:
         return Rule(EFFECT, why="the same numbers by another code")
     return Rule(REFUSED, "optimizer", "its state begins anew where the checkpoint has none of its kind")
 

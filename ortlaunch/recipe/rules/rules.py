@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from ortlaunch.optimizers import OPTIMIZERS
 from ortlaunch.recipe.fields.deepspeed_keys import deepspeed_rules
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.fields.section import DOES_NOTHING, chosen
@@ -22,12 +23,6 @@ from ortlaunch.recipe.text.place import Problem
 from ortlaunch.tasks import TASKS
 from ortlaunch.units import counted
 
-_OPTIMIZER_FIELDS = {
-    "fused_adam": ("betas", "epsilon"),
-    "adamw": ("betas", "epsilon"),
-    "lamb": ("betas", "epsilon", "always_adapt"),
-    "sgd": ("momentum",),
-}
 _PARITY = ("parity_steps", "parity_tolerance")
 _EVERY_ENGINES = ("name", "matmul_precision", "onednn", "chunked_loss")
 
@@ -65,13 +60,13 @@ def device_rules(recipe: Recipe, device: str, hosts: str = "the run's hosts") ->
     found = recipe.launch.device == "auto"  # most often on a login node, where the hosts of the run have GPUs
     cpu = "CPU (launch.device is auto, and this host shows no GPU)" if found else "CPU"
     use = f"use launch.device=cuda if {hosts} have GPUs, else" if found else "use"
-    if recipe.engine.name == "ort" and recipe.precision != "fp32":
+    if recipe.engine.name == "ort" and recipe.format.is_narrow:
         yield (
             ("precision", "engine.name", "launch.device"),
             f"got {recipe.precision} with engine ort on {cpu}, where ONNX Runtime trains in fp32 only; {use} "
             "precision: fp32, or engine.name: eager",
         )
-    elif recipe.precision == "fp16" and recipe.zero:
+    elif recipe.format.scales_loss and recipe.zero:
         yield (
             ("precision", "zero", "launch.device"),
             f"got fp16 with DeepSpeed on {cpu}, which DeepSpeed refuses; {use} bf16 or fp32, or zero: null",
@@ -153,14 +148,16 @@ def _near_multiples(total: int, unit: int) -> str:
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
     optimizer, zero = recipe.optimizer, recipe.zero
-    takes = _OPTIMIZER_FIELDS[optimizer.name]
-    for key in sorted({"betas", "epsilon", "momentum", "always_adapt"} & chosen(optimizer) - set(takes)):
+    takes = optimizer.traits.fields
+    of_some = {field for traits in OPTIMIZERS.values() for field in traits.fields}
+    for key in sorted(of_some & chosen(optimizer) - set(takes)):
         yield (f"optimizer.{key}", "optimizer.name"), DOES_NOTHING.format(optimizer.name, " and ".join(takes))
-    if optimizer.name == "lamb" and zero is not None and zero.stage > 0:
+    if optimizer.traits.needs_whole_tensors and zero is not None and zero.stage > 0:
         yield (
             ("optimizer.name", "zero.stage"),
-            f"got lamb with ZeRO {zero.stage}: LAMB scales each tensor by its own norm, and ZeRO cuts tensors into "
-            "flat pieces, so every scale would be wrong; use fused_adam, or zero.stage: 0",
+            f"got {optimizer.name} with ZeRO {zero.stage}: {optimizer.name.upper()} scales each tensor by its own "
+            "norm, and ZeRO cuts tensors into flat pieces, so every scale would be wrong; use fused_adam, or "
+            "zero.stage: 0",
         )
 
 

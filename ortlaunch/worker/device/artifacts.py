@@ -112,7 +112,7 @@ def _optimizer(recipe: Recipe) -> object:
 
     chosen, norm = recipe.optimizer, recipe.train.max_grad_norm
     clip = None if norm is None else optim.ClipGradNorm(norm)
-    if chosen.name == "sgd":
+    if chosen.traits.on_device == "SGD":
         return optim.SGD(clip_grad=clip)
     return optim.AdamW(betas=tuple(chosen.betas), eps=chosen.epsilon, weight_decay=chosen.weight_decay, clip_grad=clip)
 
@@ -120,11 +120,12 @@ def _optimizer(recipe: Recipe) -> object:
 def _notes(recipe: Recipe, forward: Forward) -> list[str]:
     """What a device does not do as the recipe says."""
     chosen, found = recipe.optimizer, []
-    if chosen.name == "lamb":
-        found.append("optimizer: lamb was asked; ONNX Runtime's AdamW runs on devices")
-    if chosen.name == "sgd" and (chosen.momentum or chosen.weight_decay):
+    if chosen.traits.on_device_note:
+        found.append(chosen.traits.on_device_note)
+    decays = chosen.traits.on_device == "AdamW"
+    if not decays and (chosen.momentum or chosen.weight_decay):
         found.append("optimizer: ONNX Runtime's SGD for devices has no momentum and no weight_decay")
-    if chosen.name != "sgd" and chosen.weight_decay and chosen.no_decay:
+    if decays and chosen.weight_decay and chosen.no_decay:
         found.append("optimizer: weight_decay holds for all weights; no_decay is not known on devices")
     if not recipe.data.attend_across_documents:
         found.append(
@@ -146,7 +147,7 @@ def _difference(place: DeviceFolder, module: graph.WithLoss, batch: Batch) -> fl
 
 def _description(recipe: Recipe, forward: Forward, worst: float) -> DeviceArtifacts:
     named = dict.fromkeys(forward.trained, True) | dict.fromkeys(forward.frozen, False)
-    used = "SGDOptimizerV2" if recipe.optimizer.name == "sgd" else "AdamWOptimizer"
+    used = {"SGD": "SGDOptimizerV2", "AdamW": "AdamWOptimizer"}[recipe.optimizer.traits.on_device]
     return DeviceArtifacts(
         opset=graph.OPSET,
         inputs=list(forward.inputs),

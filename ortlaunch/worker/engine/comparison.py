@@ -16,12 +16,14 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ortlaunch.errors import EngineError
-from ortlaunch.worker.engine.differences import LIMITS, Comparison, Pass, Tensors, compared, exact, judged
+from ortlaunch.precisions import PRECISIONS
+from ortlaunch.worker.engine.differences import Comparison, Pass, Tensors, compared, exact, judged
 from ortlaunch.worker.engine.draws import Draws, Replaying
 from ortlaunch.worker.engine.float64 import in_float64
 from ortlaunch.worker.model.matmul_precision import matmul_precision
 from ortlaunch.worker.model.model import whole_logits
 from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.model.precision import narrow_dtype_of
 
 
 def compare(
@@ -42,7 +44,7 @@ def compare(
         reference: returns the loss of `batch`; its forward is called past torch.compile and hooks of its own.
         module: the same model on an engine, holding the same parameter objects, exported with dropout off if the
             model has any: an ONNX graph keeps the ratio that it was exported with (see `dropouts`).
-        precision: fp32, fp16 or bf16, of the passes: sets what counts as rounding (`LIMITS`).
+        precision: fp32, fp16 or bf16, of the passes: sets what counts as rounding (`PRECISIONS`).
         autocast: run both passes under autocast to `precision`; else weights and batch are in it already.
         tolerance: in place of the precision's own.
 
@@ -51,9 +53,9 @@ def compare(
     """
     model = reference.model if isinstance(reference, Replaying) else reference
     names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
-    limits, device = LIMITS[precision], parameters[0].device
+    limits, device = PRECISIONS[precision], parameters[0].device
     tolerance = tolerance or limits.tolerance
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision] if autocast and precision != "fp32" else None
+    dtype = narrow_dtype_of(precision) if autocast else None
 
     def passed(call: Callable[..., torch.Tensor], precisely: bool = False) -> Pass:
         lowered = torch.autocast(device.type, dtype, enabled=dtype is not None)
@@ -72,7 +74,7 @@ def compare(
             raise DrawsNumbers
         ours = passed(module)
         found = compared(names, ours, theirs, limits)
-        if precision != "fp32" or found.largest <= tolerance:
+        if limits.is_narrow or found.largest <= tolerance:
             return found
         try:
             with _as_reference(model):

@@ -1,6 +1,6 @@
 """How far one pass is from another: loss, gradients, and what it changed; and what of that is rounding.
 
-Owns the tolerances. Knows no model and no engine.
+Tolerances are in the table of precisions. Knows no model and no engine.
 """
 
 from __future__ import annotations
@@ -11,33 +11,13 @@ from typing import NamedTuple
 
 import torch
 
+from ortlaunch.precisions import Precision
+
 Tensors = Sequence["torch.Tensor | None"]
 # A loss near zero has no relative difference; those of training are of order one.
 LEAST_LOSS = 1e-3
 
 
-class Limits(NamedTuple):
-    """What is a difference, and what is rounding, in one precision."""
-
-    tolerance: float
-    """Above it, the largest relative difference is no rounding, unless float64 shows that it is (`ROUNDING`)."""
-    floor: float
-    """A gradient is measured against its own norm, or this share of the norm of all gradients if that is more.
-
-    Some gradients are zero but for rounding, as those of attention's key biases: against their own norm, rounding would
-    count as a difference of 100 %. What is left of terms that cancel is some roundings of those terms, which are at
-    most of the size of the whole gradient: tolerance x floor is about ten roundings in fp32 (1e-6), two in fp16 (2e-3)
-    and one in bf16 (1e-2). A wrong gradient smaller than that share of the whole passes unseen.
-    """
-    scale: float
-    """Factor on the loss before the backward pass, so that small gradients do not vanish in fp16."""
-
-
-LIMITS = {
-    "fp32": Limits(1e-4, 1e-2, 1.0),
-    "fp16": Limits(5e-2, 5e-2, 1024.0),
-    "bf16": Limits(2e-1, 5e-2, 1.0),
-}
 ROUNDING = 10
 """In fp32 a difference is rounding if the engine is no more than this many times as far from float64 as PyTorch is."""
 CAP = 10
@@ -109,7 +89,7 @@ class Pass(NamedTuple):
     """How far the pass moved weights and buffers; of those alone that it changed."""
 
 
-def compared(names: Sequence[str], ours: Pass, theirs: Pass, limits: Limits) -> Comparison:
+def compared(names: Sequence[str], ours: Pass, theirs: Pass, limits: Precision) -> Comparison:
     """How far a pass is from another."""
     loss_difference = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), LEAST_LOSS)
     gradients = _differences(names, ours.gradients, theirs.gradients, limits.floor, limits.scale)

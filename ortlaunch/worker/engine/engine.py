@@ -47,6 +47,7 @@ from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.matmul_precision import describe, keep_positions_exact, multiply_by_onednn
 from ortlaunch.worker.model.model import LossModule
 from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.model.pretrained import loading_notes
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.user_frames import described
@@ -139,7 +140,7 @@ def build_engine(
     weight = LossWeight(recipe, model)
     chunked = _chunked(recipe, model, weight.prepared(sample), group)
     model.evaluates_with_scores = evaluates_with_scores(recipe)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if plan.deepspeed else None
+    dtype = narrow_dtype_of(recipe.precision) if plan.deepspeed else None
     if dtype is not None:
         cast_parameters(model, dtype)  # DeepSpeed would, on the device, after an export
     _move(model, group.device, recipe)
@@ -276,7 +277,7 @@ def _wrapped(recipe: Recipe, model: LossModule, group: DistributedContext) -> nn
 def _probe(recipe: Recipe, wrapped: nn.Module, model: LossModule, group: DistributedContext, sample: Batch) -> None:
     """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
     buffers = {name: value.clone() for name, value in model.named_buffers()}
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision) if recipe.zero is None else None
+    dtype = narrow_dtype_of(recipe.precision) if recipe.zero is None else None
     devices = [group.device] if group.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.autocast(group.device.type, dtype, enabled=dtype is not None):
         loss_in(wrapped(**sample)).backward()

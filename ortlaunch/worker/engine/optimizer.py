@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +17,34 @@ from ortlaunch.recipe.fields.models import Optimizer
 _MOST_ELEMENTS = 2**31
 
 
+class Building(NamedTuple):
+    """What an optimizer is made of."""
+
+    recipe: Optimizer
+    groups: list[Json]
+    """Of parameters, with their weight decay."""
+    engine: str
+    """That runs the model."""
+    device: torch.device
+    """Where the model is."""
+    deepspeed: Mapping[str, Any] | None = None
+    """DeepSpeed's config, which divides and moves parameters; None without DeepSpeed."""
+    ranks: int = 1
+    """Over which DeepSpeed divides them."""
+
+    @property
+    def adam(self) -> Json:
+        """Settings of Adam's kind."""
+        return {"lr": self.recipe.learning_rate, "betas": self.recipe.betas, "eps": self.recipe.epsilon}
+
+
 class BuiltOptimizer(NamedTuple):
     """An optimizer, what it really is, why it is not what was asked for (or ""), and notes for the user."""
 
     optimizer: torch.optim.Optimizer
     used: str
-    why: str
-    notes: tuple[str, ...]
+    why: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def build_optimizer(
@@ -48,26 +70,40 @@ def build_optimizer(
         count = len([*model.parameters()])
         why = f"none of its {count} parameters has requires_grad" if count else "it has no parameters"
         raise InputError(f"model: there is nothing to train: {why}")
-    rate: Json = {"lr": recipe.learning_rate}
-    adam: Json = {**rate, "betas": recipe.betas, "eps": recipe.epsilon}
-    if recipe.name == "lamb":
-        from ortlaunch.worker.engine.lamb import Lamb
+    module, _, name = recipe.traits.builder.partition(":")
+    build: Callable[[Building], BuiltOptimizer] = getattr(import_module(module), name)
+    return build(Building(recipe, groups, engine, device, deepspeed, ranks))._replace(notes=notes)
 
-        return BuiltOptimizer(
-            Lamb(groups, **adam, always_adapt=recipe.always_adapt), "ortlaunch.worker.engine.lamb.Lamb", "", notes
-        )
-    if recipe.name == "sgd":
-        return BuiltOptimizer(torch.optim.SGD(groups, momentum=recipe.momentum, **rate), "torch.optim.SGD", "", notes)
-    if recipe.name == "adamw":
-        return BuiltOptimizer(torch.optim.AdamW(groups, **adam), "torch.optim.AdamW", "", notes)
-    why = _why_not_ort(engine, device) or _why_not_these(groups, (deepspeed or {}).get("zero_optimization"), ranks)
+
+def lamb(parts: Building) -> BuiltOptimizer:
+    """Ours."""
+    from ortlaunch.worker.engine.lamb import Lamb
+
+    made = Lamb(parts.groups, **parts.adam, always_adapt=parts.recipe.always_adapt)
+    return BuiltOptimizer(made, "ortlaunch.worker.engine.lamb.Lamb")
+
+
+def sgd(parts: Building) -> BuiltOptimizer:
+    """torch's."""
+    made = torch.optim.SGD(parts.groups, lr=parts.recipe.learning_rate, momentum=parts.recipe.momentum)
+    return BuiltOptimizer(made, "torch.optim.SGD")
+
+
+def adamw(parts: Building) -> BuiltOptimizer:
+    """torch's."""
+    return BuiltOptimizer(torch.optim.AdamW(parts.groups, **parts.adam), "torch.optim.AdamW")
+
+
+def fused_adam_or_torch(parts: Building) -> BuiltOptimizer:
+    """ONNX Runtime's, or torch's fused one with why."""
+    zero = (parts.deepspeed or {}).get("zero_optimization")
+    why = _why_not_ort(parts.engine, parts.device) or _why_not_these(parts.groups, zero, parts.ranks)
     if why:
-        return BuiltOptimizer(
-            torch.optim.AdamW(groups, fused=True, **adam), "torch.optim.AdamW(fused=True)", why, notes
-        )
+        made = torch.optim.AdamW(parts.groups, fused=True, **parts.adam)
+        return BuiltOptimizer(made, "torch.optim.AdamW(fused=True)", why)
     from ortlaunch.ortmodule.fused_adam import fused_adam
 
-    return BuiltOptimizer(fused_adam(groups, **adam), "onnxruntime.training.optim.FusedAdam", "", notes)
+    return BuiltOptimizer(fused_adam(parts.groups, **parts.adam), "onnxruntime.training.optim.FusedAdam")
 
 
 def _why_not_ort(engine: str, device: torch.device) -> str:

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from ortlaunch.json_types import Json
+from ortlaunch.precisions import PRECISIONS
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
 from ortlaunch.worker.engine.averaging import Averaging
 from ortlaunch.worker.model.named_state import NamedState, buffers_of, grad_scaler, trained_shapes, whole_parts
 from ortlaunch.worker.model.own_numbers import Numbers
+from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.supervision.requests import Requests
 
@@ -88,8 +90,8 @@ class TorchStepper:
         self.accumulation, self.max_norm, self.numbers = accumulation, max_norm, Numbers()
         self.averaging = Averaging(model, group) if group.size > 1 else None
         self.module: nn.Module = self.averaging.module if self.averaging else model
-        self.dtype = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
-        self.scaler = torch.amp.GradScaler(group.device.type, enabled=precision == "fp16")
+        self.dtype = narrow_dtype_of(precision)
+        self.scaler = torch.amp.GradScaler(group.device.type, enabled=PRECISIONS[precision].scales_loss)
         self.casts: contextlib.ExitStack | None = None
 
     @property

@@ -68,6 +68,7 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
     from ortlaunch.worker.data.vocabulary import of_run
     from ortlaunch.worker.model.identity import of_frozen
     from ortlaunch.worker.model.model import build_model
+    from ortlaunch.worker.model.precision import dtype_of
     from ortlaunch.worker.process_group.distributed import DistributedContext
 
     recipe, plan = recipe or _recipe(run), Plan.read(run.plan)
@@ -82,7 +83,7 @@ def trained(run: RunDir, step: int, recipe: Recipe | None = None) -> tuple[Recip
     require_same_frozen(run.checkpoint(step), of_frozen(model))
     load_weights(run.checkpoint(step), model)
     if plan.deepspeed:  # as DeepSpeed keeps the model, and the run's own export has it
-        model.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, torch.float32))
+        model.to(dtype_of(recipe.precision))
     return recipe, model, data
 
 

@@ -80,7 +80,7 @@ def multiply_by_onednn(recipe: Recipe, model: nn.Module, device: torch.device) -
 
 
 def _onednn_pays(recipe: Recipe, model: nn.Module, device: torch.device) -> bool:
-    exact = recipe.precision == "fp32" and recipe.engine.matmul_precision == "highest"
+    exact = not recipe.format.is_narrow and recipe.engine.matmul_precision == "highest"
     if not exact or device.type != "cpu" or not machine.onednn_is_faster():
         return False
     if recipe.engine.name == "ort" and ort_multiplies(recipe):

@@ -17,11 +17,12 @@ import torch
 from ortlaunch.json_types import Json
 from ortlaunch.run_folder.folder import RunDir, json_text, read_json, write_json
 from ortlaunch.worker.engine.comparison import compare_with_draws
-from ortlaunch.worker.engine.differences import LEAST_LOSS, LIMITS, Comparison
+from ortlaunch.worker.engine.differences import LEAST_LOSS, Comparison
 from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
 from ortlaunch.worker.engine.memory_limits import status
 from ortlaunch.worker.model.matmul_precision import matmul_precision
 from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
 from ortlaunch.worker.tasks.train import TrainState, train_step
@@ -124,7 +125,7 @@ def _write(run: RunDir, group: DistributedContext, record: Json) -> None:
 
 def _facts(session: Session) -> Json:
     recipe, group, engine = session.recipe, session.group, session.engine
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[recipe.precision]
+    dtype = dtype_of(recipe.precision)
     peak = None
     if group.device.type == "cuda":  # a CPU's changes with every other process
         peak = measured_peak_flops(group.device, dtype) if engine.flops_per_token else None
@@ -144,9 +145,7 @@ def parity(session: Session) -> Json:
     if is_plain(session.engine):
         return {"verdict": "reference"}
     try:
-        mine = _told(
-            _compared(session), session.recipe.engine.parity_tolerance or LIMITS[session.recipe.precision].tolerance
-        )
+        mine = _told(_compared(session), session.recipe.engine.parity_tolerance or session.recipe.format.tolerance)
     except Exception as error:  # whatever an engine raises is a verdict too
         mine = {"verdict": "not compared", "why": f"{type(error).__name__}: {error}"}
     verdicts = [json.loads(text) for text in session.group.gather(json.dumps(mine))]

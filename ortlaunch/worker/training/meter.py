@@ -10,6 +10,7 @@ import torch
 
 from ortlaunch.json_types import Json
 from ortlaunch.worker.engine.flops import measured_peak_flops, wait_for
+from ortlaunch.worker.model.precision import dtype_of
 from ortlaunch.worker.session import Session
 
 
@@ -27,7 +28,7 @@ class Meter:
         # A CPU's rate, measured once for a moment, changes with every other process: a share of it says nothing.
         self.flops_per_token = session.engine.flops_per_token if self.group.device.type == "cuda" else None
         self.has_numbers = session.engine.plain.has_numbers
-        self.dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[session.recipe.precision]
+        self.dtype = dtype_of(session.recipe.precision)
         self.peak = measured_peak_flops(self.group.device, self.dtype) if self.flops_per_token else 0.0
         self.restart()
 

@@ -16,7 +16,7 @@ from ortlaunch.run_folder.engine_report import Parity
 from ortlaunch.run_folder.folder import RunDir, json_text, write_json, write_text
 from ortlaunch.run_folder.records import ParityLine, as_json
 from ortlaunch.worker.engine.comparison import compare_with_draws, dropouts
-from ortlaunch.worker.engine.differences import LIMITS, Comparison, Difference
+from ortlaunch.worker.engine.differences import Comparison, Difference
 from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.process_group.distributed import DistributedContext
 from ortlaunch.worker.session import Session
@@ -39,7 +39,7 @@ class ParitySteps:
         self.with_table = with_table
         steps, self.why = chosen(session)
         self.end = min(steps, recipe.train.steps)
-        self.tolerance = recipe.engine.parity_tolerance or LIMITS[recipe.precision].tolerance
+        self.tolerance = recipe.engine.parity_tolerance or recipe.format.tolerance
         self.dropouts = len(dropouts(engine.plain))
         self.lowered = recipe.engine.matmul_precision != "highest"
         self.module: Any = None

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError
+from ortlaunch.precisions import PRECISIONS
 from ortlaunch.worker.engine.comparison import compare, compare_with_draws, dropouts, without_dropout
-from ortlaunch.worker.engine.differences import LIMITS
 
 BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(3))}
 
@@ -395,7 +395,7 @@ def test_half_precision_by_autocast() -> None:
             return net(x)
 
     found = compare(net, exact, BATCH, precision="bf16", autocast=True)
-    assert LIMITS["fp32"].tolerance < found.largest < LIMITS["bf16"].tolerance
+    assert PRECISIONS["fp32"].tolerance < found.largest < PRECISIONS["bf16"].tolerance
 
 
 def test_the_scale_of_fp16_is_taken_back() -> None:
