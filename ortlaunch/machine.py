@@ -20,6 +20,8 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 DEVICES = Path("/dev")
 KERNEL_LOG = Path("/dev/kmsg")
 THIS_MACHINE = "the memory of this machine"
+FUSED_ATTENTION_SCORES = 256 * 256
+"""Queries times keys of one head from which on engine ort leaves attention to torch's fused kernel."""
 _WATCH_SECONDS = 0.5
 _BUSY_SHARE = 0.1  # of one core
 _RECENT_SECONDS = 300.0

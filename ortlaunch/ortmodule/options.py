@@ -49,12 +49,12 @@ def prepare(settings: Settings) -> None:
         SettingError: a setting needs what this stack has not, or came too late.
         MissingDependency: ORTModule cannot be imported.
     """
-    for name in ("efficient_attention", "aten_sdpa"):
-        _imported_with.setdefault(name, "onnxruntime.training" not in sys.modules and getattr(settings, name))
-    # Of the second, unset is no, and any text yes.
+    name = "efficient_attention"
+    _imported_with.setdefault(name, "onnxruntime.training" not in sys.modules and getattr(settings, name))
+    # Of the second, unset is no, and any text yes: attention that stays torch's is attention.py's.
     flags = {
         "ORTMODULE_USE_EFFICIENT_ATTENTION": _flag(settings.efficient_attention),
-        "ORTMODULE_ATEN_SDPA_FALLBACK": "1" if settings.aten_sdpa else "",
+        "ORTMODULE_ATEN_SDPA_FALLBACK": "",
     }
     with environment(**flags):
         import_ortmodule()
@@ -83,13 +83,9 @@ def _require(settings: Settings) -> None:
                 raise SettingError(name, f"{problem}; leave it out")
     if settings.triton:
         _require_triton()
-    import torch
-
-    # Torch 2.5 gave attention an argument that ORT's translation of it does not take.
-    if settings.aten_sdpa and "enable_gqa" in str(torch.nn.functional.scaled_dot_product_attention.__doc__):
-        mend = "leave it out, or write attention out in the model and take Settings.efficient_attention=True"
-        raise SettingError("aten_sdpa", f"ONNX Runtime knows sdpa as it was up to torch 2.4; {mend}")
     if settings.flash_attention:
+        import torch
+
         capability = torch.cuda.get_device_capability()
         if capability < (8, 0):
             has = ".".join(map(str, capability))
@@ -117,7 +113,6 @@ def require_effect(settings: Settings, graphs: Sequence[Graph]) -> None:
     aten, triton = ({name for graph in built for name in getattr(graph, kind)} for kind in ("aten", "triton"))
     made = {
         "efficient_attention": "_efficient_attention_forward" in aten,
-        "aten_sdpa": "_scaled_dot_product_efficient_attention" in aten,
         "flash_attention": "flash_attn_forward" in triton,
         "triton": bool(triton),
     }

@@ -25,7 +25,7 @@ from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 from ortlaunch.ortmodule.graph_repairs import bfloat16, broadcasts, concatenations, convolutions
 from ortlaunch.ortmodule.state import buffers, model_state, unsupported, weight_changes
 from ortlaunch.ortmodule.state import python_values as values
-from ortlaunch.ortmodule.torch_in_graph import head_loss, torch_modules, torch_operators
+from ortlaunch.ortmodule.torch_in_graph import attention, head_loss, torch_modules, torch_operators
 from ortlaunch.ortmodule.tracing import (
     aliases,
     checkpointing,
@@ -130,6 +130,7 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, Any
                 contexts.enter_context(context(export))
             contexts.enter_context(concatenations.padding_exactly(export))
             contexts.enter_context(unsupported.uncompiled(export.module))
+            contexts.enter_context(attention.without_causal_masks(export))
             contexts.enter_context(torch_operators.kept(export))
             contexts.enter_context(torch_modules.called(export))
             model, schema = original(**arguments)  # calls _trace

@@ -7,6 +7,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 from __future__ import annotations
 
 from ortlaunch.json_types import Json
+from ortlaunch.machine import FUSED_ATTENTION_SCORES
 from ortlaunch.recipe import Recipe
 
 _SCALE, _MASK = 4, 1  # bytes that a dropout keeps a number: torch on a CPU the factor, others a truth
@@ -15,28 +16,57 @@ _SCALE, _MASK = 4, 1  # bytes that a dropout keeps a number: torch on a CPU the 
 def layer_bytes(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
     """Bytes a token that one layer keeps; `width` is that of its numbers, 4 or 2."""
     h, i, heads = int(c["hidden_size"]), int(c["intermediate_size"]), int(c["num_attention_heads"])
-    attention = 4 * heads * int(c.get("head_dim") or h // heads)  # queries, keys, values and what they give
+    attention = _attention(c)
     # Llama: norms with what goes in and comes out; gate, its SiLU, up, their product. BERT: two norms; GELU in and out.
     numbers = attention + (6 * h + 4 * i if c["model_type"] == "llama" else 4 * h + 2 * i)
     dropped = 2 * h if c.get("hidden_dropout_prob") else 0
-    return width * numbers + _mask(recipe, width, device) * dropped + heads * length * _score(recipe, c, width, device)
+    scores = heads * length * _score(recipe, c, length, width, device)
+    return width * numbers + _mask(recipe, width, device) * dropped + scores
+
+
+def kept_beside_recomputation(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
+    """Return the bytes a token of a layer that stay although its activations are computed again.
+
+    What torch's fused attention saves in a graph of ONNX Runtime, which recomputes only its own
+    operators.
+    """
+    if recipe.engine.name != "ort" or not _fused(recipe, c, length, device):
+        return 0
+    return width * _attention(c)
+
+
+def _attention(c: Json) -> int:
+    """Return the numbers a token of queries, keys, values and the output of attention."""
+    heads = int(c["num_attention_heads"])
+    return 4 * heads * int(c.get("head_dim") or int(c["hidden_size"]) // heads)
 
 
 def _mask(recipe: Recipe, width: int, device: str) -> int:
     return width if device == "cpu" and recipe.engine.name != "ort" else _MASK
 
 
-def _score(recipe: Recipe, c: Json, width: int, device: str) -> int:
+def _score(recipe: Recipe, c: Json, length: int, width: int, device: str) -> int:
     """Bytes a score of attention: its softmax and, with dropout, mask and what is left; none in a fused kernel."""
-    dropped = bool(c.get("attention_probs_dropout_prob") or c.get("attention_dropout"))
-    if not _fused(recipe):
+    dropped = _drops(c)
+    if not _fused(recipe, c, length, device):
         return width + (width + _mask(recipe, width, device) if dropped else 0)
     # torch's fused kernels for CPUs know no dropout: with it scores are written out, in float32.
     return 3 * _SCALE if dropped and device == "cpu" else 0
 
 
-def _fused(recipe: Recipe) -> bool:
-    """Whether torch's scaled_dot_product_attention computes it; engine ort writes it out in its graph."""
+def _drops(c: Json) -> bool:
+    return bool(c.get("attention_probs_dropout_prob") or c.get("attention_dropout"))
+
+
+def _fused(recipe: Recipe, c: Json, length: int, device: str) -> bool:
+    """Return whether torch's scaled_dot_product_attention computes the scores.
+
+    Engine ort writes short ones out in its graph, and on a CPU those with dropout.
+    """
     engine, asked = recipe.engine, recipe.model.attention
     written_out = asked == "eager" or (asked == "auto" and (engine.efficient_attention or engine.flash_attention))
-    return not written_out and (engine.name != "ort" or bool(engine.aten_sdpa))
+    if written_out or engine.name != "ort":
+        return not written_out
+    if engine.torch_operators != "auto" or (_drops(c) and device == "cpu"):
+        return False
+    return length * length >= FUSED_ATTENTION_SCORES

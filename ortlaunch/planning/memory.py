@@ -13,7 +13,7 @@ from typing import Any
 from ortlaunch.json_types import Json
 from ortlaunch.model_tasks import MODEL_TASKS
 from ortlaunch.plan import Bytes, Memory
-from ortlaunch.planning.activations import layer_bytes
+from ortlaunch.planning.activations import kept_beside_recomputation, layer_bytes
 from ortlaunch.planning.startup import at_start, on_host, state_bytes
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.data import TokenizerTraining
@@ -293,7 +293,9 @@ def _activations(recipe: Recipe, c: Json, micro: int, width: int, device: str) -
         # Each layer's input, and the loss or one layer computed again: not at the same time, but a process on a CPU
         # keeps the blocks of one while the other is computed.
         beside = a_layer + logits if device == "cpu" else max(a_layer, logits)
-        return layers * tokens * int(c["hidden_size"]) * width + beside
+        kept = int(c["hidden_size"]) * width
+        kept += kept_beside_recomputation(recipe, c, length, width, device)
+        return layers * tokens * kept + beside
     return layers * a_layer + logits
 
 

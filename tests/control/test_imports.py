@@ -62,7 +62,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {"recipe", "json_types", "model_tasks", "plan", "planning.activations", "planning.startup"}, set()
     ),
     "planning.startup": ({"recipe", "plan"}, set()),
-    "planning.activations": ({"recipe", "json_types"}, set()),
+    "planning.activations": ({"recipe", "json_types", "machine"}, set()),
     "launch": ({*GROUND, "plan", "run_folder", "launch"}, set()),
     "schedulers": ({*GROUND, "plan", "run_folder", "launch", "schedulers"}, {"yaml"}),  # which manifests are
     "resolve": ({*GROUND, "user_modules", "recipe", "plan", "planning", "launch", "run_folder", "resolve"}, set()),

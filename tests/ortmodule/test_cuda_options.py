@@ -111,13 +111,6 @@ def test_efficient_attention(witness: Witness) -> None:
         options.require_effect(Settings(efficient_attention=True), witness.graphs)
 
 
-def test_aten_sdpa() -> None:
-    """It is refused where torch's operator is another one than ORT's."""
-    assert "does nothing on CPU: torch has that kernel for CUDA only" in refused(aten_sdpa=True)
-    with pytest.raises(EngineError, match=r"as it was up to torch 2\.4"):
-        prepare(Engine(aten_sdpa=True), {})
-
-
 def registered_in_a_new_process(**settings: Any) -> str:
     """Graph optimizers for CUDA that ORT has after an import with these settings."""
     script = (

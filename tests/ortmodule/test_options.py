@@ -278,7 +278,6 @@ FIELDS: dict[str, Callable[[Witness, Path, Any], None] | str] = {
     "triton_config": "tests/ortmodule/test_cuda_options.py::test_triton_config",
     "flash_attention": "tests/ortmodule/test_cuda_options.py::test_flash_attention",
     "efficient_attention": "tests/ortmodule/test_cuda_options.py::test_efficient_attention",
-    "aten_sdpa": "tests/ortmodule/test_cuda_options.py::test_aten_sdpa",
     "tuning": "tests/ortmodule/test_cuda_options.py::test_tuning",
     "tuning_duration_ms": "tests/ortmodule/test_cuda_options.py::test_tuning_duration_ms",
     "tuning_results": "tests/ortmodule/test_cuda_options.py::test_tuning_results",

@@ -80,8 +80,6 @@ class Settings:
     """CUDA: attention written out in the model becomes a Triton flash attention kernel."""
     efficient_attention: bool = False
     """CUDA: attention written out in the model becomes torch's memory-efficient one. Read when ORT is imported."""
-    aten_sdpa: bool = False
-    """CUDA: scaled_dot_product_attention stays torch's kernel. Read when ORT is imported."""
     tuning: bool = False
     """CUDA: try variants of tunable operators in the first steps."""
     tuning_duration_ms: int | None = None

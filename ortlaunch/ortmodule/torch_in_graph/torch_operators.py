@@ -25,7 +25,7 @@ from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.torch_in_graph import operator_calls
+from ortlaunch.ortmodule.torch_in_graph import attention, operator_calls
 from ortlaunch.ortmodule.tracing.operators import DRAWING, is_torchs
 
 _NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
@@ -83,6 +83,7 @@ class _Translator:
         self._training, self._able, self._by_rule = export.training, able, by_rule
         self._names = {*names, *_blamed_so_far(export.options)}
         self._schemas: dict[str, Any] = {}
+        self._device = export.device.type
         self._drawn: Any = None
         """The random numbers that the graph draws last: the next ones come after them, as in eager PyTorch."""
         self._makers: dict[str, dict[str, str]] = vars(export.options).setdefault("_ortlaunch_makers", {})
@@ -120,7 +121,9 @@ class _Translator:
                 self._drawn = call.write(context, self._gradients, draws=True, before=self._drawn)
                 return self._drawn
         asked = name.rstrip("_") in self._names or call.is_complex()
-        if self._able and (asked or (self._by_rule and is_torchs(name.rstrip("_"), call.given()))):
+        if self._by_rule:
+            asked = asked or is_torchs(name.rstrip("_"), call.given()) or self._is_fused(call, inputs)
+        if self._able and asked:
             return self._instead(call, context, None)
         before = len(new)
         if not self._by_rule:
@@ -137,6 +140,11 @@ class _Translator:
         if not all(map(is_valid, written)) or self._lost(written, outputs):
             return self._instead(call, context, None, outputs)
         return outputs
+
+    def _is_fused(self, call: Any, inputs: Sequence[Any]) -> bool:
+        if call.name != attention.NAME:
+            return False
+        return attention.is_fused(call.given(), self._device, self._gradients.reach(inputs[3]))
 
     def _lost(self, written: Sequence[Any], outputs: Any) -> str:
         values = outputs if isinstance(outputs, (tuple, list)) else [outputs]

@@ -49,8 +49,9 @@ class Engine(Section):
     derivative of its forward. `auto`: python where torch lets ORT's extension load; elsewhere the model is refused."""
     torch_operators: OperatorsOrWord = "auto"
     """ort: operators that stay torch's, called from inside ONNX Runtime's graph with torch's own derivative. `auto`:
-    those that have no ONNX form, or whose form ONNX Runtime does not derive or computes wrong, and layers whose buffers
-    its graph would not change; engine.json and the end of the run name them with the share of time they take. A list:
+    those that have no ONNX form, or whose form ONNX Runtime does not derive or computes wrong, attention from 256 x 256
+    scores a head on (`model.attention: sdpa`, torch's fused kernel), and layers whose buffers its graph would not
+    change; engine.json and the end of the run name them with the share of time they take. A list:
     these, as [`softmax`, `aten::mul`]. `off`: none; such a model is refused. Needs custom_autograd's extension."""
     torch_modules: Words = ()
     """ort: layers that run whole as torch inside ONNX Runtime's graph, as [`encoder.router`, `*.lstm`], by path or its
@@ -109,8 +110,6 @@ class Engine(Section):
     efficient_attention: bool = False
     """ort, CUDA: attention written out in the model (not sdpa) becomes torch's memory-efficient attention. Gain: no
     square score matrix in memory."""
-    aten_sdpa: bool = False
-    """ort, CUDA: sdpa attention stays torch's memory-efficient kernel and is not written out in the graph."""
     tuning: bool = False
     """ort, CUDA: try variants of tunable operators in the first steps and keep the fastest."""
     tuning_duration_ms: Positive | None = None

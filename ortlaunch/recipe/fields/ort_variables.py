@@ -47,7 +47,6 @@ FIELDS = {
     "ORTMODULE_TRITON_CONFIG_FILE": Variable("triton_config", _no_value),
     "ORTMODULE_USE_FLASH_ATTENTION": Variable("flash_attention", _flag),
     "ORTMODULE_USE_EFFICIENT_ATTENTION": Variable("efficient_attention", _flag),
-    "ORTMODULE_ATEN_SDPA_FALLBACK": Variable("aten_sdpa", bool),  # ORT takes "0" for yes, too
     "ORTMODULE_ENABLE_TUNING": Variable("tuning", _flag),
     "ORTMODULE_MAX_TUNING_DURATION_MS": Variable("tuning_duration_ms", int),
     "ORTMODULE_TUNING_RESULTS_PATH": Variable("tuning_results", str),
@@ -58,6 +57,7 @@ FIELDS = {
 }
 # Variables without a field: why. They are refused.
 LEFT_OUT = {
+    "ORTMODULE_ATEN_SDPA_FALLBACK": "takes sdpa as it was up to torch 2.4; see engine.torch_operators",
     "ORTMODULE_ENABLE_LABEL_SPARSE_OPTIMIZER": "does nothing in 1.19.2; engine.sparsity_optimizer is for labels, too",
     "ORTMODULE_ENABLE_SPARSE_OPTIMIZER": "is documented, and 1.19.2 reads it nowhere; see engine.sparsity_optimizer",
     "ORTMODULE_FALLBACK_RETRY": "would try a failed export again in every step; see engine.allow_fallback",

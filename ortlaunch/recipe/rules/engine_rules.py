@@ -18,7 +18,6 @@ CUDA_ONLY = {
     "triton": "Triton writes kernels for GPUs",
     "flash_attention": "it is a Triton kernel",
     "efficient_attention": "torch has that kernel for CUDA only",
-    "aten_sdpa": "torch has that kernel for CUDA only",
     "tuning": "ONNX Runtime's tunable operators are for GPUs",
     "tuning_results": "ONNX Runtime's tunable operators are for GPUs",
 }
@@ -115,8 +114,6 @@ def _pairs(recipe: Recipe) -> Iterator[Problem]:
     if engine.print_input_density and engine.sparsity_optimizer is False:
         paths = ("engine.print_input_density", "engine.sparsity_optimizer")
         yield paths, "does nothing without sparsity_optimizer, which measures the density"
-    if engine.aten_sdpa and recipe.model.attention == "eager":
-        yield ("engine.aten_sdpa", "model.attention"), "does nothing with attention eager; use sdpa"
     for name in ("efficient_attention", "flash_attention"):
         if getattr(engine, name) and recipe.model.attention == "sdpa":
             paths = (f"engine.{name}", "model.attention")

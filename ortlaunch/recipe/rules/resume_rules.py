@@ -74,7 +74,7 @@ RULES: dict[str, RuleOf] = {
     **_all(_EFFECT, "print_input_density custom_autograd allow_traced_values parity_steps", "engine"),
     **_all(_EFFECT, "parity_tolerance deepcopy_before_export log_level save_onnx print_memory_stats", "engine"),
     **_all(_EFFECT, "cast_propagation cast_propagation_level conv_algorithm_search triton triton_config", "engine"),
-    **_all(_EFFECT, "flash_attention efficient_attention aten_sdpa tuning tuning_duration_ms tuning_results", "engine"),
+    **_all(_EFFECT, "flash_attention efficient_attention tuning tuning_duration_ms tuning_results", "engine"),
     **_all(_EFFECT, "matmul_precision onednn chunked_loss torch_matmul torch_operators torch_modules", "engine"),
     **_all(_EFFECT, "zero zero.stage zero.fused_gradient_norm zero.deepspeed zero.offload"),
     **_all(_EFFECT, "optimizer parameters nvme_path pin_memory", "zero.offload"),

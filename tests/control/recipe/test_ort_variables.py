@@ -35,7 +35,6 @@ TEXTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "ORTMODULE_USE_TRITON": ("1", {"triton": True}, "0"),
     "ORTMODULE_USE_FLASH_ATTENTION": ("0", {}, "1"),
     "ORTMODULE_USE_EFFICIENT_ATTENTION": ("0", {}, "1"),
-    "ORTMODULE_ATEN_SDPA_FALLBACK": ("", {}, "0"),
     "ORTMODULE_ENABLE_TUNING": ("0", {}, "true"),
     "ORTMODULE_MAX_TUNING_DURATION_MS": ("5", {"tuning_duration_ms": 5}, "6"),
     "ORTMODULE_TUNING_RESULTS_PATH": ("here", {"tuning_results": "here"}, "there"),

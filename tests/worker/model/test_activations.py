@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ortlaunch.planning import activations
 from ortlaunch.planning.memory import estimate
 from ortlaunch.recipe import Recipe
 from tests.makers import bert
@@ -80,14 +81,29 @@ def a_layer(attention: str, dropout: float, device: str = "cpu", **engine: Any) 
 
 
 def test_where_scores_are_kept() -> None:
-    """Engine ort writes sdpa out unless torch's kernel is asked for; torch's on CUDA has dropout, with small masks."""
+    """Engine ort writes short attention out; torch's kernel on CUDA has dropout, with small masks."""
     eager, ort = {"name": "eager"}, {"name": "ort"}
     assert a_layer("auto", 0.0, **ort) == a_layer("eager", 0.0, **eager) > a_layer("sdpa", 0.0, **eager)
-    assert a_layer("auto", 0.0, **ort, aten_sdpa=True) == a_layer("sdpa", 0.0, **eager)
     assert a_layer("auto", 0.0, **ort, efficient_attention=True) == a_layer("eager", 0.0, **ort)
     masks = TOKENS * 2 * SIZES["hidden_size"]
     assert a_layer("auto", 0.1, "cuda", **eager) == a_layer("auto", 0.0, "cuda", **eager) + masks
     assert a_layer("eager", 0.1, "cuda", **eager) < a_layer("eager", 0.1, **eager)
+
+
+def test_long_attention_stays_torchs_on_engine_ort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no scores are kept; but with dropout on a CPU, and recomputation keeps what the kernel saves."""
+    eager, ort = {"name": "eager"}, {"name": "ort"}
+    short, dropped = a_layer("auto", 0.0, **ort), a_layer("auto", 0.1, **ort)
+    monkeypatch.setattr(activations, "FUSED_ATTENTION_SCORES", LENGTH * LENGTH)
+    assert a_layer("auto", 0.0, **ort) == a_layer("sdpa", 0.0, **eager) < short
+    assert a_layer("auto", 0.0, **ort, torch_operators="off") == short
+    assert a_layer("auto", 0.1, **ort) == dropped > a_layer("auto", 0.1, "cuda", **ort)
+    again, plain = (
+        made("bert", 2, "auto", 0.0, engine={"name": name, **settings})
+        for name, settings in (("ort", {"memory_optimization": 1}), ("eager", {}))
+    )
+    plain = plain.model_copy(update={"model": plain.model.model_copy(update={"gradient_checkpointing": True})})
+    assert planned(again) - planned(plain) == 2 * TOKENS * 4 * SIZES["hidden_size"] * 4
 
 
 def test_recomputed_layers_keep_their_input() -> None:

@@ -1,0 +1,193 @@
+"""Attention that stays torch's fused kernel in ONNX Runtime's graph: eager's numbers, for each kind of mask."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ortlaunch import machine
+from ortlaunch.ortmodule.base import torch_calls
+from ortlaunch.ortmodule.build import extensions
+from tests.ort import needs_ort
+from tests.ortmodule.modules import same, wrapped
+
+pytestmark = [
+    needs_ort,
+    pytest.mark.usefixtures("built", "seeded"),
+    pytest.mark.skipif(bool(extensions.interop_refusal()), reason="ONNX Runtime's torch_interop_utils is not built"),
+]
+CALL = "aten.scaled_dot_product_attention"
+LENGTH = 12
+Mask = Callable[[torch.Tensor], dict[str, Any]]
+
+
+class Attention(nn.Module):
+    """Self-attention of (samples, LENGTH, width); `mask` makes arguments of sdpa from the samples' lengths."""
+
+    def __init__(self, mask: Mask, heads: int = 4, size: int = 32, groups: int = 1) -> None:
+        super().__init__()
+        self.mask, self.heads, self.size, self.groups = mask, heads, size, groups
+        self.queries = nn.Linear(16, heads * size)
+        self.keys, self.values = (nn.Linear(16, heads // groups * size) for _ in range(2))
+        self.last = nn.Linear(heads * size, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        parts = (layer(x) for layer in (self.queries, self.keys, self.values))
+        heads = (part.view(*part.shape[:2], -1, self.size).transpose(1, 2) for part in parts)
+        attended = functional.scaled_dot_product_attention(*heads, **self.mask(lengths))
+        return self.last(attended.transpose(1, 2).flatten(2)).square().mean()
+
+
+def padding(lengths: torch.Tensor) -> torch.Tensor:
+    """True where a key is no padding."""
+    return (torch.arange(LENGTH) < lengths[:, None])[:, None, None]
+
+
+def window(lengths: torch.Tensor) -> torch.Tensor:
+    """The four last keys that are no padding: a row of padding's may have none."""
+    places = torch.arange(LENGTH)
+    far = places[:, None] - places
+    return (far >= 0) & (far < 4) & padding(lengths)
+
+
+def documents(lengths: torch.Tensor) -> torch.Tensor:
+    """Two documents a sample, the second from `lengths` on, each causal."""
+    places = torch.arange(LENGTH)
+    second = places >= lengths[:, None]
+    return ((second[:, :, None] == second[:, None, :]) & (places[:, None] >= places))[:, None]
+
+
+def added(lengths: torch.Tensor) -> torch.Tensor:
+    """Padding as numbers to add, and a slope by distance."""
+    places = torch.arange(LENGTH)
+    return torch.where(padding(lengths), 0.0, -1e9) - (places[:, None] - places).abs() * 0.1
+
+
+MASKS: dict[str, Mask] = {
+    "none": lambda lengths: {},
+    "causal": lambda lengths: {"is_causal": True},
+    "scaled": lambda lengths: {"is_causal": True, "scale": 0.3},
+    "padding": lambda lengths: {"attn_mask": padding(lengths)},
+    "sliding window": lambda lengths: {"attn_mask": window(lengths)},
+    "packed documents": lambda lengths: {"attn_mask": documents(lengths)},
+    "numbers": lambda lengths: {"attn_mask": added(lengths)},
+}
+BATCHES = [(torch.randn(rows, LENGTH, 16), torch.randint(3, LENGTH, (rows,))) for rows in (2, 3, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of any length is left to torch."""
+    monkeypatch.setattr(machine, "FUSED_ATTENTION_SCORES", 1)
+    torch_calls.restart()
+
+
+def compare(model: nn.Module, batches: Any = BATCHES) -> int:
+    """Compare losses and gradients of each batch with eager's; the number of calls of torch's kernel."""
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    for batch in batches:
+        losses = []
+        for one in (module, eager):
+            loss = one(*batch)
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        same(model, eager, atol=1e-5)
+    made = torch_calls.made()
+    return made[CALL].backward if CALL in made else 0
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks(kind: str) -> None:
+    """Losses and gradients are eager's."""
+    assert compare(Attention(MASKS[kind])) == len(BATCHES)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_head_sizes(size: int) -> None:
+    """Also of large heads."""
+    assert compare(Attention(MASKS["padding"], size=size)) == len(BATCHES)
+
+
+def test_grouped_queries() -> None:
+    """Two queries share a key."""
+    mask: Mask = lambda lengths: {"is_causal": True, "enable_gqa": True}  # noqa: E731
+    assert compare(Attention(mask, groups=2)) == len(BATCHES)
+
+
+class Learned(Attention):
+    """Attention with a trained bias, for whose gradient torch has no fused kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(self.biased)
+        self.bias = nn.Parameter(torch.randn(LENGTH, LENGTH))
+
+    def biased(self, lengths: torch.Tensor) -> dict[str, Any]:
+        """Return the mask with the bias."""
+        return {"attn_mask": self.bias + added(lengths)}
+
+
+def test_what_has_no_kernel_is_written_out() -> None:
+    """A mask with a gradient, and attention below the limit."""
+    assert compare(Learned()) == 0
+    machine.FUSED_ATTENTION_SCORES = LENGTH * LENGTH + 1  # set back by the fixture
+    assert compare(Attention(MASKS["causal"])) == 0
+
+
+def llama(**config: Any) -> LlamaForCausalLM:
+    """A Llama with two queries to a key."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False, **config))
+
+
+class Loss(nn.Module):
+    """The loss of a language model on tokens and what else `name` names."""
+
+    def __init__(self, model: nn.Module, name: str = "") -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, tokens: torch.Tensor, *other: torch.Tensor) -> torch.Tensor:
+        named = {self.name: other[0]} if other else {}
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens, **named).loss
+        return loss
+
+
+def masks_given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each attention of transformers was given a mask."""
+    found: list[bool] = []
+    original = functional.scaled_dot_product_attention
+
+    def noting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found.append(kwargs.get("attn_mask") is not None)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", noting)
+    return found
+
+
+TOKENS = [torch.randint(0, 40, (2, length)) for length in (9, 5)]
+
+
+def test_a_causal_mask_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in eager PyTorch where the model counts the positions itself, at any length."""
+    given = masks_given(monkeypatch)
+    assert compare(Loss(llama()), [(tokens,) for tokens in TOKENS]) == 2 * len(TOKENS)
+    assert not any(given)
+
+
+def test_documents_by_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that are given may be of packed documents, and the mask is made of them in each pass."""
+    given = masks_given(monkeypatch)
+    positions = [torch.arange(9).expand(2, 9), torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])]
+    compare(Loss(llama(), "position_ids"), list(zip(TOKENS, positions)))
+    assert any(given)
