@@ -9,6 +9,8 @@
     │   ├── DamagedFile       a file of a run's folder is not as it was written, or of another version
     │   └── MissingDependency a package or a built extension is absent
     ├── LaunchError           processes could not be started or agreed on
+    │   ├── WorldError        the launcher started another world than the plan's
+    │   └── DeviceError       a rank has no GPU to train on
     ├── EngineError           the chosen engine cannot run this model
     │   └── ParityError       it runs the model, and what comes out is not what plain PyTorch computes
     ├── FileError             a file or the output of ours cannot be read or written; made by file_errors.py
@@ -20,7 +22,7 @@
         ├── LastSaveError     the save at the end failed, and checkpoint.on_failure is continue
         └── NotSaved          a stop that was asked for found nowhere to save: 128 + its signal
 
-Imports nothing of ortlaunch.
+A class has the cause that the record of a failed rank takes from it. Imports cause alone.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any
+
+from ortlaunch.cause import Cause
 
 # What a terminal obeys, and marks that turn the direction of a line; no line feed, tab, or line end of Windows.
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]|\r(?!\n)")
@@ -42,12 +46,19 @@ class OrtlaunchError(Exception):
     """Base class; ``str(error)`` is the whole message for the user."""
 
     exit_status = 1
+    cause: Cause | None = None
+
+    @property
+    def detail(self) -> str:
+        """One line of it."""
+        return str(self).strip().partition("\n")[0]
 
 
 class InputError(OrtlaunchError):
     """What the user wrote is wrong; nothing was started."""
 
     exit_status = 2
+    cause = Cause.BAD_INPUT
 
 
 class RecipeError(InputError):
@@ -77,9 +88,23 @@ class DamagedFile(InputError, ValueError):
 class MissingDependency(InputError):
     """A package or a built extension is absent; the message says what to type."""
 
+    cause = Cause.MISSING_MODULE
+
 
 class LaunchError(OrtlaunchError):
-    """Processes could not be started, or did not agree on the world that was planned."""
+    """Processes could not be started, or did not agree on what they run."""
+
+
+class WorldError(LaunchError):
+    """The launcher started another world than the plan's."""
+
+    cause = Cause.OTHER_WORLD
+
+
+class DeviceError(LaunchError):
+    """A rank has no GPU to train on."""
+
+    cause = Cause.NO_GPU
 
 
 class EngineError(OrtlaunchError):
@@ -98,6 +123,9 @@ class FileError(OrtlaunchError):
         super().__init__(message)
 
 
+FIRST_PARAMETER = "the first parameter whose gradient is not finite"
+
+
 class BadStepError(OrtlaunchError):
     """The numbers of a step are bad; ``found`` is its record where the step was not taken, else None."""
 
@@ -105,13 +133,28 @@ class BadStepError(OrtlaunchError):
         self.found = found
         super().__init__(message)
 
+    @property
+    def detail(self) -> str:
+        """With the parameter, where one is named."""
+        parameter = self.found.parameter if self.found else None
+        return super().detail + (f"; {FIRST_PARAMETER}: {parameter}" if parameter else "")
+
 
 class NonFiniteError(BadStepError):
     """A loss or a gradient is inf or nan; the message names the step, the samples and the parameter."""
 
+    cause = Cause.NOT_FINITE
+
+    def __init__(self, message: str, found: Any = None) -> None:
+        super().__init__(message, found)
+        if found and found.kind == "gradient":
+            self.cause = Cause.GRADIENT_NOT_FINITE
+
 
 class LossSpikeError(BadStepError):
     """A loss is far above those before it; the message names the step and the samples."""
+
+    cause = Cause.LOSS_SPIKE
 
 
 class HookError(OrtlaunchError):
@@ -120,6 +163,8 @@ class HookError(OrtlaunchError):
 
 class CheckpointError(OrtlaunchError):
     """A checkpoint cannot be written or read."""
+
+    cause = Cause.DAMAGED_CHECKPOINT
 
 
 class LastSaveError(CheckpointError):

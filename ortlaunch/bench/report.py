@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ortlaunch.bench.turns import VariantJob
 from ortlaunch.bench.variants import Variant
 from ortlaunch.json_types import Json
+from ortlaunch.run_folder.cause_text import OURS
 from ortlaunch.units import human
 
 _HEAD = ("variant", "s/step", "middle half", "samples/s", "tokens/s", "MFU", "memory", "first step", "parity", "ratio")
@@ -157,5 +158,5 @@ def _notes(rows: Sequence[Json]) -> list[str]:
 
 def short_reason(reason: str) -> str:
     """One line of a failure's text: the message of an error for people, or the end of a traceback."""
-    said = reason.partition("\n\nortlaunch: ")[0].strip().splitlines() or [""]
+    said = reason.partition(f"\n\n{OURS}")[0].strip().splitlines() or [""]
     return said[-1] if said[0].startswith("Traceback") else said[0]

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.json_types import Json
 from ortlaunch.plan import Plan
 from ortlaunch.run_folder.folder import RunDir, account
@@ -26,6 +27,8 @@ class Evidence:
     """The exit status of the command; None: it has not ended."""
     text: str
     """What the command said last; "" where it said nothing."""
+    failure: Failure | None
+    """Why, as the command recorded it."""
     records: list[Json]
     """Accounts of ranks that failed, and of a run that stood still; the cause first."""
 
@@ -33,29 +36,11 @@ class Evidence:
     def first(self) -> Json:
         """The account of the cause; empty where no rank gave one of its own.
 
-        A rank that stopped as it was asked to is the cause where the command says so: a launcher, too, asks for that.
+        A rank that stopped as it was asked to is the cause where the command blames it: a launcher, too, asks for that.
         """
         own = self.records[0] if self.records and not self.records[0]["secondary"] else {}
-        told = own.get("type") != "Stopped" or str(own["summary"]) in self.text
-        return own if told else {}
-
-    @property
-    def place(self) -> str:
-        """Where that was."""
-        if "rank" not in self.first:
-            return "the run"
-        return f"rank {self.first['rank']} on host {self.first['host']}"
-
-    @property
-    def raised_at(self) -> str:
-        """The line of the user's own files that raised it, for a person; "" where there is none."""
-        return f", at {self.first['raised_at']}" if "raised_at" in self.first else ""
-
-    @property
-    def words(self) -> str:
-        """All that the cause's account says, else what the command said."""
-        names = ("type", "summary", "message", "traceback")
-        return "\n".join(str(self.first.get(name, "")) for name in names) if self.first else self.text
+        blamed = self.failure is not None and self.failure.cause is Cause.STOPPED and self.failure.rank is not None
+        return {} if own and own["cause"] is Cause.STOPPED and not blamed else own
 
     @property
     def plan(self) -> Plan | None:
@@ -63,11 +48,10 @@ class Evidence:
         return Plan.read(self.run.plan) if self.run.plan.exists() else None
 
 
-def read(run: RunDir, state: str, status: int | None, text: str) -> Evidence:
+def read(run: RunDir, state: str, status: int | None, text: str, failure: Failure | None) -> Evidence:
     """Read what the ranks left."""
-    paths = [*sorted(run.errors.glob("rank_*.json")), *run.errors.glob("stall.json"), *run.errors.glob("lost.json")]
-    records = [account(path) for path in paths]
-    return Evidence(run, state, status, text, sorted(records, key=lambda one: (one["secondary"], one["time"])))
+    records = [account(path) for path in run.told]
+    return Evidence(run, state, status, text, failure, sorted(records, key=lambda one: (one["secondary"], one["time"])))
 
 
 def last_lines(run: RunDir, rank: int) -> list[str]:

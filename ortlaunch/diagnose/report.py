@@ -7,10 +7,13 @@ import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.diagnose import evidence
-from ortlaunch.diagnose.causes import Cause, cause_of
+from ortlaunch.diagnose.causes import advice_for, cause_of
 from ortlaunch.diagnose.evidence import Evidence
 from ortlaunch.diagnose.memory import what_would_fit
+from ortlaunch.launch.failure import End
+from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, verdict
 from ortlaunch.run_folder.folder import RunDir, json_text
 from ortlaunch.runs import status
 from ortlaunch.runs.finished import CONTINUE
@@ -18,7 +21,7 @@ from ortlaunch.units import human, number
 
 _FEW_BYTES = 1 << 30
 _SKIPPED_OFTEN = 0.5
-_PLAIN = ("ended-well", "stopped", "running")  # nothing went wrong
+_PLAIN = (Cause.ENDED_WELL, Cause.STOPPED, Cause.RUNNING)  # nothing went wrong
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         """Verdict, evidence, what to try."""
-        lines = [f"verdict: {self.verdict}", *(["", "evidence:"] if self.evidence else []), *self.evidence]
+        lines = [f"{VERDICT}{self.verdict}", *(["", "evidence:"] if self.evidence else []), *self.evidence]
         return "\n".join([*lines, *(["", "try:"] if self.advice else []), *(f"  {each}" for each in self.advice)])
 
 
@@ -51,28 +54,35 @@ def diagnose(run: RunDir) -> Diagnosis:
     """
     found = status.look(run)
     exit_status = found.job.exit_status if found.state.is_end else None
-    about = evidence.read(run, found.state.value, exit_status, found.job.verdict or "")
-    cause = cause_of(about)
-    return Diagnosis(str(run), found.state.value, exit_status, cause.kind, cause.verdict, cause.advice,
-                     tuple(_evidence(about, cause)))  # fmt: skip
+    about = evidence.read(run, found.state.value, exit_status, found.job.verdict or "", found.job.failure)
+    failure = cause_of(about)
+    return Diagnosis(
+        run=str(run),
+        state=found.state.value,
+        exit_status=exit_status,
+        kind=failure.kind.value,
+        verdict=verdict(failure),
+        advice=advice_for(failure, about),
+        evidence=tuple(_evidence(about, failure)),
+    )
 
 
-def with_verdict(run: RunDir, exit_status: int, text: str) -> str:
+def with_verdict(run: RunDir, end: End) -> str:
     """What a command says last of a run that failed, with the verdict before its last line."""
-    about = evidence.read(run, "failed", exit_status, text)
-    cause = cause_of(about)
-    if not exit_status or cause.kind in _PLAIN:
-        return text
-    more = what_would_fit(about) if cause.kind == "out-of-memory" else []
-    lines = [f"verdict: {cause.verdict}", *more, *(f"try: {each}" for each in cause.advice)]
-    before, mark, last = text.rpartition("ortlaunch: ")
+    about = evidence.read(run, "failed", end.status, end.text, end.failure)
+    failure = cause_of(about)
+    if failure.kind in _PLAIN:
+        return end.text
+    what, before = verdict(failure), end.before.rstrip("\n")
+    more = what_would_fit(about) if failure.kind is Cause.OUT_OF_MEMORY else []
     first = before.partition("\n")[0]
-    if first and (before.startswith(cause.verdict) or cause.verdict.startswith(first)):  # do not print it twice
-        before, lines[0] = "", f"verdict: {before.rstrip()}"
-    return "\n".join([*([before.rstrip("\n")] if before.strip() else []), *lines, f"{mark}{last}"])
+    if first and (before.startswith(what) or what.startswith(first)):  # do not print it twice
+        before, what = "", before
+    lines = [f"{VERDICT}{what}", *more, *(f"{TRY}{each}" for each in advice_for(failure, about))]
+    return "\n".join([*([before] if before.strip() else []), *lines, f"{OURS}{end.last}"])
 
 
-def _evidence(found: Evidence, cause: Cause) -> Iterator[str]:
+def _evidence(found: Evidence, failure: Failure) -> Iterator[str]:
     code = found.status
     yield f"  {found.state}" + (f", exit status {code}{_meaning(code)}" if code is not None else "")
     for record in found.records[:1]:
@@ -85,8 +95,8 @@ def _evidence(found: Evidence, cause: Cause) -> Iterator[str]:
         said = [line for line in found.text.strip().splitlines() if not line.startswith(CONTINUE)]
         yield f"  the command said: {said[-1] if code else said[0]}"
     yield from _progress(found)
-    yield from _storage(found, cause)
-    yield from (f"  {line}" for line in (what_would_fit(found) if cause.kind == "out-of-memory" else ()))
+    yield from _storage(found, failure)
+    yield from (f"  {line}" for line in (what_would_fit(found) if failure.kind is Cause.OUT_OF_MEMORY else ()))
     prefix = found.run.flight_recorder
     recorders = [path for path in prefix.parent.glob(f"{prefix.name}*") if path.stat().st_size]
     if recorders:
@@ -120,9 +130,9 @@ def _progress(found: Evidence) -> Iterator[str]:
     yield f"  the newest complete checkpoint is after step {saved[-1][0]}" if saved else "  no complete checkpoint"
 
 
-def _storage(found: Evidence, cause: Cause) -> Iterator[str]:
+def _storage(found: Evidence, failure: Failure) -> Iterator[str]:
     for line in [line for line in evidence.json_lines(found.run.saves, "step") if line.get("error")][-1:]:
         yield f"  the save after step {line['step']} failed: {line['error']}"
     free = shutil.disk_usage(found.run.path).free
-    if free < _FEW_BYTES or cause.kind == "disk-full":
+    if free < _FEW_BYTES or failure.cause is Cause.DISK_FULL:
         yield f"  {human(free)} are free now on the disk of {found.run}"

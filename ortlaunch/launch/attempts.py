@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ortlaunch.cause import Cause
 from ortlaunch.json_types import Json
 from ortlaunch.launch.failure import End, first_failure, ranks_that_began
 from ortlaunch.launch.record import Attempt
 from ortlaunch.plan import Plan
 from ortlaunch.rank import NO_FAULT
 from ortlaunch.run_folder.folder import COMPLETE, RunDir
-from ortlaunch.run_folder.lost import LOST
 from ortlaunch.units import counted
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds
@@ -51,9 +51,9 @@ def _same(one: Attempt, other: Attempt) -> bool:
 
     So does the loss of a host.
     """
-    if other.failure.startswith(LOST):
+    if other.cause is Cause.HOST_LOST:
         return False
-    if other.exit_status == _KILLED and "out-of-memory killer ended" not in other.cause:
+    if other.exit_status == _KILLED and other.cause is not Cause.OUT_OF_MEMORY:
         return False
     return (_words(one.failure), one.exit_status, one.step) == (_words(other.failure), other.exit_status, other.step)
 
@@ -74,12 +74,17 @@ def record_attempt(run: RunDir, end: End, number: int, seconds: float, checkpoin
         number=number,
         seconds=round(seconds, 1),
         exit_status=end.status,
-        cause=end.text.rpartition("\nortlaunch: ")[2].splitlines()[0],
+        cause=_cause(end),
+        verdict=end.last.partition("\n")[0],
         failure=_failure(first, end),
         step=None if not began or first is None else first.get("step"),
         checkpoint=newest_checkpoint(run),
         resumed=checkpoint,
     )
+
+
+def _cause(end: End) -> Cause:
+    return end.failure.kind if end.failure else Cause.UNKNOWN
 
 
 def _failure(first: Json | None, end: End) -> str:
@@ -108,7 +113,8 @@ def failed_turn(run: RunDir, end: End, number: int, seconds: float, prepared: bo
     if prepared:
         return record_attempt(run, end, number, seconds, newest_checkpoint(run, run.request.stat().st_mtime_ns))
     newest = newest_checkpoint(run)
-    return Attempt(number, round(seconds, 1), end.status, end.text, f"exit status {end.status}", None, newest, newest)
+    failure = f"exit status {end.status}"
+    return Attempt(number, round(seconds, 1), end.status, _cause(end), end.last, failure, None, newest, newest)
 
 
 def set_aside(run: RunDir) -> int:

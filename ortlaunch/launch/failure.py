@@ -7,25 +7,46 @@ import re
 import signal
 from typing import NamedTuple
 
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
 from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, sentence
 from ortlaunch.run_folder.folder import RunDir, account, is_full, read_json
+from ortlaunch.run_folder.library_messages import cause_in
 
-_OURS = re.compile(
-    r"^(?=ortlaunch: |verdict: |try: )", re.MULTILINE
-)  # a line of the user's exception that is like ours
-_OFTEN_MEMORY = " (often the kernel's out-of-memory killer: see dmesg there)"
+_LIKE_OURS = re.compile(f"^(?={OURS}|{VERDICT}|{TRY})", re.MULTILINE)  # a line of the user's exception
 
 
 class End(NamedTuple):
-    """The command's exit status, and what to print last."""
+    """How a run ended, and what to print of it."""
 
     status: int
-    text: str
-    stopped: bool = False  # on request, with a checkpoint to continue from
+    """The command's exit status."""
+    last: str
+    """What is printed last: one line, and where its logs are."""
+    failure: Failure | None = None
+    """Why; None: it ended well."""
+    before: str = ""
+    """Printed before it, with the line feeds between both: a traceback."""
+    stopped: bool = False
+    """On request, with a checkpoint to continue from."""
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return f"{self.before}{OURS if self.status else ''}{self.last}"
+
+    def followed_by(self, line: str) -> End:
+        """The same with one more line."""
+        return self._replace(last=line, before=f"{self.text}\n")
+
+    @classmethod
+    def of(cls, status: int, failure: Failure, more: str = "") -> End:
+        """Of a cause that the command saw; `more` is printed after its sentence."""
+        return cls(status, f"{sentence(failure)}{more}", failure)
 
 
 def explain_end(
@@ -48,18 +69,20 @@ def explain_end(
         return _saved(run, stopped_by)
     records = _records(run)
     first = _first(records)
-    by_wish = first is not None and first.get("type") == "Stopped"
+    by_wish = first is not None and first["cause"] is Cause.STOPPED
     own = _launcher_failure(run)
     nobody_asked = stopped_by is None and not run.stop_request.exists()
     if own and nobody_asked and (first is None or by_wish or first["secondary"]):
-        what = f"{_program(Plan.read(run.plan))} failed with {own}, and ended the ranks"
-        return End(1, f"ortlaunch: {what}; its traceback is above; logs: {run.logs}")
+        cause = (cause_in(own) or (None,))[0]
+        cause = cause if cause is Cause.NO_LOCKS else Cause.LAUNCHER_FAILED
+        failure = Failure(cause, own, who=_program(Plan.read(run.plan)))
+        return End.of(1, failure, f"; logs: {run.logs}")
     if first is not None and by_wish and not _unheard(run, records, stopped_by):
         return _stopped_without_a_step(run, first, stopped_by)
     if stopped_by is not None and (status or first is not None):
         return _stopped(run, first, stopped_by)
     if first is not None and not first["secondary"] and not by_wish:
-        return End(first["exit_status"], _text(first, shown))
+        return _of_rank(first, shown)
     if first is None and status == 0:
         return End(0, f"done: {run}")
     return _without_cause(run, status, ended_by, oom_kills, records)
@@ -90,11 +113,8 @@ def _saved(run: RunDir, stopped_by: int | None) -> End:
     """The end of a run that was asked to stop, and saved."""
     how = read_json(run.stopped)
     done = f"stopped by {how['by']}, saved after step {how['step']} of {how['steps']}"
-    return End(
-        130 if stopped_by == signal.SIGINT else how["exit_status"],
-        f"ortlaunch: {done}",
-        stopped=True,
-    )
+    status = 130 if stopped_by == signal.SIGINT else how["exit_status"]
+    return End(status, done, Failure(Cause.STOPPED, done), stopped=True)
 
 
 def explain_silence(run: RunDir, command: str) -> End:
@@ -103,9 +123,8 @@ def explain_silence(run: RunDir, command: str) -> End:
         return _saved(run, None)
     first = _first(_records(run))
     if first is not None and not first["secondary"]:
-        return End(first["exit_status"], _text(first))
-    gone = f"the command ({command}) disappeared without an error record (usually SIGKILL, often out of memory)"
-    return End(137, f"ortlaunch: {gone}, and its ranks ended with it\nlogs: {run.logs}")
+        return _of_rank(first)
+    return End.of(137, Failure(Cause.COMMAND_KILLED, who=command), f"\nlogs: {run.logs}")
 
 
 def _without_cause(run: RunDir, status: int, ended_by: int | None, oom_kills: int | None, records: list[Json]) -> End:
@@ -113,34 +132,35 @@ def _without_cause(run: RunDir, status: int, ended_by: int | None, oom_kills: in
     plan, asked = Plan.read(run.plan), _asked(run)
     status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
     if ended_by is not None and plan.launcher != "local":
-        what = f"{_program(plan)} was ended by {signal.Signals(ended_by).name}, and the ranks with it"
-        return End(128 + ended_by, f"ortlaunch: {what}; none of them had failed before{_memory(oom_kills)}")
+        killed = Failure(Cause.LAUNCHER_KILLED, who=_program(plan), signal=ended_by, memory_kills=oom_kills)
+        return End.of(128 + ended_by, killed)
     began = ranks_that_began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(asked))
     lost = [rank for rank in silent if run.spare(rank).exists()] or silent  # the others came to their end
     if status and not records and is_full(run.path):
-        return End(status, f"ortlaunch: no space left on device ({run}), where no rank could write how it ended")
+        return End.of(status, Failure(Cause.DISK_FULL, str(run)))
     if lost and status:
-        return End(137, _lost_text(run, plan, lost, oom_kills))
+        return _lost(run, plan, lost, oom_kills)
     absent = sorted(set(range(plan.world_size)) - began)
     if absent and status:
-        names = _names(plan, absent)
-        what = f"{names} ended before it began" if began else f"no rank began ({names})"
-        said = f"{what}, and the launcher ended with status {status}; see above, and {run.logs}"
-        return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
+        return _never_began(run, status, oom_kills, _names(plan, absent), len(began))
     first = _first(records)
-    if first is not None and first.get("type") == "Outlived" and first["exit_status"] == EXIT_SAVED:
+    if first is not None and first["cause"] is Cause.OUTLIVED and first["exit_status"] == EXIT_SAVED:
         return _stopped(run, first, first["signal"])
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
-        what = f"{_names(plan, [rank])} was ended by {signal.Signals(asked[rank][0]).name}"
-        where = "" if plan.launcher == "local" else f" or to {_program(plan)}"
-        said = f"{what}, sent to it{where} from outside this run; no rank had failed before"
-        return End(128 + asked[rank][0], f"ortlaunch: {said}; logs: {run.logs}")
+        number, launcher = asked[rank][0], "" if plan.launcher == "local" else _program(plan)
+        failure = Failure(Cause.SIGNALLED, launcher, who=_names(plan, [rank]), signal=number)
+        return End.of(128 + number, failure, f"; logs: {run.logs}")
     if first is None:
-        said = f"the launcher ended with status {status}, and no rank says why; see above, and {run.logs}"
-        return End(status, f"ortlaunch: {said}{_memory(oom_kills)}")
-    return End(first["exit_status"], _text(first))
+        return _never_began(run, status, oom_kills)
+    return _of_rank(first)._replace(failure=Failure(Cause.LOST_PEERS, first["summary"]))
+
+
+def _never_began(run: RunDir, status: int, oom_kills: int | None, absent: str = "", began: int = 0) -> End:
+    """Ranks are absent, or nothing tells why the launcher failed."""
+    failure = Failure(Cause.NEVER_BEGAN, who=absent, began=began, status=status, memory_kills=oom_kills)
+    return End.of(status, failure, f"; see above, and {run.logs}")
 
 
 def first_failure(run: RunDir) -> Json | None:
@@ -165,7 +185,7 @@ def _first(records: list[Json]) -> Json | None:
 
 def _order(record: Json) -> tuple[bool, bool, int, float]:
     """Hosts' clocks differ: what could read another's account came after it, and times count only where none could."""
-    return record["secondary"], record.get("type") != "Outlived", record.get("after", 0), record["time"]
+    return record["secondary"], record["cause"] is not Cause.OUTLIVED, record.get("after", 0), record["time"]
 
 
 def ranks_that_began(run: RunDir) -> set[int]:
@@ -187,18 +207,15 @@ def _asked(run: RunDir) -> dict[int, tuple[int, float]]:
 
 def _stopped(run: RunDir, first: Json | None, number: int) -> End:
     """The end of a run that was asked to stop and did not save; where an older checkpoint is, it is run again."""
-    late = first is None or first.get("type") == "Outlived"
-    told = f"{_text(first)}\n" if first and (late or not first["secondary"]) else ""
-    said, saved = f"{told}ortlaunch: stopped by {signal.Signals(number).name}", run.complete_checkpoints()
-    if not saved:
-        return End(128 + number, said)
+    late = first is None or first["cause"] is Cause.OUTLIVED
+    before = f"{_of_rank(first).text}\n" if first and (late or not first["secondary"]) else ""
+    said, saved = f"stopped by {signal.Signals(number).name}", run.complete_checkpoints()
     again = late and number != signal.SIGINT and not run.cancelled.exists() and Plan.read(run.plan).traits.saves
-    lost = " before it had saved, and what was trained since its newest checkpoint is lost" if again else ""
-    return End(
-        EXIT_SAVED if again else 128 + number,
-        f"{said}{lost}; the newest checkpoint is after step {saved[-1][0]}",
-        stopped=True,
-    )
+    if saved:
+        lost = " before it had saved, and what was trained since its newest checkpoint is lost" if again else ""
+        said += f"{lost}; the newest checkpoint is after step {saved[-1][0]}"
+    status = EXIT_SAVED if saved and again else 128 + number
+    return End(status, said, Failure(Cause.STOPPED, said, signal=number), before, stopped=bool(saved))
 
 
 def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) -> End:
@@ -209,19 +226,19 @@ def _stopped_without_a_step(run: RunDir, first: Json, stopped_by: int | None) ->
     elif run.stop_request.exists():
         by = read_json(run.stop_request).get("by")
     if by is None:
-        return End(status, _text(first))
+        return _of_rank(first)._replace(status=status)
     saved = run.complete_checkpoints()
     newest = f"; the newest checkpoint is after step {saved[-1][0]}" if saved else ""
-    text = f"ortlaunch: stopped by {by} before its first step, or after its last: there is nothing to save{newest}"
-    return End(status, text, stopped=True)
+    said = f"stopped by {by} before its first step, or after its last: there is nothing to save{newest}"
+    return End(status, said, Failure(Cause.STOPPED, said), stopped=True)
 
 
-def _lost_text(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> str:
+def _lost(run: RunDir, plan: Plan, ranks: list[int], oom_kills: int | None) -> End:
     """Ranks that began and left neither an error nor an end: their guardian was killed."""
     here = all(plan.node_of(rank).is_here for rank in ranks)
-    why = _memory(oom_kills) if here and oom_kills is not None else _OFTEN_MEMORY
-    lost = f"{_names(plan, ranks)} vanished without a word, as a process killed by SIGKILL does"
-    return f"ortlaunch: {lost}{why}{_last_line(run, ranks)}\nlogs: {run.logs}"
+    kills = oom_kills if here else None
+    failure = Failure(Cause.RANK_VANISHED, who=_names(plan, ranks), memory_kills=kills)
+    return End.of(137, failure, f"{_last_line(run, ranks)}\nlogs: {run.logs}")
 
 
 def _last_line(run: RunDir, ranks: list[int]) -> str:
@@ -235,19 +252,14 @@ def _last_line(run: RunDir, ranks: list[int]) -> str:
     return ""
 
 
-def _memory(oom_kills: int | None) -> str:
-    if not oom_kills:
-        return ""
-    return f"; the kernel's out-of-memory killer ended {oom_kills} of this control group's processes meanwhile"
-
-
 def _names(plan: Plan, ranks: list[int]) -> str:
     names = [f"rank {rank} on host {plan.node_of(rank).host}" for rank in ranks[:8]]
     return ", ".join([*names, *([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])])
 
 
-def _text(first: Json, shown: bool = False) -> str:
+def _of_rank(first: Json, shown: bool = False) -> End:
+    """By the record of a rank; `shown`: rank 0's output went to the terminal."""
     seen = shown and first["rank"] == 0 and first["type"] in ("Signal", "Exit")
-    told = _OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
-    said = f"{told}\n\n" if told and not seen else ""
-    return f"{said}ortlaunch: {first['summary']}"
+    traceback = _LIKE_OURS.sub("  ", (first.get("folded") or first["traceback"]).rstrip())
+    before = f"{traceback}\n\n" if traceback and not seen else ""
+    return End(first["exit_status"], first["summary"], Failure.of_record(first), before)

@@ -10,6 +10,7 @@ import socket
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.process import Process
@@ -28,8 +29,10 @@ class Attempt:
     """From start to end."""
     exit_status: int
     """What the command would have left with."""
-    cause: str
-    """Its verdict's last line."""
+    cause: Cause
+    """Why it failed."""
+    verdict: str
+    """What the command said last of it."""
     failure: str
     """What is compared with the attempt before: the exception, or the exit status."""
     step: int | None
@@ -78,6 +81,9 @@ class JobRecord:
     verdict: str | None = None
     """What the command said last."""
 
+    failure: Failure | None = None
+    """Why it failed, once it has."""
+
     attempts: tuple[Attempt, ...] = ()
     """Starts of the ranks that failed, after each of which they were started again, or not."""
 
@@ -106,8 +112,12 @@ class JobRecord:
         """
         try:
             value = read_json(run.job)
-            attempts = tuple(from_json(Attempt, attempt) for attempt in value.get("attempts", ()))
-            record = from_json(cls, {**value, "state": JobState(value["state"]), "attempts": attempts})
+            attempts = tuple(
+                from_json(Attempt, {**one, "cause": Cause(one["cause"])}) for one in value.get("attempts", ())
+            )
+            failure = Failure.from_json(value["failure"]) if value.get("failure") else None
+            state = JobState(value["state"])
+            record = from_json(cls, {**value, "state": state, "failure": failure, "attempts": attempts})
             for time in filter(None, (record.started, record.ended)):
                 datetime.fromisoformat(time)
             if record.began:
@@ -127,9 +137,9 @@ class JobRecord:
         """Put it into the run folder."""
         write_json(run.job, {**asdict(self), "state": self.state.value})
 
-    def at_end(self, state: JobState, exit_status: int, verdict: str) -> JobRecord:
+    def at_end(self, state: JobState, exit_status: int, verdict: str, failure: Failure | None = None) -> JobRecord:
         """The same job, ended now."""
-        return replace(self, state=state, ended=now(), exit_status=exit_status, verdict=verdict)
+        return replace(self, state=state, ended=now(), exit_status=exit_status, verdict=verdict, failure=failure)
 
 
 def now() -> str:

@@ -214,7 +214,7 @@ def _starts(one: Record) -> dict[str, object]:
     attempts = one.status.job.attempts
     return {
         "commands": [(line.get("time"), command(line)) for line in one.commands],
-        "attempts": [(a.number, a.resumed, a.step, round(a.seconds, 1), a.cause) for a in attempts],
+        "attempts": [(a.number, a.resumed, a.step, round(a.seconds, 1), a.verdict) for a in attempts],
         "bad_steps": _values_of(one.bad_steps, "step", "kind", "action", "message"),
         "slow_ranks": "\n".join(map(json.dumps, one.slow_ranks)),
     }

@@ -82,9 +82,9 @@ def _train(resolved: ResolvedRun, chosen: Path | None, lock: RunLock, options: R
         end, stopped = supervise(run, whole.file.recipe.launch.max_restarts, file, start)
         took = f", in {duration(time.monotonic() - started)}"
         failed = bool(end.status)
-        last = with_verdict(run, end.status, end.text) if failed else end.text + took
+        last = with_verdict(run, end) if failed else end.text + took
         if end.stopped or not failed:
             last = with_next(last, sys.argv[1:], whole.file.recipe, run, end.stopped)
-        file.end(end.status, last, stopped=stopped)
+        file.end(end.status, last, end.failure, stopped)
     print(last, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import OrtlaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
 from ortlaunch.process import heeded
 from ortlaunch.rank import EXIT_SAVED
+from ortlaunch.run_folder.cause_text import OURS
 from ortlaunch.run_folder.folder import RunDir
+from ortlaunch.run_folder.library_messages import cause_in
 from ortlaunch.runs import registry
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -52,7 +55,7 @@ class JobFile:
         if error is not None and not self.record.state.is_end:
             status = _status_of(error)
             verdict = _verdict_of(error) + (" again" if self.record.attempts and status in _NO_RANKS else "")
-            self.end(status, verdict, stopped=status in _STOPPED)
+            self.end(status, f"{OURS}{verdict}", Failure(_cause_of(error, verdict), verdict), status in _STOPPED)
 
     def starts(self) -> None:
         """Its ranks are started now."""
@@ -71,11 +74,11 @@ class JobFile:
         if early:
             self._leave(early[0], None)
 
-    def end(self, status: int, verdict: str, stopped: bool = False) -> None:
+    def end(self, status: int, verdict: str, failure: Failure | None = None, stopped: bool = False) -> None:
         """It has ended; `stopped`: by a signal to this process, which is how it is cancelled."""
         state = JobState.CANCELLED if stopped and status not in (0, EXIT_SAVED) else JobState.of_status(status)
         try:
-            self._write(self.record.at_end(state, status, verdict))
+            self._write(self.record.at_end(state, status, verdict, failure))
         except OSError as error:  # a full disk: what ended the run is told in any case
             print(f"ortlaunch: {self.run.job} does not say how it ended: {error.strerror}", file=sys.stderr, flush=True)
 
@@ -103,9 +106,16 @@ def _status_of(error: BaseException) -> int:
 
 def _verdict_of(error: BaseException) -> str:
     if isinstance(error, OrtlaunchError):
-        return f"ortlaunch: {error}"
+        return str(error)
     status = _status_of(error)
     if isinstance(error, PreparationStopped) or status in _STOPPED:
         status = 128 + error.number if isinstance(error, PreparationStopped) else status
-        return f"ortlaunch: stopped by {signal.Signals(status - 128).name} before its ranks were started"
-    return f"ortlaunch: {type(error).__name__}: {error}"
+        return f"stopped by {signal.Signals(status - 128).name} before its ranks were started"
+    return f"{type(error).__name__}: {error}"
+
+
+def _cause_of(error: BaseException, verdict: str) -> Cause:
+    if isinstance(error, PreparationStopped) or _status_of(error) in _STOPPED:
+        return Cause.STOPPED
+    found = cause_in(verdict)
+    return found[0] if found and found[0] in (Cause.DISK_FULL, Cause.NO_LOCKS) else Cause.UNKNOWN

@@ -7,7 +7,6 @@ of memory ends nothing else. Sizes divide the global batch, which accumulation k
 from __future__ import annotations
 
 import math
-import re
 import signal
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,10 +24,6 @@ from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.units import human
 
 MARGIN = 0.9  # of the room; the rest is for what two steps do not show
-_MEMORY = re.compile(
-    r"allocate memory|unable to allocate|failed to allocate|out of memory|OutOfMemory|bad_alloc|MemoryError|SIGKILL"
-    r"|[Vv]anished without a word|Errno 12"
-)
 
 
 class Try(NamedTuple):
@@ -44,7 +39,7 @@ class SearchStopped(LaunchError):
     """The user's signal ended the search; nothing has begun, so that all is saved."""
 
     def __init__(self, end: End, run: RunDir, saves: bool) -> None:
-        super().__init__(end.text.partition("ortlaunch: ")[2] or end.text)
+        super().__init__(end.last)
         again = saves and end.status != 128 + signal.SIGINT and not run.cancelled.exists()
         self.exit_status = EXIT_SAVED if again else end.status
 
@@ -149,11 +144,11 @@ def _try(recipe: Recipe, plan: Plan, run: RunDir, size: int) -> Try:
         raise SearchStopped(end, run, plan.traits.saves)
     if end.status == 0:
         return _judged(size, read_json(trial.trial))
-    if not _MEMORY.search(end.text):
+    if end.failure is None or not end.failure.may_be_memory:
         raise LaunchError(
             f"batch.micro_size: auto: the try of {size} failed, and not for memory:\n{end.text}\nlog: {log}"
         )
-    return Try(size, False, None, _reason(end.text))
+    return Try(size, False, None, " ".join((end.failure.detail or end.last).split())[:200])
 
 
 def _write(recipe: Recipe, plan: Plan, trial: RunDir, size: int) -> Plan:
@@ -171,9 +166,3 @@ def _judged(size: int, said: Json) -> Try:
     limit = f"{said['limit']} ({human(said['limit_bytes'])})"
     taken = f"takes {human(said['taken'])} of {human(said['free'])} that {limit} left to rank {said['rank']}"
     return Try(size, said["share"] <= MARGIN, said["share"], f"{taken}: {said['share']:.0%}")
-
-
-def _reason(text: str) -> str:
-    """The line of an error that speaks of memory."""
-    lines = [line.strip() for line in text.splitlines() if _MEMORY.search(line)]
-    return " ".join(lines[-1].split())[:200]

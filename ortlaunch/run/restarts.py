@@ -61,7 +61,7 @@ def supervise(run: RunDir, limit: int, file: JobFile, start: Callable[[int], End
             _wait(run, failed, limit)
             reason = "not started again: its end was asked for" if run.stop_request.exists() else None
         if reason:
-            return ended._replace(end=End(ended.end.status, f"{ended.end.text}\nortlaunch: {reason}"))
+            return ended._replace(end=ended.end.followed_by(reason))
         kept = set_aside(run)
         failed[-1] = replace(failed[-1], folder=f"{run.attempts.name}/{kept}" if kept else None)
         file.failed(failed)
@@ -83,7 +83,7 @@ def _wait(run: RunDir, failed: Sequence[Attempt], limit: int) -> None:
     where = f"after step {newest}" if newest else "at step 1, for no checkpoint is complete"
     used = restarts_without_progress(failed) + 1
     print(
-        f"{failed[-1].cause}\nortlaunch: attempt {failed[-1].number} failed; the ranks are started again in "
+        f"{failed[-1].verdict}\nortlaunch: attempt {failed[-1].number} failed; the ranks are started again in "
         f"{seconds:.0f} s, {where} (restart {used} of {limit} without progress)",
         file=sys.stderr, flush=True,
     )  # fmt: skip

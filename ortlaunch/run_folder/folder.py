@@ -40,6 +40,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ortlaunch.cause import Cause
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
 
@@ -324,11 +325,13 @@ def account(path: Path) -> Json:
     known = {
         "rank": int(number) if number.isdecimal() else 0, "host": "?", "type": "Unknown", "message": "",
         "traceback": "", "exit_status": 1, "secondary": False, "time": 0.0, "summary": said,
+        "cause": "", "detail": said,
     }  # fmt: skip
     kinds = {name: (int, float) if name == "time" else type(usual) for name, usual in known.items()}
     wrong = {name for name, kind in kinds.items() if not isinstance(found.get(name), kind)}
     signal = found.get("signal")
-    return {**found, **{name: known[name] for name in wrong}, "signal": signal if isinstance(signal, int) else None}
+    record = {**found, **{name: known[name] for name in wrong}}
+    return {**record, "cause": Cause(record["cause"]), "signal": signal if isinstance(signal, int) else None}
 
 
 def _no_json(path: Path, error: json.JSONDecodeError) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from typing import NamedTuple
 
+from ortlaunch.cause import Cause
 from ortlaunch.run_folder.folder import RunDir, write_json
 
 LOST = "LostHost"
@@ -28,7 +29,8 @@ class Lost(NamedTuple):
 
     def write(self, run: RunDir) -> None:
         """Leave it as the run's cause, unless another host did."""
-        record = {"type": LOST, "message": self.why, "traceback": "", "secondary": False, "time": time.time(),
+        record = {"type": LOST, "cause": Cause.HOST_LOST, "detail": self.why, "message": self.why,
+                  "traceback": "", "secondary": False, "time": time.time(),
                   "signal": None, "exit_status": EXIT_STATUS, "rank": self.rank, "host": self.host,
                   "summary": self.summary, "step": None, "after": run.count_account()}  # fmt: skip
         with contextlib.suppress(OSError):  # a disk that went with the host

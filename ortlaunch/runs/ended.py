@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import DamagedFile
 from ortlaunch.launch import JobState
 from ortlaunch.launch.attempts import failed_turn, in_vain, restarts_without_progress
@@ -33,7 +34,7 @@ def main() -> int:
     elif limit:
         record, end = _after_a_fault(run, record, end, limit)
     if record.state is not JobState.PENDING:
-        record = record.at_end(JobState.of_status(end.status), end.status, end.text)
+        record = record.at_end(JobState.of_status(end.status), end.status, end.text, end.failure)
     record.write(run)
     print(end.text, file=sys.stderr if end.status else sys.stdout, flush=True)
     return end.status
@@ -46,10 +47,10 @@ def _end(run: RunDir, status: int) -> End:
         return End(0, f"done: {run}")
     else:
         why = f"srun ended with status {status} before rank 0 prepared {run}; see above"
-        end = End(status or 1, f"ortlaunch: {why}")
+        end = End.of(status or 1, Failure(Cause.UNKNOWN, why))
     if end.status == EXIT_SAVED and _is_in_vain(run):
         why = "this turn's time was over before its first step; raise submit.time or lower submit.signal_seconds"
-        return End(1, f"{end.text}\nortlaunch: not queued again: {why}")
+        return end.followed_by(f"not queued again: {why}")._replace(status=1)
     return end
 
 
@@ -85,11 +86,11 @@ def _after_a_fault(run: RunDir, record: JobRecord, end: End, limit: int) -> tupl
     attempts = (*record.attempts, failed)
     record, reason = replace(record, attempts=attempts), in_vain(attempts, limit)
     if reason is not None:
-        return record, End(end.status, f"{end.text}\nortlaunch: {reason}")
+        return record, end.followed_by(reason)
     write_text(run.requeue_request, "")
     used = f"restart {restarts_without_progress(attempts) + 1} of {limit} without progress"
     said = f"attempt {failed.number} failed; the job is queued again ({used})"
-    return replace(record, state=JobState.PENDING), End(end.status, f"{end.text}\nortlaunch: {said}")
+    return replace(record, state=JobState.PENDING), end.followed_by(said)
 
 
 if __name__ == "__main__":

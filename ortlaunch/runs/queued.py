@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from datetime import datetime
 
+from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import LaunchError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.failure import End, explain_end
@@ -81,7 +82,7 @@ def _ended(run: RunDir, job: JobRecord, seen: QueueState | None) -> JobRecord:
         state = JobState.FAILED if end.status else JobState.SUCCEEDED
     cancelled = state is JobState.CANCELLED and end.status == EXIT_SAVED  # which would mean: run me again
     status = 128 + signal.SIGTERM if cancelled else end.status or (0 if state is JobState.SUCCEEDED else 1)
-    record = job.at_end(state, status, f"{job.backend} says: {words}\n{end.text}")
+    record = job.at_end(state, status, f"{job.backend} says: {words}\n{end.text}", end.failure)
     record.write(run)
     return record
 
@@ -90,7 +91,8 @@ def _ended_elsewhere(run: RunDir, job: JobRecord, seen: QueueState | None) -> Jo
     """Ranks wrote their folder where this host does not see it."""
     state, words = seen or QueueState(JobState.FAILED, "no job that it knows, so how it ended is not known")
     status = {JobState.SUCCEEDED: 0, JobState.PREEMPTED: EXIT_SAVED}.get(state, 1)
-    record = job.at_end(state, status, f"{job.backend} says: {words}")
+    verdict = f"{job.backend} says: {words}"
+    record = job.at_end(state, status, verdict, Failure(Cause.UNKNOWN, verdict) if status else None)
     record.write(run)
     return record
 
@@ -101,5 +103,5 @@ def _end_of_folder(run: RunDir, job: JobRecord) -> End:
     if trained:
         return End(0, f"done: {run}")
     if not is_prepared(run):
-        return End(1, f"ortlaunch: no rank had begun; {run.logs} has the job's output")
+        return End.of(1, Failure(Cause.UNKNOWN, f"no rank had begun; {run.logs} has the job's output"))
     return explain_end(run, 1)

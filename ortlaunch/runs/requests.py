@@ -48,7 +48,7 @@ def stop(run: RunDir, wait: bool = True) -> tuple[str, int]:
         if not status.certain and run.stopped.exists():
             return f"stopped: {run}", 0
         if not status.certain and (end := _seen_end(run, status)):
-            return end.text, 0 if end.status in _GOOD else 1
+            return end.last, 0 if end.status in _GOOD else 1
         time.sleep(_POLL_SECONDS)
     return str(status), 0 if status.job.exit_status in _GOOD else 1
 
@@ -70,7 +70,7 @@ def checkpoint(run: RunDir) -> str:
         if look(run).state.is_end:
             raise LaunchError(f"{run}: ended before it saved\n{look(run)}")
         if not status.certain and (end := _seen_end(run, status)):
-            raise LaunchError(f"{run}: ended before it saved\n{end.text}")
+            raise LaunchError(f"{run}: ended before it saved\n{end.last}")
         time.sleep(_POLL_SECONDS)
     after = _newest(run)
     if after == before:

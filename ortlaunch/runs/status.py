@@ -18,6 +18,7 @@ from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import read_resolved
 from ortlaunch.run_folder import lock
+from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT
 from ortlaunch.run_folder.folder import RunDir, json_text, read_json
 from ortlaunch.run_folder.lines import json_tail
 from ortlaunch.runs import queued
@@ -87,7 +88,7 @@ class Status:
         """Starts of the ranks that failed, and which this one is."""
         for one in self.job.attempts:
             at = "" if one.step is None else f" after step {one.step}"
-            yield f"attempt {one.number} failed{at}, in {duration(one.seconds)}: {one.cause}"
+            yield f"attempt {one.number} failed{at}, in {duration(one.seconds)}: {one.verdict}"
         if self.job.attempts and self.state is JobState.RUNNING:
             yield f"attempt {len(self.job.attempts) + 1} runs"
 
@@ -196,7 +197,9 @@ def _found(run: RunDir, job: JobRecord) -> JobRecord:
     if written is not None and written.process == job.process and written.state.is_end:
         return written
     end = _unrecorded(run, job)
-    return replace(job, state=JobState.of_status(end.status), exit_status=end.status, verdict=end.text)
+    return replace(
+        job, state=JobState.of_status(end.status), exit_status=end.status, verdict=end.text, failure=end.failure
+    )
 
 
 def _unrecorded(run: RunDir, job: JobRecord) -> End:
@@ -241,13 +244,13 @@ def _steps(run: RunDir) -> int | None:
     return given if given is not None or not run.steps.exists() else int(read_json(run.steps)["max_steps"])
 
 
-_CONCLUSION = ("verdict: ", "try: ", "ortlaunch: ", CONTINUE)
+_CONCLUSION = (VERDICT, TRY, OURS, CONTINUE)
 
 
 def _short(verdict: str) -> list[str]:
     """Of the end of a run that failed the conclusion, without tracebacks and tables: `diagnose` has those."""
     lines = verdict.splitlines()
-    return [line for line in lines if line.startswith(_CONCLUSION)] if "verdict: " in verdict else lines
+    return [line for line in lines if line.startswith(_CONCLUSION)] if VERDICT in verdict else lines
 
 
 def _time(text: str) -> str:

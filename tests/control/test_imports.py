@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2] / "ortlaunch"
 ANY = None
 
 # What both sides and every package may import: the ground floor.
-GROUND = {"__init__", "errors", "json_types", "rank", "process", "machine", "units", "launchers", "metrics",
+GROUND = {"__init__", "cause", "errors", "json_types", "rank", "process", "machine", "units", "launchers", "metrics",
           "model_tasks", "optimizers", "precisions", "start", "tasks", "die_with_parent"}  # fmt: skip
 # What the worker may import beside itself and ortmodule: the ground floor, and what crosses to it.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
@@ -30,7 +30,8 @@ CONTROL = {"output", "planning", "launch", "schedulers", "resolve", "bench", "do
 ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "__init__": (set(), set()),
     "__main__": ({"cli"}, set()),
-    "errors": (set(), set()),
+    "cause": (set(), set()),
+    "errors": ({"cause"}, set()),
     "json_types": (set(), set()),
     "rank": ({"errors"}, set()),
     "cache": ({"errors", "json_types", "run_folder"}, set()),
@@ -82,7 +83,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         {*GROUND, "cache", "user_modules", "recipe", "plan", "launch", "schedulers", "run_folder", "runs"},
         set(),
     ),
-    "diagnose": ({*GROUND, "recipe", "plan", "planning", "run_folder", "runs", "diagnose"}, set()),
+    "diagnose": ({*GROUND, "recipe", "plan", "planning", "run_folder", "launch", "runs", "diagnose"}, set()),
     "diagnose.words": (set(), set()),
     "run": (
         {*GROUND, "cache", "user_modules", "output", "recipe", "plan", "planning", "launch", "schedulers", "bench",

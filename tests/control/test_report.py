@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ortlaunch.cause import Cause
 from ortlaunch.errors import InputError
 from ortlaunch.launch import JobState
 from ortlaunch.launch.record import Attempt, JobRecord
@@ -21,7 +22,7 @@ from ortlaunch.run_folder.records import MeasuredMemory, MemoryReport, PlannedMe
 from tests.makers import engine_report, host, onnxruntime, plan, recipe
 
 HOSTILE = "</td></svg><script>alert(1)</script>&"
-ATTEMPT = Attempt(1, 5.0, 1, "a rank failed", "ValueError", 25, 20, 0)
+ATTEMPT = Attempt(1, 5.0, 1, Cause.RAISED, "a rank failed", "ValueError", 25, 20, 0)
 
 
 def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sections: Any) -> Path:
@@ -29,7 +30,7 @@ def made(folder: Path, lines: list[dict[str, Any]], verdict: str = "done", **sec
     run = RunDir(folder)
     write_text(run.recipe, to_yaml(recipe(**sections)))
     write_text(run.plan, plan(recipe(), [host("a", 2)], "torchrun").to_json())
-    later = Attempt(2, 5.0, 1, "again", "ValueError", 25, 20, 20)
+    later = Attempt(2, 5.0, 1, Cause.RAISED, "again", "ValueError", 25, 20, 20)
     job = JobRecord.of_this_process("local", JobState.RUNNING).at_end(JobState.SUCCEEDED, 0, verdict)
     write_json(run.job, {**asdict(job), "state": "succeeded", "attempts": [asdict(ATTEMPT), asdict(later)]})
     write_text(run.metrics, "".join(json_text(line) + "\n" for line in lines))

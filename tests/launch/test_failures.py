@@ -51,7 +51,7 @@ ENDS = {
     "raise": (1, ('raise ValueError("planted")', "ValueError: planted", "rank 1 on host", "exit status 1")),
     "kill": (137, ("rank 1 on host", "SIGKILL", "exit status 137")),
     "leave with 0": (1, ("rank 1 on host", "before the end", "exit status 1")),
-    "kill the guardian": (137, ("rank 1 on host", "vanished")),
+    "kill the guardian": (137, ("rank 1 on host", "disappeared")),
 }
 
 

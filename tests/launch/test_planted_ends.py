@@ -137,7 +137,7 @@ CASES = (
     Case("abort in C++", "crash", ("rank 1", "SIGABRT", "uncaught C++ exception): what():  planted"), "abort"),
     Case("os._exit(0)", "left-early", ("rank 1", "before the end"), "leave_with_0"),
     Case("SIGKILL", "killed", ("rank 1", "SIGKILL"), "kill"),
-    Case("SIGKILL of a guardian", "rank-vanished", ("rank 1", "vanished"), "kill_guardian"),
+    Case("SIGKILL of a guardian", "rank-vanished", ("rank 1", "disappeared"), "kill_guardian"),
     Case("out of memory, by the kernel", "out-of-memory", ("the kernel ended rank 1",), "grow",
          place="control group"),
     Case("out of memory, torch", "out-of-memory", ("rank 1", "allocate"), "allocate"),

@@ -78,4 +78,4 @@ def test_the_live_line_of_a_killed_rank_is_erased(tmp_path: Path) -> None:
     shown = typed(tmp_path, "train", str(recipe), "--run-dir=run", status=137)
     assert f"{ERASE}training " in shown
     assert [line for line in shown.split("\n") if line.rpartition(ERASE)[2].startswith("training ")] == []
-    assert "vanished without a word" in shown
+    assert "disappeared without an error record" in shown

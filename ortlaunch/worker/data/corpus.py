@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ortlaunch.recipe.fields.data import Corpus
-from ortlaunch.worker.data.reading import LONGEST_TEXT, SPLIT, DataError, Row, names_of_numbers, read_file
+from ortlaunch.worker.data.reading import LONGEST_TEXT, SPLIT, DataError, MissingData, Row, names_of_numbers, read_file
 
 
 def documents(source: str | Corpus) -> Iterator[str]:
@@ -100,7 +100,7 @@ def files(source: Corpus) -> list[str]:
     for pattern in source.path or ():
         matches = sorted(path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path))
         if not matches:
-            raise DataError(f"{named(source)}: {pattern!r} matches no file (seen from {os.getcwd()})")
+            raise MissingData(f"{named(source)}: {pattern!r} matches no file (seen from {os.getcwd()})")
         found += matches
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ortlaunch.json_types import Json
-from ortlaunch.worker.data.reading import DataError
+from ortlaunch.worker.data.reading import DataError, MissingCode
 
 
 def find(key: str, target: str) -> Any:
@@ -25,7 +25,7 @@ def find(key: str, target: str) -> Any:
         found = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise DataError(f"{key}: no module {module!r} beside the recipe, in this folder or installed") from None
+            raise MissingCode(f"{key}: no module {module!r} beside the recipe, in this folder or installed") from None
         raise
     if not callable(found):
         raise DataError(f"{key}: module {module!r} has no function {function!r}")

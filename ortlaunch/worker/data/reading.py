@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
+from ortlaunch.cause import Cause
 from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 
@@ -34,6 +35,18 @@ _MARKS_OF_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 class DataError(InputError):
     """The data cannot be read, or does not hold what the recipe says."""
+
+
+class MissingData(DataError):
+    """A pattern matches no file."""
+
+    cause = Cause.MISSING_FILE
+
+
+class MissingCode(DataError):
+    """A module that the recipe names cannot be found."""
+
+    cause = Cause.MISSING_MODULE
 
 
 class Row(NamedTuple):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ortlaunch.errors import LaunchError, MissingDependency
+from ortlaunch.errors import DeviceError, LaunchError, MissingDependency, WorldError
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank, detect
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
@@ -159,13 +159,13 @@ def _raise_limit_of_open_files() -> None:
 def agree(plan: Plan, rank: Rank) -> None:
     """The rank that the launcher made must be the planned one."""
     if rank.world_size != plan.world_size:
-        raise LaunchError(
+        raise WorldError(
             f"the plan has {counted(plan.world_size, 'rank')}, the launcher started {rank.world_size}; "
             "nothing was trained, for a smaller world is another training"
         )
     planned = plan.ranks[rank.rank]
     if rank != planned:
-        raise LaunchError(f"rank {rank.rank} should be {planned}, the launcher made it {rank}")
+        raise WorldError(f"rank {rank.rank} should be {planned}, the launcher made it {rank}")
 
 
 def agree_on_files(group: DistributedContext, run: RunDir, texts: list[str]) -> None:
@@ -189,10 +189,10 @@ def _device(plan: Plan, rank: Rank) -> torch.device:
     keep_compiled_kernels(os.environ)
     here = socket.gethostname()
     if not torch.cuda.is_available():
-        raise LaunchError(f"the plan trains on cuda, and no GPU is visible on {here}: {why_no_gpu()}")
+        raise DeviceError(f"the plan trains on cuda, and no GPU is visible on {here}: {why_no_gpu()}")
     present = torch.cuda.device_count()
     if index >= present:
-        raise LaunchError(
+        raise DeviceError(
             f"rank {rank.rank} is planned on GPU {devices[rank.local_rank]} of {here}, and CUDA shows {present} of "
             f"its planned GPUs ({', '.join(map(str, devices))})"
         )
@@ -295,7 +295,7 @@ def _through_mpi(rank: Rank) -> dist.Store:
         ) from None
     world = MPI.COMM_WORLD
     if world.size != rank.world_size:
-        raise LaunchError(
+        raise WorldError(
             f"mpirun says {counted(rank.world_size, 'rank')}, mpi4py's MPI says {world.size}: they belong to different "
             f"MPI installations ({MPI.Get_library_version().splitlines()[0]}); install mpi4py for the MPI of your "
             "mpirun"

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -13,16 +14,16 @@ import traceback
 from pathlib import Path
 
 from ortlaunch import machine
-from ortlaunch.errors import OrtlaunchError
+from ortlaunch.cause import Cause
+from ortlaunch.errors import BadStepError, FileError, OrtlaunchError
 from ortlaunch.json_types import Json
 from ortlaunch.rank import EXIT_SAVED, Rank
+from ortlaunch.run_folder.cause_text import CRASHES
 from ortlaunch.run_folder.folder import RunDir, account, is_full, write_json
+from ortlaunch.run_folder.library_messages import cause_in, crash_line, lost_a_peer
 from ortlaunch.worker.supervision.pulse import Pulse
 from ortlaunch.worker.supervision.user_frames import folded, raised_at
 
-# A rank that loses its peers fails too; these words tell that the cause is elsewhere.
-_PEER_IS_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process", "NCCL error", "Broken pipe",
-                 "Timed out waiting", "Socket closed", "DistBackendError", "DistNetworkError")  # fmt: skip
 SEEN = ("Signal", "Exit")  # ends that a guardian saw: their traceback is the end of the rank's own output
 _MOST_SPARE_BYTES, _ALL_SPARE_BYTES = 1 << 15, 1 << 26  # of a rank, and of all ranks
 _PAGE = 1 << 12
@@ -68,10 +69,13 @@ class Account:
 
             text, message = in_recipes_words(text), in_recipes_words(message)
         status = _status_of(error)
-        secondary = isinstance(error, Exception) and any(word in text for word in _PEER_IS_GONE)
+        secondary = isinstance(error, Exception) and lost_a_peer(text)
         kind = type(error).__name__
-        what = f"failed with {kind}{self._no_space(error)}"
-        record = {"type": kind, "message": message, "traceback": text, "secondary": secondary, "time": now}
+        no_space = self._no_space(error)
+        cause, detail = _cause_of(error, text, no_space)
+        what = f"failed with {kind}{no_space}"
+        record = {"type": kind, "cause": cause, "detail": detail, "message": message, "traceback": text,
+                  "secondary": secondary, "time": now}  # fmt: skip
         where = raised_at(error)
         if where is not None:
             record |= {"raised_at": where, "folded": folded(text)}
@@ -83,8 +87,10 @@ class Account:
 
     def of_end(self, pid: int, what: str, record: Json) -> None:
         """Write what the guardian saw of a rank that told nothing itself."""
-        record = {"message": what, "traceback": self._last_words(), **record}
-        self.write(pid, what + (self._no_space() if record["signal"] is None else ""), record)
+        words, no_space = self._last_words(), self._no_space() if record["signal"] is None else ""
+        cause, detail = _cause_of_end(record["signal"], words, no_space)
+        known = {"message": what, "traceback": words, "cause": cause, "detail": detail}
+        self.write(pid, what + no_space, {**known, **record})
 
     def write(self, pid: int, what: str, record: Json) -> None:
         """Add who and where, and write it whole."""
@@ -146,6 +152,45 @@ def _fill(spare: Path, record: Json, size: int) -> None:
 def of_own_exit(code: int) -> int:
     """The exit status of a rank whose own code left with this one: 85 is a stop's alone, which has saved."""
     return 1 if code in (0, EXIT_SAVED) else code
+
+
+def _cause_of(error: BaseException, text: str, no_space: str) -> tuple[Cause, str]:
+    """The cause of a rank's own exception, and the line that shows it."""
+    own = error.cause if isinstance(error, OrtlaunchError) else None
+    if isinstance(error, BadStepError) and own is not None:
+        return own, error.detail
+    named = _memory_or_disk(cause_in(text), no_space)
+    if named is None and not isinstance(error, FileError):  # which has its own remedy
+        named = cause_in(text)
+    if named is not None:
+        return named
+    if isinstance(error, OrtlaunchError) and own is not None:
+        return own, error.detail
+    line = str(error).strip().partition("\n")[0]
+    if isinstance(error, SystemExit):
+        return Cause.LEFT_EARLY, line
+    if _status_of(error) == 2 and line:
+        return Cause.BAD_INPUT, line
+    return Cause.RAISED, f"{type(error).__name__}: {line}"
+
+
+def _cause_of_end(number: int | None, words: str, no_space: str) -> tuple[Cause, str]:
+    """The cause of an end that only the supervisor saw: by the signal, and by the last lines of the rank's log."""
+    named = cause_in(words)
+    if found := _memory_or_disk(named, no_space):
+        return found
+    if number in CRASHES:
+        return Cause.CRASH, crash_line(words)
+    if number:
+        return Cause.KILLED if number == signal.SIGKILL else Cause.SIGNALLED, ""
+    return named or (Cause.LEFT_EARLY, "")
+
+
+def _memory_or_disk(named: tuple[Cause, str] | None, no_space: str) -> tuple[Cause, str] | None:
+    """What counts more than a signal or an error's own type."""
+    if named is not None and named[0] in (Cause.OUT_OF_MEMORY, Cause.DISK_FULL):
+        return named
+    return (Cause.DISK_FULL, no_space.removeprefix(": ")) if no_space else None
 
 
 def _status_of(error: BaseException) -> int:

@@ -20,8 +20,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ortlaunch import machine
+from ortlaunch.cause import Cause
 from ortlaunch.die_with_parent import die_with_parent
 from ortlaunch.errors import printable
+from ortlaunch.json_types import Json
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED, JOB_VARIABLE, Rank
 from ortlaunch.run_folder import lock
@@ -208,6 +210,7 @@ def _conclude(
     if watchdog.ended_it:
         return _conclude_stall(account, child, watchdog)
     number, echo, kind = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None, child.asked is not None, "Signal"
+    memory: tuple[str, Json] = ("", {})
     by_stop = number in (*_STOPS, *((signal.SIGKILL,) if child.ended_by_us else ()))
     # The last one reads every rank's account.
     if number and child.saves and by_stop and (not child.ended_by_us or child.surroundings.others_stopped()):
@@ -218,15 +221,17 @@ def _conclude(
         what, number = f"was ended with its run, after {_name(child.asked)}", child.asked
     elif number == signal.SIGKILL and echo and child.asked:
         what, number, kind = _outlived(child), child.asked, "Outlived"
+        memory = ("", {"cause": Cause.OUTLIVED})
         if number != signal.SIGINT and account.run.complete_checkpoints():
             return _goes_on(account, child, what, number)
     elif number:
-        what = f"was ended by {_name(number)}{_memory(child.pid, number, oom_kills)}"
+        memory = _memory(child.pid, number, oom_kills)
+        what = f"was ended by {_name(number)}{memory[0]}"
     else:
         what = f"left with exit status {os.WEXITSTATUS(status)} before the end"
     code = 128 + number if number else of_own_exit(os.WEXITSTATUS(status))
     if not account.is_written:
-        record = {"exit_status": code, "signal": number, "type": kind if number else "Exit"}
+        record = {"exit_status": code, "signal": number, "type": kind if number else "Exit", **memory[1]}
         account.of_end(child.pid, what, {**record, "secondary": echo})
     elif echo and account.read()["time"] > child.asked_at:
         account.is_an_echo()
@@ -237,11 +242,11 @@ def _conclude(
 def _conclude_stall(account: Account, child: Child, watchdog: Watchdog) -> int:
     """The rank was ended because the run stood still, or lost a host: see errors/stall.json and lost.json."""
     watchdog.record()
-    status, kind, what = STALLED, "Stall", "the run stood still"
+    status, kind, cause, what = STALLED, "Stall", Cause.HANG, "the run stood still"
     if watchdog.lost is not None:
-        status, kind, what = LOST_STATUS, LOST, "the run lost a host"
+        status, kind, cause, what = LOST_STATUS, LOST, Cause.HOST_LOST, "the run lost a host"
     if not account.is_written:
-        record = {"exit_status": status, "signal": None, "type": kind, "secondary": True}
+        record = {"exit_status": status, "signal": None, "type": kind, "cause": cause, "secondary": True}
         account.of_end(child.pid, f"was ended, for {what}", record)
     _tell(account, child)
     return status
@@ -257,7 +262,8 @@ def _was_stopped(account: Account, child: Child, number: int) -> int:
     if child.listens:  # it heeds the first
         where = "for the second time, before it had saved"
     what = f"was stopped by {_name(number)} {where}"
-    record = {"exit_status": code, "signal": number, "type": "Stopped", "secondary": False, "traceback": ""}
+    record = {"exit_status": code, "signal": number, "type": "Stopped", "cause": Cause.STOPPED, "detail": what,
+              "secondary": False, "traceback": ""}  # fmt: skip
     if not account.is_written:
         account.of_end(child.pid, what, record)
     _tell(account, child)
@@ -269,7 +275,7 @@ def _goes_on(account: Account, child: Child, what: str, number: int) -> int:
     (step, _), record = account.run.complete_checkpoints()[-1], {"exit_status": EXIT_SAVED, "signal": number}
     if not account.is_written:
         what = f"{what}; steps after {step} are lost, and a start goes on from there"
-        account.of_end(child.pid, what, {**record, "type": "Outlived", "secondary": True})
+        account.of_end(child.pid, what, {**record, "type": "Outlived", "cause": Cause.OUTLIVED, "secondary": True})
     _tell(account, child)
     return EXIT_SAVED
 
@@ -284,17 +290,17 @@ def _name(number: int) -> str:
     return signal.Signals(number).name
 
 
-def _memory(pid: int, number: int, before: int | None) -> str:
-    """What the kernel says of its out-of-memory killer."""
+def _memory(pid: int, number: int, before: int | None) -> tuple[str, Json]:
+    """Whether the kernel ended it for memory: words for a person, and fields of its record."""
     if number != signal.SIGKILL:
-        return ""
-    line = machine.memory_kill_in_log(pid)
-    if line:
-        return f": the kernel's out-of-memory killer ended it ({line})"
-    after = machine.oom_kills()
-    if after is None or before is None or after <= before:
-        return ""
-    return f": the kernel's out-of-memory killer ended {after - before} of its control group meanwhile"
+        return "", {}
+    line, after = machine.memory_kill_in_log(pid), machine.oom_kills()
+    kills = 1 if line else after - before if after is not None and before is not None else 0
+    if kills <= 0:
+        return "", {}
+    said = f"it ({line})" if line else f"{kills} of its control group meanwhile"
+    record = {"cause": Cause.OUT_OF_MEMORY, "detail": line or "", "memory_kills": kills}
+    return f": the kernel's out-of-memory killer ended {said}", record
 
 
 def _end_alike(code: int) -> int:

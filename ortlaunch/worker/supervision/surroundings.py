@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+from ortlaunch.cause import Cause
 from ortlaunch.run_folder import lock
 from ortlaunch.run_folder.folder import RunDir, account
 
@@ -51,7 +52,7 @@ class Surroundings:
         """Whether what ended the others was a stop that came before they had something to save."""
         with contextlib.suppress(OSError):
             others = [account(path) for path in self._failures() if path != self.run.error(self.rank)]
-            return {one["type"] for one in others if not one["secondary"]} == {"Stopped"}
+            return {one["cause"] for one in others if not one["secondary"]} == {Cause.STOPPED}
         return False
 
     def wake(self) -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from ortlaunch.cause import Cause
 from ortlaunch.plan import Plan
 from ortlaunch.process import read_stat
 from ortlaunch.rank import Rank
@@ -194,7 +195,8 @@ class Watchdog:
         shown = "".join(f"rank {rank}:\n{_first_lines(stacks[rank])}" for rank in late if rank in stacks)
         who = {"rank": first.rank, "host": first.host, "pid": first.pid, "step": first.step, "phase": first.phase}
         return {
-            **who, "type": "Stall", "message": verdict.summary, "summary": self.summary, "traceback": shown,
+            **who, "type": "Stall", "cause": Cause.HANG, "detail": verdict.summary,
+            "message": verdict.summary, "summary": self.summary, "traceback": shown,
             "exit_status": EXIT_STATUS, "signal": None, "secondary": False, "time": time.time(),
             "still_seconds": round(verdict.seconds, 1), "behind": late,
             "never_heard": self.exchange.never_heard() if self.exchange.is_hub else [],

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ortlaunch.errors import NonFiniteError
+from ortlaunch.errors import FIRST_PARAMETER, NonFiniteError
 from ortlaunch.run_folder.records import BadStep
 from ortlaunch.worker.data import Batches
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
@@ -60,7 +60,7 @@ def bad_step(
         lines = [f"step {step + 1}: every loss is finite, and a gradient is not; samples {some(samples)} of data.train"]
     first = _first(group, gradients)
     without = _NOT_AGAIN if again else "every gradient is finite"
-    lines.append(f"the first parameter whose gradient is not finite: {first}" if first else without)
+    lines.append(f"{FIRST_PARAMETER}: {first}" if first else without)
     found = BadStep(step + 1, "loss" if losses else "gradient", "\n".join(lines), samples, first)
     return NonFiniteError(f"{found.message}\n{_END}", found)
 

@@ -238,7 +238,7 @@ def test_a_saved_run_waits_in_the_queue(queue: Queue, monkeypatch: pytest.Monkey
     assert look(run).state is JobState.CANCELLED
 
 
-STOPPED = {"type": "Stopped", "signal": 10, "exit_status": 85, "secondary": False, "time": 1.0, "traceback": "",
+STOPPED = {"cause": "stopped", "signal": 10, "exit_status": 85, "secondary": False, "time": 1.0, "traceback": "",
            "rank": 0, "summary": "rank 0 was stopped by SIGUSR1"}  # fmt: skip
 
 

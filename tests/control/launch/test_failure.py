@@ -37,6 +37,11 @@ def ended(run: RunDir, rank: int, time: float = 1.0, **fields: Any) -> None:
     write_json(run.error(rank), {"rank": rank, **how, "time": time, **fields})
 
 
+def shown(end: End) -> tuple[int, str]:
+    """The exit status, and what is printed."""
+    return end.status, end.text
+
+
 def echo(run: RunDir, rank: int, time: float) -> None:
     """What a rank leaves that lost its peer."""
     ended(run, rank, time, traceback="RuntimeError: Connection closed by peer", secondary=True)
@@ -44,13 +49,13 @@ def echo(run: RunDir, rank: int, time: float) -> None:
 
 def test_a_good_end(run: RunDir) -> None:
     """Status 0 and no error: the run folder is all there is to say."""
-    assert explain_end(run, 0) == End(0, f"done: {run}")
+    assert shown(explain_end(run, 0)) == (0, f"done: {run}")
 
 
 @pytest.mark.parametrize("wanted", [False, True])
 def test_torchruns_own_exception_is_no_stop(wanted: bool, run: RunDir) -> None:
     """Its ranks die of the SIGTERM that it sends them, and nobody asked for an end; unless somebody did."""
-    ended(run, 2, type="Stopped", exit_status=85, traceback="", summary="rank 2 was stopped by SIGTERM")
+    ended(run, 2, cause="stopped", exit_status=85, traceback="", summary="rank 2 was stopped by SIGTERM")
     write_json(run.launcher_error, {"message": {"message": "UnpicklingError: invalid load key\nmore"}})
     if wanted:
         write_json(run.stop_request, {"by": "a person"})
@@ -74,13 +79,13 @@ def test_the_first_failure_is_the_cause(run: RunDir) -> None:
     """Of several failures the earliest counts, and its traceback comes before the last line."""
     ended(run, 1, time=5.0, traceback="KeyError: later", exit_status=3)
     ended(run, 2, time=4.0)
-    assert explain_end(run, 1) == End(1, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 2 failed")
+    assert shown(explain_end(run, 1)) == (1, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 2 failed")
 
 
 def test_clocks_do_not_say_who_was_first(run: RunDir) -> None:
     """A host whose clock is behind: its rank stopped after it could read why rank 2 failed."""
     ended(run, 2, time=50.0, after=[])
-    stopped = {"type": "Stopped", "exit_status": 85, "traceback": ""}
+    stopped = {"cause": "stopped", "exit_status": 85, "traceback": ""}
     ended(run, 0, time=4.0, after=["rank_00002.json"], **stopped)
     assert explain_end(run, 1).status == 1
 
@@ -96,7 +101,7 @@ def test_an_echo_is_not_the_cause(run: RunDir) -> None:
     """A rank that lost its peer before the peer's own account was written is not blamed."""
     echo(run, 0, time=1.0)
     ended(run, 3, time=2.0, exit_status=7)
-    assert explain_end(run, 1) == End(7, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 3 failed")
+    assert shown(explain_end(run, 1)) == (7, f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 3 failed")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -104,12 +109,12 @@ def test_a_killed_rank(number: int, run: RunDir) -> None:
     """A rank without last words is told in one line, with its own status."""
     echo(run, 0, time=1.0)
     ended(run, 1, 2.0, traceback="", exit_status=128 + number)
-    assert explain_end(run, 1) == End(128 + number, "ortlaunch: rank 1 failed")
+    assert shown(explain_end(run, 1)) == (128 + number, "ortlaunch: rank 1 failed")
 
 
 LOST = (
-    "ortlaunch: {} vanished without a word, as a process killed by SIGKILL does (often the kernel's out-of-memory "
-    "killer: see dmesg there)\nlogs: {}"
+    "ortlaunch: {} disappeared without an error record, as a process killed by SIGKILL does (often the kernel's "
+    "out-of-memory killer: see dmesg there)\nlogs: {}"
 )
 
 
@@ -125,7 +130,7 @@ def test_a_rank_whose_guardian_was_killed(silent: list[int], names: str, run: Ru
     """Ranks that began and left nothing are the cause where the others only lost them."""
     for rank in {0, 1, 2, 3} - set(silent):
         echo(run, rank, time=1.0)
-    assert explain_end(run, 1) == End(137, LOST.format(names, run.logs))
+    assert shown(explain_end(run, 1)) == (137, LOST.format(names, run.logs))
 
 
 def test_the_last_line_of_a_rank_that_vanished(run: RunDir) -> None:
@@ -153,8 +158,8 @@ def test_memory_is_named_where_the_kernel_counts_it(kills: int | None, name: str
     write_text(run.plan, plan(recipe(), [host(name, 4)], "mpi").to_json())
     for rank in range(3):
         echo(run, rank, time=1.0)
-    lost = f"rank 3 on host {name} vanished without a word, as a process killed by SIGKILL does"
-    assert explain_end(run, 1, oom_kills=kills) == End(137, f"ortlaunch: {lost}{hint}\nlogs: {run.logs}")
+    lost = f"rank 3 on host {name} disappeared without an error record, as a process killed by SIGKILL does"
+    assert shown(explain_end(run, 1, oom_kills=kills)) == (137, f"ortlaunch: {lost}{hint}\nlogs: {run.logs}")
 
 
 @pytest.mark.parametrize(("launcher", "program"), [("torchrun", "torchrun"), ("mpi", "mpirun")])
@@ -163,9 +168,9 @@ def test_a_killed_launcher_is_named(launcher: str, program: str, run: RunDir) ->
     write_text(run.plan, json.dumps({**json.loads(run.plan.read_text()), "launcher": launcher}))
     echo(run, 0, time=1.0)
     said = f"ortlaunch: {program} was ended by SIGKILL, and the ranks with it; none of them had failed before"
-    assert explain_end(run, 137, ended_by=signal.SIGKILL) == End(137, said)
+    assert shown(explain_end(run, 137, ended_by=signal.SIGKILL)) == (137, said)
     memory = "; the kernel's out-of-memory killer ended 1 of this control group's processes meanwhile"
-    assert explain_end(run, 137, ended_by=signal.SIGKILL, oom_kills=1) == End(137, said + memory)
+    assert shown(explain_end(run, 137, ended_by=signal.SIGKILL, oom_kills=1)) == (137, said + memory)
     ended(run, 3, time=2.0, exit_status=7)
     assert explain_end(run, 137, ended_by=signal.SIGKILL).status == 7
 
@@ -175,9 +180,9 @@ def test_ranks_that_were_asked_to_end(run: RunDir) -> None:
     for rank, when in enumerate((5.0, 4.0, 6.0, 7.0)):
         write_text(run.asked(rank), f"15 {when}")
     said = "rank 1 on host a was ended by SIGTERM, sent to it or to mpirun from outside this run"
-    assert explain_end(run, 137) == End(143, f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}")
+    assert shown(explain_end(run, 137)) == (143, f"ortlaunch: {said}; no rank had failed before; logs: {run.logs}")
     run.asked(3).write_text("")  # killed while it wrote
-    assert explain_end(run, 137).text.startswith("ortlaunch: rank 3 on host b vanished")
+    assert explain_end(run, 137).text.startswith("ortlaunch: rank 3 on host b disappeared")
 
 
 def test_a_rank_that_never_began(run: RunDir) -> None:
@@ -187,7 +192,7 @@ def test_a_rank_that_never_began(run: RunDir) -> None:
         write_text(run.asked(rank), "15 1.0")
         echo(run, rank, time=1.0)
     said = f"rank 2 on host b ended before it began, and the launcher ended with status 1; see above, and {run.logs}"
-    assert explain_end(run, 1) == End(1, f"ortlaunch: {said}")
+    assert shown(explain_end(run, 1)) == (1, f"ortlaunch: {said}")
 
 
 def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
@@ -195,14 +200,14 @@ def test_a_rank_that_came_to_its_end_has_not_vanished(run: RunDir) -> None:
     echo(run, 0, time=1.0)
     echo(run, 1, time=1.0)
     write_text(run.spare(3), "")
-    assert explain_end(run, 1) == End(137, LOST.format("rank 3 on host b", run.logs))
+    assert shown(explain_end(run, 1)) == (137, LOST.format("rank 3 on host b", run.logs))
 
 
 def test_a_disk_on_which_nobody_could_write(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that could not write how they ended did not vanish, and memory has nothing to do with it."""
     monkeypatch.setattr(failure, "is_full", lambda path: path == run.path)
     said = f"ortlaunch: no space left on device ({run}), where no rank could write how it ended"
-    assert explain_end(run, 1) == End(1, said)
+    assert shown(explain_end(run, 1)) == (1, said)
     ended(run, 3, time=2.0, exit_status=7)
     assert explain_end(run, 1).status == 7
 
@@ -219,7 +224,7 @@ def test_no_rank_began(run: RunDir) -> None:
         log.unlink()
     ranks = "rank 0 on host a, rank 1 on host a, rank 2 on host b, rank 3 on host b"
     said = f"no rank began ({ranks}), and the launcher ended with status 213; see above, and {run.logs}"
-    assert explain_end(run, 213) == End(213, f"ortlaunch: {said}")
+    assert shown(explain_end(run, 213)) == (213, f"ortlaunch: {said}")
 
 
 def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:
@@ -228,7 +233,7 @@ def test_logs_of_an_earlier_run_are_not_this_ones(run: RunDir) -> None:
         os.utime(log, (1, 1))
     assert explain_end(run, 213).status == 213
     os.utime(run.log(3, "err"))
-    assert explain_end(run, 213) == End(137, LOST.format("rank 3 on host b", run.logs))
+    assert shown(explain_end(run, 213)) == (137, LOST.format("rank 3 on host b", run.logs))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -237,44 +242,44 @@ def test_stopped_by_the_user(number: int, status: int, run: RunDir) -> None:
     """A signal of the user's gives its own status and line, whatever launcher and ranks made of it."""
     ended(run, 0, exit_status=143, secondary=True)
     end = explain_end(run, status, stopped_by=number)
-    assert end == End(128 + number, f"ortlaunch: stopped by {signal.Signals(number).name}")
+    assert shown(end) == (128 + number, f"ortlaunch: stopped by {signal.Signals(number).name}")
 
 
 def test_stopped_with_a_checkpoint(run: RunDir) -> None:
     """The step of the newest checkpoint is printed, and the end can be continued."""
     write_text(run.checkpoint(20) / "COMPLETE", "")
     expected = "ortlaunch: stopped by SIGINT; the newest checkpoint is after step 20"
-    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected, stopped=True)
+    assert shown(explain_end(run, 1, stopped_by=signal.SIGINT)) == (130, expected)
 
 
 def test_a_stop_that_was_not_saved_in_time(run: RunDir) -> None:
     """It is run again from an older checkpoint, and what is lost is said; not after cancel."""
-    late = {"type": "Outlived", "secondary": True, "signal": 15, "traceback": ""}
+    late = {"cause": "outlived", "secondary": True, "signal": 15, "traceback": ""}
     ended(run, 0, exit_status=143, **late)
     assert explain_end(run, 1, stopped_by=signal.SIGTERM).status == 143
     write_text(run.checkpoint(20) / "COMPLETE", "")
     ended(run, 0, exit_status=85, **late)
     said = "stopped by SIGTERM before it had saved, and what was trained since its newest checkpoint is lost"
     text = f"ortlaunch: rank 0 failed\nortlaunch: {said}; the newest checkpoint is after step 20"
-    expected = End(85, text, stopped=True)
-    assert explain_end(run, 1, stopped_by=signal.SIGTERM) == expected
+    expected = (85, text)
+    assert shown(explain_end(run, 1, stopped_by=signal.SIGTERM)) == expected
     for rank in (1, 2, 3):
         write_text(run.asked(rank), "15 1.0")
-    assert explain_end(run, 1) == expected
+    assert shown(explain_end(run, 1)) == expected
     write_text(run.cancelled, "")
     assert explain_end(run, 1, stopped_by=signal.SIGTERM).status == 143
 
 
 def test_a_signal_after_the_end_changes_nothing(run: RunDir) -> None:
     """All ranks came to their end: it is done, whatever came to the command then."""
-    assert explain_end(run, 0, stopped_by=signal.SIGTERM) == End(0, f"done: {run}")
+    assert shown(explain_end(run, 0, stopped_by=signal.SIGTERM)) == (0, f"done: {run}")
 
 
 def test_stopped_after_a_failure(run: RunDir) -> None:
     """A failure that the user saw and stopped is still told."""
     ended(run, 1)
     expected = f"{TRACEBACK.rstrip()}\n\nortlaunch: rank 1 failed\nortlaunch: stopped by SIGINT"
-    assert explain_end(run, 1, stopped_by=signal.SIGINT) == End(130, expected)
+    assert shown(explain_end(run, 1, stopped_by=signal.SIGINT)) == (130, expected)
 
 
 @pytest.mark.parametrize(
@@ -289,26 +294,26 @@ def test_a_stop_before_the_first_step_names_who_asked(
     number: int | None, by: str | None, status: int, who: str, run: RunDir
 ) -> None:
     """Not the signal that the command passed on to the ranks, nor their exit status; it can be continued."""
-    stopped = {"type": "Stopped", "exit_status": 85, "traceback": ""}
+    stopped = {"cause": "stopped", "exit_status": 85, "traceback": ""}
     for rank in range(4):
         ended(run, rank, summary="rank was stopped by SIGUSR1", **stopped)
     if by is not None:
         write_json(run.stop_request, {"by": by})
     end = explain_end(run, 1, stopped_by=number)
     said = f"ortlaunch: stopped by {who} before its first step, or after its last: there is nothing to save"
-    assert end == End(status, said, stopped=True)
+    assert (*shown(end), end.stopped) == (status, said, True)
 
 
 @pytest.mark.parametrize("lost", ["spare", "began"])
 def test_a_stop_that_no_person_asked_for_is_not_the_cause(lost: str, run: RunDir) -> None:
     """A launcher that lost a rank asks the others to stop, which before their first step they do: a fault, not 85."""
     for rank in (0, 1, 2):
-        stopped = {"type": "Stopped", "exit_status": 85, "traceback": ""}
+        stopped = {"cause": "stopped", "exit_status": 85, "traceback": ""}
         ended(run, rank, **stopped)
     write_text(run.spare(3), "") if lost == "spare" else run.log(3, "err").unlink()
     end = explain_end(run, 1)
     assert end.status == (137 if lost == "spare" else 1)
-    assert ("rank 3 on host b vanished" if lost == "spare" else "rank 3 on host b ended before it began") in end.text
+    assert ("rank 3 on host b disappeared" if lost == "spare" else "rank 3 on host b ended before it began") in end.text
     if lost == "began":
         write_text(run.stop_request, "{}")
         assert explain_end(run, 1).status == 85

@@ -115,21 +115,16 @@ def test_plan_says_that_it_will_be_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "memory"),
-    [
-        ("RuntimeError: [enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory", True),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", True),
-        ("ortlaunch: rank 0 on host vm (local rank 0) was ended by SIGKILL; exit status 137", True),
-        ("ONNX Runtime cannot run this model: RuntimeException: Failed to allocate memory for requested buffer", True),
-        ("terminate called after throwing an instance of 'std::bad_alloc'", True),
-        ("ValueError: planted", False),
-        ("was ended by SIGSEGV", False),
-    ],
+    ("cause", "signal", "memory"),
+    [("out-of-memory", None, True), ("killed", 9, True), ("raised", None, False), ("crash", 11, False)],
 )
-def test_which_failures_are_memory(text: str, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_failures_are_memory(
+    cause: str, signal: int | None, memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only an end for lack of memory means that a size does not fit; others end the search with their text."""
     made, run = auto(4), RunDir(tmp_path)
-    record = {"summary": "ended", "traceback": text, "secondary": False, "time": 0, "exit_status": 1, "rank": 0}
+    ended = {"summary": "ended", "traceback": "planted", "secondary": False, "time": 0, "exit_status": 1, "rank": 0}
+    record = {**ended, "cause": cause, "signal": signal}
     request = micro_size.backend("local").request(plan(made), run.trial_of(1))
     error = run.trial_of(1).error(0)
     error.parent.mkdir(parents=True)

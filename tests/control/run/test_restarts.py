@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ortlaunch.cause import Cause
 from ortlaunch.launch.attempts import in_vain, restarts_without_progress, set_aside, wait_seconds
 from ortlaunch.launch.failure import End
 from ortlaunch.launch.record import Attempt, JobRecord
@@ -20,7 +21,7 @@ from ortlaunch.run_folder.folder import RunDir, write_json, write_text
 from ortlaunch.runs.status import look
 from tests.makers import host, plan, recipe
 
-FIRST = Attempt(1, 9.0, 1, "rank 1 failed", "ValueError: planted", 7, 4, 0)
+FIRST = Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError: planted", 7, 4, 0)
 
 
 def test_the_same_failure_at_the_same_step_is_deterministic() -> None:
@@ -42,9 +43,9 @@ def test_a_kill_from_outside_may_meet_the_same_step() -> None:
     """SIGKILL is nobody's fault twice, unless the kernel's out-of-memory killer sent it."""
     killed = replace(FIRST, exit_status=137, failure="exit status 137")
     assert in_vain([killed, killed], 9) is None
-    lost = replace(FIRST, failure="LostHost: ssh to b ended with status 255", step=None)
+    lost = replace(FIRST, cause=Cause.HOST_LOST, failure="LostHost: ssh to b ended with status 255", step=None)
     assert in_vain([lost, lost], 9) is None
-    memory = replace(killed, cause="rank 1 was ended by SIGKILL: the kernel's out-of-memory killer ended 1 of its ...")
+    memory = replace(killed, cause=Cause.OUT_OF_MEMORY)
     assert "deterministic" in (in_vain([memory, memory], 9) or "")
 
 
@@ -83,7 +84,7 @@ def fail(run: RunDir, step: int) -> Ended:
         write_text(run.log(rank, "err"), f"at {step}")
     record = {"rank": 1, "exit_status": 7, "type": "ValueError", "message": f"step {step}", "step": step}
     write_json(run.error(1), {**record, "secondary": False, "time": 1.0, "traceback": "", "summary": "rank 1 failed"})
-    return Ended(End(7, f"Traceback\n\nortlaunch: rank 1 failed at {step}"), False)
+    return Ended(End(7, f"rank 1 failed at {step}", before="Traceback\n\n"), False)
 
 
 def test_each_attempt_is_kept_and_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +131,7 @@ def test_a_request_that_came_meanwhile_is_for_the_next_start(run: RunDir) -> Non
 
 def test_a_start_that_left_nothing_has_no_folder(run: RunDir) -> None:
     """Its launcher failed before any rank began."""
-    ends = iter([End(250, "ortlaunch: no rank began"), End(0, "done")])
+    ends = iter([End(250, "no rank began"), End(0, "done")])
     with JobFile(run, "mpi") as file:
         supervise(run, 3, file, lambda _: Ended(next(ends), False))
         assert [one.folder for one in file.record.attempts] == [None]

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ortlaunch.cause import Cause
 from ortlaunch.errors import InputError, LaunchError
 from ortlaunch.launch import JobState, processes
 from ortlaunch.launch.record import Attempt, JobRecord
@@ -147,7 +148,7 @@ def test_between_two_starts(run: RunDir) -> None:
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     with contextlib.suppress(SystemExit), JobFile(run, "mpi") as file:
         signal.raise_signal(signal.SIGUSR2)
-        file.failed([Attempt(1, 9.0, 1, "rank 1 failed", "ValueError", 7, 4, 0)])
+        file.failed([Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)])
         signal.raise_signal(signal.SIGTERM)
     assert look(run).job.verdict == "ortlaunch: stopped by SIGTERM before its ranks were started again"
 
@@ -160,7 +161,7 @@ def test_while_ranks_are_started(run: RunDir) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert kept == [signal.SIGINT, signal.SIGTERM]
         kept.pop(0)
-        file.failed([Attempt(1, 9.0, 1, "rank 1 failed", "ValueError", 7, 4, 0)])
+        file.failed([Attempt(1, 9.0, 1, Cause.RAISED, "rank 1 failed", "ValueError", 7, 4, 0)])
     assert look(run).state is JobState.PREEMPTED
     with JobFile(run, "mpi") as file:
         file.keep_signals()

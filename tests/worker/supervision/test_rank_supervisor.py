@@ -103,6 +103,30 @@ ENDS = {  # life: (status of the guardian, and of the record: exit status, type,
 }
 
 
+CAUSES = {  # life: cause of the record, and the line that shows it
+    "raise ValueError('planted')": ("raised", "ValueError: planted"),
+    "raise InputError('wrong')": ("bad-input", "wrong"),
+    "from ortlaunch.errors import FileError; raise FileError('c: Permission denied; X names another', 2)": (
+        "bad-input", "c: Permission denied; X names another"),
+    "raise RuntimeError('CUDA out of memory')": ("out-of-memory", "RuntimeError: CUDA out of memory"),
+    "sys.exit(7)": ("left-early", "7"),
+    "os._exit(5)": ("left-early", ""),
+    "os.kill(os.getpid(), 9)": ("killed", ""),
+    "print('terminate called: x', file=sys.stderr, flush=True); os.kill(os.getpid(), 6)":
+        ("crash", "terminate called: x"),
+    "os.kill(os.getpid(), 15)": (
+        "stopped", "was stopped by SIGTERM before its first step, or after its last: there is nothing to save"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("life", CAUSES)
+def test_the_cause_of_an_end(life: str, run: RunDir) -> None:
+    """It is recorded as data where the rank or its supervisor sees it."""
+    record = guarded(run, life).record
+    assert record is not None
+    assert (record["cause"], record["detail"]) == CAUSES[life]
+
+
 @pytest.mark.parametrize("life", ENDS)
 def test_how_a_rank_ends(life: str, run: RunDir) -> None:
     """The guardian ends as the rank did, and the record tells status, kind, and whether the cause is elsewhere."""
@@ -148,7 +172,7 @@ def test_a_rank_that_prints_without_end_is_read_in_turns(monkeypatch: pytest.Mon
 
 STOPPED = (
     "other = RunDir(sys.argv[2]); other.count_account(); "
-    "write_json(other.error(0), {'type': 'Stopped', 'secondary': False})"
+    "write_json(other.error(0), {'cause': 'stopped', 'secondary': False})"
 )
 
 

@@ -102,7 +102,7 @@ def test_the_verdict_names_the_users_line(tmp_path: Path, monkeypatch: pytest.Mo
     load = "import importlib.util as u; s = u.spec_from_file_location('c', 'crash_model.py'); m = u.module_from_spec(s)"
     guarded(run, f"{load}; s.loader.exec_module(m); m.library()")
     end = explain_end(run, 1)
-    text = with_verdict(run, end.status, end.text)
+    text = with_verdict(run, end)
     assert "(char 1), at crash_model.py:9\n" in text
     assert "decoder.py" not in text
     assert "decoder.py" in run.log(1, "err").read_text()

@@ -1,0 +1,177 @@
+"""A cause of failure in words: what a command prints of it, the verdict of a diagnosis, and what to try.
+
+The only module that renders causes; nothing reads its sentences again. Standard library only.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from ortlaunch.cause import Cause, Failure
+
+# How the lines begin that a command prints of its end.
+OURS = "ortlaunch: "
+VERDICT = "verdict: "
+TRY = "try: "
+# Ends of which no rank tells a failure of its own.
+_SENTENCES = {
+    Cause.LAUNCHER_FAILED: "{who} failed with {detail}, and ended the ranks; its traceback is above",
+    Cause.NO_LOCKS: "{who} failed with {detail}, and ended the ranks; its traceback is above",
+    Cause.COMMAND_KILLED: "the command ({who}) disappeared without an error record (usually SIGKILL, often out of "
+    "memory), and its ranks ended with it",
+    Cause.LAUNCHER_KILLED: "{who} was ended by {name}, and the ranks with it; none of them had failed before{memory}",
+    Cause.DISK_FULL: "no space left on device ({detail}), where no rank could write how it ended",
+    Cause.RANK_VANISHED: "{who} disappeared without an error record, as a process killed by SIGKILL does{memory}",
+    Cause.NEVER_BEGAN: "{absent}, and the launcher ended with status {status}{memory}",
+    Cause.SIGNALLED: "{who} was ended by {name}, sent to it{launcher} from outside this run; no rank had failed before",
+}
+_VERDICTS = {
+    Cause.RUNNING: "the run has not ended: {detail}",
+    Cause.ENDED_WELL: "the run ended well",
+    Cause.LOSS_SCALE_COLLAPSE: "fp16's loss scale collapsed: {detail}",
+    Cause.DISK_FULL: "the disk is full, met by {place}: {detail}",
+    Cause.KILLED: "{place} was killed (SIGKILL), and not for memory as far as its control group counts",
+    Cause.SIGNALLED: "{place} was ended by {name}, sent from outside this run",
+    Cause.PORT_TAKEN: "{place} met a port that is taken: {detail}{at}",
+    Cause.NO_GPU: "{place} has no GPU to train on: {detail}{at}",
+    Cause.OTHER_WORLD: "the launcher started another world than the plan's: {detail}{at}",
+    Cause.INDEX_OUT_OF_RANGE: "{place} met a label, token or position that the model has not: {detail}{at}",
+    Cause.MISSING_MODULE: "{place} lacks a Python module: {detail}{at}",
+    Cause.MISSING_FILE: "{place} lacks a file: {detail}{at}",
+    Cause.UNREADABLE_FILE: "{place} may not open a file: {detail}{at}",
+    Cause.NO_LOCKS: "{place} met a disk without file locks: {detail}{at}",
+    Cause.DAMAGED_CHECKPOINT: "{place} could not use a checkpoint: {detail}{at}",
+    Cause.LEFT_EARLY: "{place} left by itself with exit status {status} before the end",
+    Cause.BAD_INPUT: "{detail}{at}",
+    Cause.RAISED: "{place} raised {detail}{at}",
+    Cause.STOPPED: "{place} {detail}",
+    Cause.LOST_PEERS: "ranks lost each other, and none tells why: {detail}",
+}
+_CRASHES = {
+    signal.SIGSEGV: "invalid memory access",
+    signal.SIGABRT: "an assertion or an uncaught C++ exception",
+    signal.SIGBUS: "a mapped file that was cut, or bad memory",
+    signal.SIGILL: "an instruction that this processor lacks",
+    signal.SIGFPE: "an arithmetic error",
+}
+CRASHES = tuple(_CRASHES)
+"""Signals of a crash in native code."""
+_OUTSIDE = ("who sends signals: a person, a scheduler's limit, a watchdog; see the scheduler's log and dmesg",)
+_AGAIN = ("start the same command with --run-dir to go on",)
+_NUMBERS = ("look at these samples", "a lower optimizer.learning_rate, a warm-up (schedule.warmup_steps), "
+            "a lower train.max_grad_norm")  # fmt: skip
+_ROLLBACK = "train.on_nonfinite: rollback leaves such a batch out, and training continues"
+_ADVICE: dict[Cause, tuple[str, ...]] = {
+    Cause.RUNNING: ("ortlaunch status RUN says how far it is",),
+    Cause.STOPPED: _AGAIN,
+    Cause.HANG: (
+        "a rank that is stopped (SIGSTOP, a debugger) or waits for a disk or a network keeps all others waiting",
+        "where a step may truly take so long, set train.stall_seconds higher",
+    ),
+    Cause.HOST_LOST: ("ssh to it, and dmesg there: is it up, and is its network?", "start it again with --run-dir"),
+    Cause.OUT_OF_MEMORY: ("batch.micro_size: auto finds by trying what fits, and keeps batch.global_size",),
+    Cause.DISK_FULL: (
+        "make room (df -h; ortlaunch's checkpoints and the cache take most)",
+        "set checkpoint.keep lower",
+        *_AGAIN,
+    ),
+    Cause.LOSS_SPIKE: (*_NUMBERS, "train.on_spike: {action: rollback} leaves such a batch out"),
+    Cause.NOT_FINITE: (*_NUMBERS, _ROLLBACK),
+    Cause.LOSS_SCALE_COLLAPSE: ("precision: bf16", _NUMBERS[1], _ROLLBACK),
+    Cause.PORT_TAKEN: ("ss -ltnp names who has it; MASTER_PORT or launch.env choose another, or let ortlaunch choose",),
+    Cause.NO_GPU: ("nvidia-smi there", "or launch.device: cpu"),
+    Cause.OTHER_WORLD: ("give hosts and ranks in one place: the host file, or the launcher's own options",),
+    Cause.INDEX_OUT_OF_RANGE: (
+        "compare the labels with the number of classes (model.config.num_labels), and token ids with vocab_size",
+    ),
+    Cause.MISSING_MODULE: (
+        "install it in this environment, on every host; a module of your own lies beside the recipe",
+    ),
+    Cause.MISSING_FILE: ("relative paths begin where you run the command; every host must see the file",),
+    Cause.UNREADABLE_FILE: ("ls -l it, as the user of the run, on that host",),
+    Cause.NO_LOCKS: (
+        "run folder (--run-dir), ORTLAUNCH_CACHE and TMPDIR must be on disks with file locks (flock); NFS has them "
+        "where its lock service runs",
+    ),
+    Cause.CRASH: (
+        "export PYTHONFAULTHANDLER=1 prints the Python stack of the crash",
+        "a library or extension of your own is the first suspect; then ortlaunch setup",
+    ),
+    Cause.KILLED: ("who sends it: a person, a scheduler, a watchdog; dmesg, the scheduler's log",),
+    Cause.SIGNALLED: _OUTSIDE,
+    Cause.LEFT_EARLY: ("look for sys.exit and os._exit in the user's own code",),
+    Cause.RAISED: ("the whole traceback is in its log",),
+    Cause.COMMAND_KILLED: (*_OUTSIDE, "start it again with --run-dir"),
+    Cause.LAUNCHER_KILLED: _OUTSIDE,
+    Cause.LAUNCHER_FAILED: ("its traceback is above its last line",),
+    Cause.RANK_VANISHED: ("dmesg on that host: was it out of memory?", *_OUTSIDE),
+    Cause.NEVER_BEGAN: (
+        "the launcher's own words are above its last line; `ortlaunch doctor` and --dry-run show what is sent",
+    ),
+    Cause.LOST_PEERS: ("the network between the hosts",),
+}
+
+
+def sentence(failure: Failure) -> str:
+    """The line that a command prints of an end of which no rank tells a failure of its own."""
+    return _filled(_SENTENCES.get(failure.cause, "{detail}"), failure)
+
+
+def verdict(failure: Failure) -> str:
+    """One line of a diagnosis."""
+    if failure.kind is Cause.OUT_OF_MEMORY:
+        return _of_memory(failure)
+    if failure.cause is Cause.CRASH and failure.signal is not None:
+        line = f": {failure.detail}" if failure.detail else ""
+        meaning = _CRASHES.get(signal.Signals(failure.signal), "")
+        return f"{failure.place} crashed in native code ({_name(failure)}, {meaning}){line}"
+    if failure.rank is None and failure.cause in (*_SENTENCES, Cause.STOPPED):
+        return sentence(failure)
+    return _filled(_VERDICTS.get(failure.cause, "{detail}"), failure)
+
+
+def advice(failure: Failure) -> tuple[str, ...]:
+    """What to try."""
+    return _ADVICE.get(failure.kind, ())
+
+
+def _of_memory(failure: Failure) -> str:
+    if failure.signal == signal.SIGKILL and failure.rank is not None:
+        return f"out of memory: the kernel ended {failure.place} (SIGKILL)"
+    if failure.memory_kills:
+        kills = failure.memory_kills
+        return f"out of memory: the kernel's out-of-memory killer ended {kills} of this run's processes"
+    return f"out of memory: {failure.place} could not allocate: {failure.detail}"
+
+
+def kernel_kills(failure: Failure) -> str:
+    """The kernel's count of processes that it ended for memory."""
+    if failure.memory_kills is None and failure.cause is Cause.RANK_VANISHED:
+        return " (often the kernel's out-of-memory killer: see dmesg there)"
+    if not failure.memory_kills:
+        return ""
+    return (
+        f"; the kernel's out-of-memory killer ended {failure.memory_kills} of this control group's processes meanwhile"
+    )
+
+
+def _filled(template: str, failure: Failure) -> str:
+    absent = "no rank says why"
+    if failure.who:
+        absent = f"{failure.who} ended before it began" if failure.began else f"no rank began ({failure.who})"
+    return template.format(
+        place=failure.place,
+        detail=failure.detail[:400],
+        at=f", at {failure.raised_at}" if failure.raised_at else "",
+        who=failure.who,
+        name=_name(failure),
+        status=failure.status,
+        memory=kernel_kills(failure),
+        launcher=f" or to {failure.detail}" if failure.detail else "",
+        absent=absent,
+    )
+
+
+def _name(failure: Failure) -> str:
+    """Of its signal."""
+    return signal.Signals(failure.signal).name if failure.signal else ""

@@ -1,0 +1,58 @@
+"""How libraries, drivers and the C library word what went wrong: the one table of patterns over their messages.
+
+Messages of ours are not matched: our errors carry their cause (errors.py). Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ortlaunch.cause import Cause
+
+_CAUSES = (
+    (
+        Cause.OUT_OF_MEMORY,
+        r"allocate memory|unable to allocate|failed to allocate|out of memory|OutOfMemory|bad_alloc|MemoryError"
+        r"|Errno 12\b",
+    ),
+    (Cause.DISK_FULL, r"[Nn]o space left on device|Errno 28\b|Errno 122\b|[Dd]isk quota exceeded"),
+    (Cause.PORT_TAKEN, r"[Aa]ddress already in use|EADDRINUSE|Errno 98\b"),
+    (Cause.NO_GPU, r"no NVIDIA driver|not compiled with CUDA|no CUDA-capable device"),
+    (
+        Cause.INDEX_OUT_OF_RANGE,
+        r"index out of range in self|Target \d+ is out of bounds|device-side assert|out of bounds for",
+    ),
+    (Cause.MISSING_MODULE, r"ModuleNotFoundError|No module named|ImportError"),
+    (Cause.MISSING_FILE, r"FileNotFoundError|No such file or directory|Errno 2\b"),
+    (Cause.UNREADABLE_FILE, r"PermissionError|Permission denied|Errno 13\b"),
+    (Cause.NO_LOCKS, r"No locks available|Errno 37\b"),
+)
+_NATIVE = r"terminate called|what\(\):|Assertion|assert|CHECK failed|Fatal Python error|Check failed"
+# A rank that loses its peers fails too; these words tell that the cause is elsewhere.
+_PEER_IS_GONE = (
+    r"Connection closed by peer|Connection reset by peer|remote process|NCCL error|Broken pipe|Timed out waiting"
+    r"|Socket closed|DistBackendError|DistNetworkError"
+)
+_MOST = 300  # characters of a line
+
+
+def cause_in(text: str) -> tuple[Cause, str] | None:
+    """The first cause of the table that a text of others shows, and the last line that does."""
+    found = ((cause, last_line(pattern, text)) for cause, pattern in _CAUSES)
+    return next(((cause, line) for cause, line in found if line), None)
+
+
+def crash_line(text: str) -> str:
+    """What native code printed of its crash; "" where it printed nothing."""
+    return last_line(_NATIVE, text)
+
+
+def lost_a_peer(text: str) -> bool:
+    """Whether an exception is that of a rank whose peer has gone."""
+    return re.search(_PEER_IS_GONE, text) is not None
+
+
+def last_line(pattern: str, text: str) -> str:
+    """The last line that matches: a traceback's end before what led to it."""
+    lines = (line.strip() for line in reversed(text.splitlines()))
+    return next((line for line in lines if re.search(pattern, line)), "")[:_MOST]
