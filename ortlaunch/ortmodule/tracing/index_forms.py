@@ -56,7 +56,7 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
     own: dict[str, Callable[..., Any]] = {}
     if masked:
         indices = g.op("prim::ListConstruct", *_without_masks(g, given))
-    if masked or _are_broadcast(g):
+    if _are_broadcast(g, masked):
         own["Reshape"] = lambda value, shape, **_: g.op("Expand", value, shape)
     if adds:
         _require_sums(g)
@@ -64,14 +64,14 @@ def index_put(g: Any, into: Any, indices: Any, values: Any, accumulate: Any = No
     return put(GraphWriter(g, own), into, indices, values, accumulate)
 
 
-def _are_broadcast(g: Any) -> bool:
+def _are_broadcast(g: Any, masked: bool) -> bool:
     """Whether the values of an index_put in the traced graph may have to be repeated."""
     into, indices, values = [*g.original_node.inputs()][:3]
     places = [place.type().dim() for place in indices.node().inputs()]
     sizes = values.type().sizes()
     if sizes is None or into.type().dim() is None or None in places:
-        return True
-    return len(sizes) != max(places) + into.type().dim() - len(places) or 1 in sizes
+        return False  # of the exporter's own making, for `x[..., 0] = y`, whose values are reshaped
+    return masked or len(sizes) != max(places) + into.type().dim() - len(places) or 1 in sizes
 
 
 def _require_sums(g: Any) -> None:
