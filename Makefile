@@ -70,8 +70,14 @@ zoo: $(INSTALLED)
 	$(BIN)/python -m pytest -m zoo --page zoo-proof tests/zoo $(PROOF)
 
 # What runs on a CUDA device, at full size, and how fast: gpu-proof/page.md; goes on where it was stopped (docs/gpu.md).
+# The short runs of part smoke share the GPU, AT_ONCE at a time; all else runs alone.
 gpu: $(INSTALLED)
-	$(BIN)/python tools/gpu_proof.py --minutes 240 $(PROOF)
+	-$(GPU) -k smoke: --numprocesses $(AT_ONCE)
+	$(GPU)
+
+AT_ONCE ?= 4
+GPU = $(BIN)/python -m pytest -m gpu --page gpu-proof --minutes 240 $(PROOF) tests/gpu \
+	$$(grep -rl "mark.gpu" tests --include 'test_*.py' | grep -v ^tests/gpu/)
 
 # What a machine with a GPU and without a package registry needs to be given.
 gpu-wheels: $(INSTALLED)

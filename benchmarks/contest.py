@@ -48,8 +48,10 @@ class Times(NamedTuple):
         return statistics.median(self.turns)
 
 
-def race(commands: Mapping[str, Sequence[str]], rounds: int, environ: Mapping[str, str]) -> dict[str, Times]:
-    """Start every contestant, then `rounds` turns each in turn after one to warm up."""
+def race(
+    commands: Mapping[str, Sequence[str]], rounds: int, environ: Mapping[str, str], warm_up: int = 1
+) -> dict[str, Times]:
+    """Start every contestant, then `rounds` turns each in turn after those to warm up."""
     logs = {
         name: Path(f"{environ['CONTEST_FOLDER']}/{name.replace(' ', '-').replace('/', '-')}.log") for name in commands
     }
@@ -59,13 +61,13 @@ def race(commands: Mapping[str, Sequence[str]], rounds: int, environ: Mapping[st
             runners[name] = _start(command, logs[name], environ)
             _wait(name, runners[name], logs[name])
         times: dict[str, list[float]] = {name: [] for name in commands}
-        for _ in range(rounds + 1):
+        for _ in range(warm_up + rounds):
             for name, runner in runners.items():
                 assert runner.stdin is not None
                 runner.stdin.write("go\n")
                 runner.stdin.flush()
                 times[name].append(_wait(name, runner, logs[name])["seconds"])
-        return {name: Times(turns[1:], turns[0]) for name, turns in times.items()}
+        return {name: Times(turns[warm_up:], turns[0]) for name, turns in times.items()}
     finally:
         for runner in runners.values():
             os.killpg(runner.pid, signal.SIGKILL)

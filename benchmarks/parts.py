@@ -913,7 +913,8 @@ def measure(name: str, rounds: int | None) -> str:
         sides = {side: [sys.executable, __file__, name, "--side", side] for side in part.sides}
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         own = {"CONTEST_FOLDER": folder, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-        times = race(sides, rounds or part.rounds, {**os.environ, **own})
+        is_long = part.rounds == 1  # whole commands and the like: no turn to warm up
+        times = race(sides, rounds or part.rounds, {**os.environ, **own}, warm_up=int(not is_long))
     base = times[next(iter(sides))].median
     lines = [f"{name}: {part.compares}", f"| | {part.unit}, median (least - most) | x |", "|---|---|---|"]
     for side, found in times.items():

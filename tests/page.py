@@ -53,6 +53,8 @@ FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {  # column: title, text 
     "planned": ("peak planned", human),
     "memory": ("peak measured", human),
     "first_step": ("first step after, s", "{:.0f}".format),
+    "verdict": ("parity", str),
+    "largest": ("largest difference", "{:.0e}".format),
     "loss_from_highest": ("loss moved by", "{:.0e}".format),
 }
 
@@ -63,7 +65,7 @@ FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {  # column: title, text 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of long tests."""
     group = parser.getgroup("long tests (marks nightly, zoo, gpu)")
-    group.addoption("--page", type=Path, metavar="FOLDER", help="write results.json and page.md there, and resume")
+    group.addoption("--page", metavar="FOLDER", help="write results.json and page.md there, and resume")
     group.addoption("--again", action="store_true", help="run what has a result in the folder, too")
     group.addoption("--minutes", type=float, default=1e6, help="of this call; what is left needs another (status 3)")
     group.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="of tests/gpu; cpu: a rehearsal, tiny")
@@ -73,24 +75,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keep results where a folder is given."""
     if config.getoption("--page") is not None:
-        config.pluginmanager.register(Results(config), "results of long tests")
+        results = Results(config, Path(config.getoption("--page")).absolute())
+        results.read()
+        config.pluginmanager.register(results, "results of long tests")
 
 
 class Results:
     """Results so far, by node id, and the time of this call."""
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.folder: Path = config.getoption("--page").absolute()
+    def __init__(self, config: pytest.Config, folder: Path) -> None:
+        self.folder = folder
         self.again, self.is_worker = config.getoption("--again"), hasattr(config, "workerinput")
         self.deadline = time.monotonic() + 60 * config.getoption("--minutes")
         self.machine, self.longest = machine(config.getoption("--device")), 0.0
         self.cases: dict[str, dict[str, Any]] = {}
         self.pending: dict[str, None] = {}
         self.is_first = True
-        if (self.folder / "results.json").exists():
-            self._read()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take up the results of earlier calls; ends pytest where they are another machine's."""
+        if not (self.folder / "results.json").exists():
+            return
         results = json.loads((self.folder / "results.json").read_text())
         before, now = results["machine"], self.machine
         different = [name for name in ("name", "python", "packages") if before[name] != now[name]]
@@ -152,10 +157,11 @@ class Results:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Exit status: 3 where tests are left for another call, 1 where an earlier call's failed."""
+        """Exit status: 1 where an earlier call's test failed or none passed, 3 where tests are left."""
         if not self.is_worker and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED) and self.cases:
-            failed = any(case["status"] == FAILED for case in self.cases.values())
-            session.exitstatus = 1 if failed else LEFT if self.pending else 0
+            statuses = {case["status"] for case in self.cases.values()}
+            is_wrong = FAILED in statuses or not (PASSED in statuses or self.pending)
+            session.exitstatus = 1 if is_wrong else LEFT if self.pending else 0
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Counts of all calls."""

@@ -1,4 +1,4 @@
-"""A folder of wheels with which a machine that reaches no package registry runs ortlaunch and tools/gpu_proof.py.
+"""A folder of wheels with which a machine that reaches no package registry runs ortlaunch and tests/gpu.
 
     python tools/gpu_wheels.py --out wheels                                      for the python3 on this machine's PATH
     python tools/gpu_wheels.py --out wheels --python 3.12 --torch 2.11.0 --have installed.txt      for one elsewhere

@@ -7,6 +7,7 @@ own; only the `exec` between command and rank is left out, for it would load eve
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import runpy
@@ -118,7 +119,7 @@ def _in_this_process(command: list[str], **options: Any) -> subprocess.Completed
     """`subprocess.run`, but for a module of the worker side, which is loaded here."""
     if len(command) < 3 or not command[2].startswith("ortlaunch.worker."):
         return _run(command, **options)
-    sys.argv = list(command[2:])
+    sys.argv, sys.stdin = list(command[2:]), io.StringIO(options.get("input") or "")
     try:
         runpy.run_module(command[2], run_name="__main__", alter_sys=True)
     except SystemExit as error:

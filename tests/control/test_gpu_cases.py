@@ -1,15 +1,13 @@
-"""tools/gpu_proof.py: its commands for a GPU are valid today, and its judges fail what is wrong."""
+"""tests/gpu: its commands for a GPU are valid today, and its judges fail what is wrong."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,12 @@ from ortlaunch.bench.measure import prepared
 from ortlaunch.errors import RecipeError
 from ortlaunch.planning.world import LaunchOptions
 from ortlaunch.resolve.resolve import resolve
+from tests.gpu import functions, smoke, verdicts
+from tests.gpu.cases import cases, form
+from tests.gpu.test_gpu import in_process, refusal
+from tests.gpu.verdicts import Ended
 
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
-PLAIN = {"plain": {"rows": [{"losses": [4.0, 2.0]}]}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _tools() -> Iterator[None]:
-    """The scripts find each other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        yield
+PLAIN = [4.0, 2.0]
 
 
 # --------------------------------------------------------------------------------------- what a GPU would be asked
@@ -46,8 +39,6 @@ def _words(command: tuple[str, ...]) -> tuple[str, Path, list[str], dict[str, st
 @pytest.mark.parametrize("part", ["eager", "inductor", "ort", "deepspeed", "memory"])
 def test_the_trainings_on_a_gpu_can_be_planned(part: str) -> None:
     """Every setting is one that the recipe knows and CUDA allows; ort refuses ZeRO 3 by its name."""
-    from gpu_cases import cases, form
-
     trainings = [case for case in cases(part, form("cuda", 1)) if "train" in case.command]
     assert len(trainings) >= 4
     for case in trainings:
@@ -59,13 +50,11 @@ def test_the_trainings_on_a_gpu_can_be_planned(part: str) -> None:
 
 def test_the_smoke_runs_on_a_gpu_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """27 cells and two ranks on one GPU; ort refuses by its name what it does not know."""
-    import gpu_smoke
-
-    gpu_smoke.write_inputs(tmp_path)
+    smoke.write_inputs(tmp_path)
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
-    refused, cells = {}, list(gpu_smoke.commands("cuda"))
-    assert len(cells) == 1 + 27 + 4 + 1
-    for name, commands, _ in (cell for cell in cells if cell[0] != "torch extensions"):
+    refused, cells = {}, list(smoke.commands("cuda"))
+    assert len(cells) == 27 + 4
+    for name, commands, _ in cells:
         ranks, (verb, recipe, *words) = commands[0]
         overrides = [word for word in words if not word.startswith("--")]
         try:
@@ -82,55 +71,17 @@ def test_the_smoke_runs_on_a_gpu_can_be_planned(tmp_path: Path, monkeypatch: pyt
 
 def test_the_runs_of_single_functions_on_a_gpu_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long sequences, offload, worker processes, dropout: every setting is one that the recipe knows."""
-    import gpu_functions
-    import gpu_smoke
-
-    gpu_smoke.write_inputs(tmp_path)
+    smoke.write_inputs(tmp_path)
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: 1)
-    trainings = [words for _, runs, _ in gpu_functions.commands("cuda") for _, words in runs if words[0] == "train"]
+    trainings = [words for _, runs, _ in functions.commands("cuda") for _, words in runs if words[0] == "train"]
     assert len(trainings) > 12
     for _, recipe, *words in trainings:
         overrides = [word for word in words if not word.startswith("--") and word != "batch.micro_size=auto"]
         resolve(tmp_path / recipe, overrides, LaunchOptions(planned_only=True), {})
 
 
-def test_forked_cases_wait_for_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several at a time; the reference before what is compared with it, the extensions before engine ort."""
-    import gpu_proof
-    import gpu_smoke
-    from gpu_cases import Case
-    from gpu_verdicts import Verdict
-
-    begun, active = [], set()
-
-    def run(sequence: Any, folder: Path, seconds: float, cold: bool) -> Iterator[None]:
-        name = sequence[0][1][0]
-        begun.append((name, frozenset(active)))
-        active.add(name)
-        yield from (None,) * 5
-        active.remove(name)
-
-    monkeypatch.setattr(gpu_smoke, "run", run)
-    monkeypatch.setattr(gpu_smoke, "ended", lambda folder: (0, "", ""))
-    monkeypatch.setattr(gpu_proof, "_loaded", lambda device: False)
-    names = ("reference", "torch extensions", "eager, fp32", "ort, fp32", "eager, bf16", "eager, fp16")
-    made = [Case("smoke", name, (), lambda ended: Verdict("passed"), forked=((1, (name,)),)) for name in names]
-    results: dict[str, Any] = {"cases": {}, "machine": {"capability": None, "packages": {}, "name": "", "commit": None,
-                               "device": "cpu", "date": "", "python": ""}}  # fmt: skip
-    options = argparse.Namespace(device="cpu", at_once=2, out=tmp_path)
-    gpu_proof._run_forked(made, results, options, tmp_path, time.monotonic() + 60, [])
-    assert len(results["cases"]) == len(names)
-    assert begun[0] == ("reference", frozenset())
-    assert all("reference" not in others for _, others in begun)
-    assert "torch extensions" not in next(others for name, others in begun if name == "ort, fp32")
-    assert max(len(others) for _, others in begun) == 1
-
-
 def test_a_resumed_run_must_be_the_same_bit_for_bit(tmp_path: Path) -> None:
     """One byte of a tensor, or a loss, that differs after the resume fails a smoke case."""
-    from gpu_smoke import REFERENCE, trained
-    from gpu_verdicts import Ended
-
     losses = [4.0, 3.9, 3.8, 3.7, 3.6, 3.5]
     for name, tail in (("run", losses), ("again", losses[3:])):
         run = tmp_path / name
@@ -140,11 +91,10 @@ def test_a_resumed_run_must_be_the_same_bit_for_bit(tmp_path: Path) -> None:
         records = [{"step": step, "loss": loss, "skipped_steps": 0} for step, loss in enumerate(tail)]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
         (run / "engine.json").write_text(json.dumps({"engine": {"used": "eager"}, "device": "cpu", "onnxruntime": {}}))
-    known = {REFERENCE: {"rows": [{"losses": losses}]}}
-    ended = Ended(0, "", "", tmp_path, known, None)
-    assert trained("eager", "fp32", False, ended).why == ()
+    ended = Ended(0, "", "", tmp_path, losses, None)
+    assert smoke.trained("eager", "fp32", False, ended).why == ()
     (tmp_path / "again/export/model.safetensors").write_bytes(b"Weights")
-    assert trained("eager", "fp32", False, ended).why == (
+    assert smoke.trained("eager", "fp32", False, ended).why == (
         "after the resume: export/model.safetensors differ; losses by at most 0.0e+00",
     )
 
@@ -152,8 +102,6 @@ def test_a_resumed_run_must_be_the_same_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["deepspeed", "bert", "lora", "llama", "precision", "chunked_loss", "recompute"])
 def test_the_benches_on_a_gpu_can_be_planned(part: str) -> None:
     """Full-size models with every engine and every varied value; nothing is refused but what ort cannot do."""
-    from gpu_cases import cases, form
-
     for case in (case for case in cases(part, form("cuda", 1)) if "bench" in case.command):
         _, recipe, overrides, options = _words(case.command)
         resolved = resolve(recipe, overrides, LaunchOptions(None, 1, planned_only=True), {})
@@ -172,12 +120,9 @@ def _refusal(recipe: Path, overrides: list[str]) -> str:
 
 def test_llama_is_the_whole_model_and_too_large_for_a_small_card() -> None:
     """6.7 billion weights, planned above 100 GiB: a card of 80 skips them and says so."""
-    import gpu_proof
-    from gpu_cases import cases, form
-
     case, shape = next(c for c in cases("llama", form("cuda", 1)) if "eager" in c.name), form("cuda", 1)
-    assert "of a card, and this one has 80.0 GiB" in gpu_proof._refused_before(case, shape, 80 * 2**30)
-    assert gpu_proof._refused_before(case, shape, 139 * 2**30) == ""
+    assert "of a card, and this one has 80.0 GiB" in refusal(case, shape, 80 * 2**30)
+    assert refusal(case, shape, 139 * 2**30) == ""
 
 
 # ------------------------------------------------------------------------------------------------------ verdicts
@@ -185,8 +130,6 @@ def test_llama_is_the_whole_model_and_too_large_for_a_small_card() -> None:
 
 def ended(folder: Path, status: int = 0, stderr: str = "", capability: float | None = 9.0) -> Any:
     """A command that came to its end."""
-    from gpu_verdicts import Ended
-
     return Ended(status, "", stderr, folder, PLAIN, capability)
 
 
@@ -218,11 +161,9 @@ def _trained(folder: Path, losses: list[float], used: str = "eager", skipped: in
 )
 def test_a_curve_is_held_to_plain_pytorchs(run: dict[str, Any], status: str, why: str, tmp_path: Path) -> None:
     """Each loss, the engine, and that no step was skipped but by fp16's first loss scale."""
-    from gpu_verdicts import curve
-
     precision = run.pop("precision", "bf16")
     _trained(tmp_path, **run)
-    verdict = curve("plain", "eager", precision, ended(tmp_path))
+    verdict = verdicts.curve("eager", precision, ended(tmp_path))
     assert verdict.status == status
     assert why in " ".join(verdict.why)
 
@@ -232,9 +173,7 @@ def test_a_curve_is_held_to_plain_pytorchs(run: dict[str, Any], status: str, why
 )
 def test_only_ort_may_be_refused(engine: str, code: int, status: str, tmp_path: Path) -> None:
     """It is bound to old Pythons and fp16; a run that began and ended badly has failed, and so has any other engine."""
-    from gpu_verdicts import curve
-
-    verdict = curve("plain", engine, "bf16", ended(tmp_path, code, "got bf16 with engine ort"))
+    verdict = verdicts.curve(engine, "bf16", ended(tmp_path, code, "got bf16 with engine ort"))
     assert verdict.status == status
     assert "got bf16 with engine ort" in verdict.why[0]
 
@@ -259,13 +198,11 @@ def variant(name: str, **changes: Any) -> dict[str, Any]:
 
 def judged(folder: Path, check: str, *variants: dict[str, Any], capability: float | None = 9.0) -> Any:
     """The verdict on a bench of these variants."""
-    import gpu_verdicts
-
     (folder / "bench" / "one").mkdir(parents=True)
     (folder / "bench" / "one" / "plan.json").write_text('{"memory": null}')
     found = [{**v, "folder": str(folder / v["folder"])} for v in variants]
     (folder / "bench" / "bench.json").write_text(json.dumps({"variants": found}))
-    return gpu_verdicts.bench(getattr(gpu_verdicts, check), ended(folder, capability=capability))
+    return verdicts.bench(getattr(verdicts, check), ended(folder, capability=capability))
 
 
 FUSED, OFF, AUTO = "fused_gradient_norm", "chunked_loss=off", "chunked_loss=auto"
@@ -312,99 +249,30 @@ def test_tf32_must_be_faster(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("bytes_", "status"), [(105, "passed"), (120, "failed"), (80, "failed")])
 def test_memory_is_within_a_tenth_of_the_plan(bytes_: int, status: str, tmp_path: Path) -> None:
     """Weights, gradients and optimizer state."""
-    from gpu_verdicts import memory
-
     (tmp_path / "run").mkdir()
     record = {"planned": {"model": 100, "peak": 200}, "measured": {"model": bytes_, "peak": 300}}
     (tmp_path / "run" / "memory.json").write_text(json.dumps(record))
-    assert memory(ended(tmp_path)).status == status
+    assert verdicts.memory(ended(tmp_path)).status == status
 
 
-# ---------------------------------------------------------------------------------------------- the whole command
-
-
-def proof(out: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str], **changes: Any) -> int:
-    """The command's exit status over these scripts as its only cases, which pass with status 0."""
-    import gpu_proof
-    from gpu_cases import Case
-    from gpu_verdicts import Verdict
-
-    def judge(ended: Any) -> Verdict:
-        return Verdict({0: "passed", 2: "skipped"}.get(ended.status, "failed"), (ended.last_words,))
-
-    made = [Case("part", name, (sys.executable, "-c", code), judge) for name, code in scripts.items()]
-    options = {
-        "out": out,
-        "part": ["part"],
-        "only": [""],
-        "device": "cpu",
-        "ranks": 1,
-        "minutes": 1.0,
-        "again": False,
-        **changes,
-    }
-    found = {"device": "cpu", "name": "CPU", "memory": None, "capability": None, "python": "3.11",
-               "packages": {"torch": "2.13"}, "commit": None, "date": "today"}  # fmt: skip
-    monkeypatch.setattr(gpu_proof, "cases", lambda part, form: made)
-    monkeypatch.setattr(gpu_proof, "_options", lambda: argparse.Namespace(**options))
-    monkeypatch.setattr(gpu_proof, "_machine", lambda device: {**found, **changes.get("machine", {})})
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        return int(gpu_proof.main())
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def test_a_failure_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One failed case among others: status 1, its reason on the page, and again 1 when nothing is left to run."""
-    scripts = {"good": "print(1)", "bad": "raise SystemExit('planted')", "absent": "raise SystemExit(2)"}
-    for _ in range(2):
-        assert proof(tmp_path, monkeypatch, scripts) == 1
-    assert "- bad: failed: planted" in (tmp_path / "page.md").read_text()
-    assert "| part | 1 | 1 | 1 |" in (tmp_path / "page.md").read_text()
-
-
-def test_a_proof_of_nothing_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all is skipped, the status is 1."""
-    assert proof(tmp_path, monkeypatch, {"absent": "raise SystemExit(2)"}) == 1
-
-
-def test_what_time_is_too_short_for_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A case that would take too long is ended, status 3, and the next call goes on with it, not before."""
-    scripts = {"quick": "import pathlib; pathlib.Path('/dev/null')", "long": "import time; time.sleep(2)"}
-    assert proof(tmp_path, monkeypatch, scripts, minutes=1 / 60) == 3
-    first = json.loads((tmp_path / "results.json").read_text())["cases"]
-    assert list(first) == ["part: quick"]
-    assert proof(tmp_path, monkeypatch, scripts) == 0
-    second = json.loads((tmp_path / "results.json").read_text())["cases"]
-    assert list(second) == ["part: quick", "part: long"]
-    assert first["part: quick"] == second["part: quick"]
-
-
-def test_a_stopped_proof_leaves_no_case_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM in the middle of a case ends that first; the status is the signal's."""
+def test_a_stopped_proof_leaves_no_case_behind(tmp_path: Path) -> None:
+    """A signal in the middle of a case ends that first."""
     ready = tmp_path / "pid"
     script = f"import os, pathlib, time; pathlib.Path({str(ready)!r}).write_text(str(os.getpid())); time.sleep(60)"
+
+    def stop(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
 
     def terminate() -> None:
         while not (ready.exists() and ready.read_text()):
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR2)
 
-    threading.Thread(target=terminate, daemon=True).start()
-    with pytest.raises(SystemExit) as end:
-        proof(tmp_path / "out", monkeypatch, {"long": script})
-    assert end.value.code == 128 + signal.SIGTERM
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        threading.Thread(target=terminate, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            in_process([sys.executable, "-c", script], tmp_path, 60)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
     assert not Path("/proc", ready.read_text()).exists()
-
-
-def test_results_of_another_machine_are_not_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A folder of a rehearsal, or of another torch, is refused with both."""
-    assert proof(tmp_path, monkeypatch, {"good": ""}) == 0
-    with pytest.raises(SystemExit) as end:
-        proof(tmp_path, monkeypatch, {"good": ""}, machine={"packages": {"torch": "2.6"}})
-    assert end.value.code == 2
-    assert "packages: {'torch': '2.13'}, here {'torch': '2.6'}); give another --out" in capsys.readouterr().err

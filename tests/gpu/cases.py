@@ -1,7 +1,7 @@
-"""The cases of tools/gpu_proof.py by part: what is run, at full size on CUDA and tiny on a CPU, and what judges it.
+"""The GPU cases by part: what is run, at full size on CUDA and tiny on a CPU, and what judges it.
 
 Every case is one command in a process of its own, nearly all of them `ortlaunch train` or `ortlaunch bench`; those of
-parts `smoke` and `functions` are forked from the tool's own process.
+parts `smoke` and `functions` are copies of a loaded process.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import gpu_functions
-import gpu_smoke
-import gpu_verdicts as verdicts
-from gpu_verdicts import Ended, Verdict
+from tests.gpu import functions, smoke, verdicts
+from tests.gpu.verdicts import Ended, Verdict
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "{folder}"  # stands in a command for the case's own folder
 STEPS = 20
 PLAIN_CURVE = "import json; from tests.e2e.parity import reference; print(json.dumps(reference({!r}, {!r})))"
@@ -32,21 +30,12 @@ class Case(NamedTuple):
     command: tuple[str, ...]
     judge: Callable[[Ended], Verdict]
     recipe: tuple[str, ...] = ()  # recipe and overrides: must fit into the card's memory
-    forked: tuple[gpu_smoke.Command, ...] = ()  # several commands of ortlaunch, in forks of this process, instead
+    forked: tuple[smoke.Command, ...] = ()  # several commands of ortlaunch, copies of a loaded process, instead
+    reference: str = ""  # `smoke`, or a recipe whose curve of plain PyTorch it is compared with
 
     @property
     def key(self) -> str:
         return f"{self.part}: {self.name}"
-
-    @property
-    def needs(self) -> set[str]:
-        """The cases that must have ended before a forked one begins."""
-        return {gpu_smoke.REFERENCE, *(("smoke: torch extensions",) if self.name.startswith("ort, ") else ())}
-
-    @property
-    def is_reference(self) -> bool:
-        """Whether others are compared with it."""
-        return self.part == "plain PyTorch" or self.key == gpu_smoke.REFERENCE
 
 
 class Form(NamedTuple):
@@ -101,6 +90,11 @@ def cases(part: str, form: Form) -> list[Case]:
     return list(PARTS[part](part, form))
 
 
+def plain_curve(recipe: str, device: str) -> tuple[str, ...]:
+    """The command that prints the losses of plain PyTorch, a JSON list on the last line."""
+    return sys.executable, "-c", PLAIN_CURVE.format(recipe, device)
+
+
 def _recipe(name: str) -> str:
     return str(ROOT / "recipes" / f"{name}.yaml")
 
@@ -109,26 +103,14 @@ def _ortlaunch(verb: str, form: Form, *words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "ortlaunch.cli", verb, *words, *form.launch)
 
 
-# ---------------------------------------------------------------------------------------- forks of this process
+# ------------------------------------------------------------------------------------ copies of a loaded process
 
 
 def _forked(part: str, form: Form) -> Iterator[Case]:
-    module = gpu_smoke if part == "smoke" else gpu_functions
+    module = smoke if part == "smoke" else functions
+    reference = "smoke" if part == "smoke" else ""
     for name, commands, judge in module.commands(form.device):
-        yield Case(part, name, (), judge, forked=commands)
-
-
-# ---------------------------------------------------------------------------------------------- tests marked gpu
-
-
-def _tests(part: str, form: Form) -> Iterator[Case]:
-    # Files without one would be imported, too, and may need what is not on that machine.
-    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
-    pytest = (sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", "-p", "no:cacheprovider")
-    if form.device == "cuda":
-        yield Case(part, "marked gpu", (*pytest, f"--junitxml={FOLDER}/tests.xml"), verdicts.tests)
-    else:
-        yield Case(part, "marked gpu", (*pytest, "--collect-only"), verdicts.collected)
+        yield Case(part, name, (), judge, forked=commands, reference=reference)
 
 
 # ----------------------------------------------------------------------- loss curves beside those of plain PyTorch
@@ -136,30 +118,21 @@ def _tests(part: str, form: Form) -> Iterator[Case]:
 
 def _engine(part: str, form: Form) -> Iterator[Case]:
     """The part's name is the engine's."""
-    if part == "ort":
-        setup = (sys.executable, "-m", "ortlaunch.cli", "setup")
-        yield Case(part, "torch extensions", setup, verdicts.setup)
     for recipe in form.curves:
-        yield _plain(recipe, form)
         for stage in form.stages:
             for precision in form.precisions[part]:
                 yield _curve(part, recipe, form, part, stage, precision)
-
-
-def _plain(recipe: str, form: Form) -> Case:
-    command = (sys.executable, "-c", PLAIN_CURVE.format(recipe, form.device))
-    return Case("plain PyTorch", recipe, command, verdicts.plain_curve)
 
 
 def _curve(part: str, recipe: str, form: Form, engine: str, stage: int | None, precision: str, *more: str) -> Case:
     from tests.e2e.parity import overrides
 
     zero = "zero=null" if stage is None else f"zero={{stage: {stage}}}"
-    scale = (gpu_smoke.LOW_SCALE,) if stage is not None and precision == "fp16" else ()
+    scale = (smoke.LOW_SCALE,) if stage is not None and precision == "fp16" else ()
     settings = (*overrides(recipe), f"engine={{name: {engine}}}", zero, *scale, f"precision={precision}", *more)
     command = _ortlaunch("train", form, _recipe(recipe), *settings, f"--run-dir={FOLDER}/run")
     name = ", ".join([recipe, "no DeepSpeed" if stage is None else f"ZeRO {stage}", precision, *more])
-    return Case(part, name, command, partial(verdicts.curve, f"plain PyTorch: {recipe}", engine, precision))
+    return Case(part, name, command, partial(verdicts.curve, engine, precision), reference=recipe)
 
 
 # ------------------------------------------------------------------------------------------ measured side by side
@@ -181,7 +154,6 @@ def _bench(
 def _deepspeed(part: str, form: Form) -> Iterator[Case]:
     """DeepSpeed's gradient norm and ours: the same curve, and what each costs."""
     recipe = form.curves[-1]
-    yield _plain(recipe, form)
     for precision in form.precisions["eager"]:
         for fused in ("true", "false"):
             yield _curve(part, recipe, form, "eager", 2, precision, f"zero.fused_gradient_norm={fused}")
@@ -249,7 +221,6 @@ PARTS: dict[str, Callable[[str, Form], Iterator[Case]]] = {  # in the order of v
     "functions": _forked,
     "memory": _memory,
     "ort": _engine,
-    "tests": _tests,
     "bert": _bert,
     "precision": _precision,
     "recompute": _recompute,

@@ -1,6 +1,6 @@
-"""Part `functions` of tools/gpu_proof.py: single functions that a matrix of engines and precisions does not touch.
+"""Part `functions`: single functions that a matrix of engines and precisions does not touch.
 
-Forked from the tool's own process as part `smoke`, but for commands that start their ranks themselves (0 ranks).
+Copies of a loaded process as part `smoke`, but for commands that start their ranks themselves (0 ranks).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_smoke import LOW_SCALE, Command, differences, failed, losses_of
-from gpu_verdicts import SKIPPED, Ended, Verdict, difference, judged
+from tests.gpu.smoke import LOW_SCALE, Command, differences, failed, losses_of
+from tests.gpu.verdicts import SKIPPED, Ended, Verdict, difference, judged
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Of the first loss at 2,048 positions beside float32's: on a CPU 8e-5 with float16 weights were seen, and 1.3e-3 with
 # float16 rotary frequencies, too. Wide weights let attention depend on positions, as trained ones do.
 _POSITIONS, _FIRST_LOSS = 2048, 4e-4

@@ -1,11 +1,10 @@
-"""Judges of tools/gpu_proof.py: what a command left -> passed, failed or skipped, why, and its figures. Pure."""
+"""Judges of the GPU tests: what a command left -> passed, failed or skipped, why, and its figures. Pure."""
 
 from __future__ import annotations
 
 import json
 import math
-import xml.etree.ElementTree as xml
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ class Ended(NamedTuple):
     stdout: str
     stderr: str
     folder: Path
-    known: Mapping[str, Any]  # earlier cases by key
+    reference: list[float]  # losses to compare with, where the case has a reference
     capability: float | None  # of the CUDA device
 
     @property
@@ -59,47 +58,10 @@ def _refused_for_ort(ended: Ended) -> bool:
     return ended.status == 2 and "engine ort" in ended.stderr
 
 
-# ---------------------------------------------------------------------------------------------- tests marked gpu
-
-
-def tests(ended: Ended) -> Verdict:
-    """All pass, some ran; each skip is named."""
-    report = ended.folder / "tests.xml"
-    found = list(xml.parse(report).getroot().iter("testcase")) if report.exists() else []
-    skips = [(case, skip) for case in found for skip in case.iter("skipped")]
-    ran = len(found) - len(skips)
-    if ended.status or not ran:
-        return Verdict(FAILED, (f"exit status {ended.status}, {ran} ran: {ended.stdout.strip()[-1500:]}",))
-    notes = tuple(f"{case.get('name')}: skipped: {skip.get('message')}" for case, skip in skips)
-    return Verdict(PASSED, notes, ({"ran": ran, "skipped": len(skips)},))
-
-
-def collected(ended: Ended) -> Verdict:
-    """Where there is no GPU: they are there, and can be imported."""
-    names = [line for line in ended.stdout.splitlines() if "::" in line]
-    if ended.status or not names:
-        return _ended_badly(ended)
-    return Verdict(SKIPPED, (f"{len(names)} tests need a CUDA device; collected, not run",))
-
-
-def setup(ended: Ended) -> Verdict:
-    """`ortlaunch setup` builds what engine ort needs, or there is no onnxruntime-training."""
-    if ended.status == 2:
-        return Verdict(SKIPPED, (ended.last_words,))
-    return _ended_badly(ended) if ended.status else Verdict(PASSED)
-
-
 # --------------------------------------------------------------------------------------------------- loss curves
 
 
-def plain_curve(ended: Ended) -> Verdict:
-    """The reference's losses, a JSON list on the last line."""
-    if ended.status:
-        return _ended_badly(ended)
-    return Verdict(PASSED, (), ({"losses": json.loads(ended.stdout.splitlines()[-1])},))
-
-
-def curve(reference: str, engine: str, precision: str, ended: Ended) -> Verdict:
+def curve(engine: str, precision: str, ended: Ended) -> Verdict:
     """Every loss of a training near plain PyTorch's float32, on the engine that was asked for."""
     if engine == "ort" and _refused_for_ort(ended):
         return Verdict(SKIPPED, (ended.last_words,))
@@ -107,18 +69,18 @@ def curve(reference: str, engine: str, precision: str, ended: Ended) -> Verdict:
         return _ended_badly(ended)
     run = ended.folder / "run"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    complaints, row, notes = near([record for record in records if "loss" in record], reference, precision, ended)
+    complaints, row, notes = near([record for record in records if "loss" in record], precision, ended)
     used = json.loads((run / "engine.json").read_text())["engine"]["used"]
     return judged([*complaints, *([f"ran on {used}"] if used != engine else [])], [row], notes)
 
 
-def near(records: list[Row], reference: str, precision: str, ended: Ended) -> tuple[list[str], Row, tuple[str, ...]]:
+def near(records: list[Row], precision: str, ended: Ended) -> tuple[list[str], Row, tuple[str, ...]]:
     """Complaints, figures and notes of a curve beside the reference's.
 
     GradScaler begins at 65,536 and skips a step or two in fp16, which moves what follows: that is compared coarsely.
     """
     losses, skips = [record["loss"] for record in records], [record.get("skipped_steps", 0) for record in records]
-    plain, tolerance = ended.known[reference]["rows"][0]["losses"], TOLERANCE[precision]
+    plain, tolerance = ended.reference, TOLERANCE[precision]
     exact = next((place for place, count in enumerate(skips, 1) if count), len(losses))
     largest = difference(losses[:exact], plain[:exact]) if len(losses) == len(plain) else math.inf
     rest, skipped = difference(losses[exact:], plain[exact : len(losses)]), max(skips, default=0)

@@ -1,4 +1,4 @@
-"""Part `smoke` of tools/gpu_proof.py: short whole runs, all forked from one process that has loaded the libraries.
+"""Part `smoke`: short whole runs, copies of one process that has loaded the libraries.
 
 Each case trains a small Llama for six steps, compares its losses with those of a CPU, trains the last three again from
 a checkpoint and compares every byte. On two ranks both share one device over gloo (ORTLAUNCH_SHARE_GPUS).
@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from gpu_verdicts import FAILED, SKIPPED, TOLERANCE, Ended, Verdict, difference, judged, near, setup
 
 from tests.e2e import forked
+from tests.gpu.verdicts import FAILED, SKIPPED, TOLERANCE, Ended, Verdict, difference, judged, near
 
-REFERENCE = "smoke: reference"
 STEPS, SAVED = 6, 3
 _LAST, _MIDDLE = f"checkpoints/step_{STEPS:08}", f"checkpoints/step_{SAVED:08}"
 # The loss of half a vocabulary's entropy times DeepSpeed's first scale of 65536 is inf in fp16: steps would be skipped.
@@ -56,14 +55,17 @@ Command = tuple[int, tuple[str, ...]]  # ranks (0: it starts them itself) and th
 
 
 def commands(device: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
-    """Name, commands and judge of each case, the reference first."""
-    yield "reference", (_train("cpu", "eager", "fp32", None),), reference
-    yield "torch extensions", ((0, ("setup",)),), setup  # which engine ort needs
+    """Name, commands and judge of each case."""
     yield from _cells(device, "eager")
     for stage in (None, 1, 2, 3):
         yield _two_ranks(device, stage)
     for engine in ("ort", "inductor"):
         yield from _cells(device, engine)
+
+
+def reference() -> tuple[Command, ...]:
+    """What all are compared with: plain PyTorch in float32 on a CPU."""
+    return (_train("cpu", "eager", "fp32", None),)
 
 
 def _cells(device: str, engine: str) -> Iterator[tuple[str, tuple[Command, ...], Any]]:
@@ -131,42 +133,38 @@ def _again(*settings: Any, name: str = "again", ranks: int = 1) -> Command:
 # ------------------------------------------------------------------------------------------------------------ runs
 
 
-def run(sequence: tuple[Command, ...], folder: Path, seconds: float, cold: bool) -> Iterator[None]:
-    """Run the commands, one after another, in a folder; yields while they run, and leaves `log` and `status` there."""
+def run(sequence: tuple[Command, ...], folder: Path, seconds: float, cold: bool) -> tuple[int, str, str]:
+    """Run the commands, one after another, in a folder: the first failing one's status, and all output.
+
+    Raises:
+        TimeoutExpired: they were not done in so many seconds.
+    """
     deadline, gpu = time.monotonic() + seconds, os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     one = {"ORTLAUNCH_SHARE_GPUS": "1", "CUDA_VISIBLE_DEVICES": gpu}  # two ranks share it where there are more, too
     folder.mkdir()
     write_inputs(folder)
+    log = ""
     for ranks, words in sequence:
         started = forked.start(folder, folder / "part", ranks, list(words), cold=cold, **one)
         try:
-            while (status := started.exitcode) is None:
-                if time.monotonic() > deadline:
-                    raise subprocess.TimeoutExpired("ortlaunch", seconds)
-                yield
+            started.join(max(0.0, deadline - time.monotonic()))
+            status = started.exitcode
         finally:
             _end(started)
-        with (folder / "log").open("a") as log:
-            log.write(f"$ ortlaunch {' '.join(words)}\n{(folder / 'part').read_text()}")
-        (folder / "status").write_text(str(status))
+        log += f"$ ortlaunch {' '.join(words)}\n{(folder / 'part').read_text()}"
+        if status is None:
+            raise subprocess.TimeoutExpired("ortlaunch", seconds)
         if status:
-            return
-
-
-def ended(folder: Path) -> tuple[int, str, str]:
-    """The first failing command's status, and all output."""
-    status, log = int((folder / "status").read_text()), (folder / "log").read_text()
-    return (status, "", log) if status else (0, log, "")
+            return status, "", log
+    return 0, log, ""
 
 
 def _end(started: Any) -> None:
-    """Ends what is left of a command, its ranks' guardians first."""
-    for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
-        deadline = time.monotonic() + patience
+    """Ends what is left of a command, its ranks' supervisors first."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         if started.exitcode is None:
             os.killpg(started.pid, number)
-        while started.exitcode is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+            started.join(20)
 
 
 def write_inputs(folder: Path) -> None:
@@ -182,13 +180,6 @@ def write_inputs(folder: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- judges
 
 
-def reference(ended: Ended) -> Verdict:
-    """Losses of plain PyTorch in float32 on a CPU, to which every other run is compared."""
-    if ended.status:
-        return failed(ended)
-    return judged([], [{"losses": losses_of(ended.folder / "run"), "last_loss": losses_of(ended.folder / "run")[-1]}])
-
-
 def trained(engine: str, precision: str, first: bool, ended: Ended) -> Verdict:
     """A curve near the CPU's, on the requested engine and device; resumed bit for bit; outputs of the other verbs."""
     if ended.status == 2 and engine == "ort" and "engine ort" in ended.stderr:
@@ -197,7 +188,7 @@ def trained(engine: str, precision: str, first: bool, ended: Ended) -> Verdict:
         return failed(ended)
     run, again = ended.folder / "run", ended.folder / "again"
     report = json.loads((run / "engine.json").read_text())
-    complaints, row, notes = near(_records(run), REFERENCE, precision, ended)
+    complaints, row, notes = near(_records(run), precision, ended)
     losses = losses_of(run)
     complaints += [
         *([f"ran on {report['engine']['used']}"] if report["engine"]["used"] != engine else []),
