@@ -14,7 +14,7 @@ from ortlaunch.report.curves import AREA
 from ortlaunch.report.records import Record, read
 from ortlaunch.report.sections import content
 from ortlaunch.report.tables import cell
-from ortlaunch.run_folder.folder import write_text
+from ortlaunch.run_folder.folder import RunDir, write_text
 from ortlaunch.units import human
 
 _FIRST = "<!DOCTYPE html><!-- ortlaunch report -->\n"
@@ -26,7 +26,7 @@ def report(runs: Sequence[Path], to: Path | None, now: str) -> Path:
     Raises:
         InputError: a folder is none of a run's, or there is another file in the page's place.
     """
-    target = to or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    target = to or RunDir(runs[0] if len(runs) == 1 else Path()).report
     records = read(runs)
     if target.is_dir() or (target.exists() and not _is_ours(target)):
         raise InputError(f"{target} is there already and no report; give another file with --to")

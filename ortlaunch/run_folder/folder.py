@@ -1,33 +1,6 @@
 """Every path of a run, writing that never leaves half a file, and reading what is left of one. Standard library only.
 
-runs/<name>-<timestamp>/
-  recipe.yaml plan.json deepspeed.json environment.json request.sh     written before a rank starts
-  commands.jsonl modules/                                              each start's command and commit; the user's code
-  vocabulary.json tokenizer/                                           what words and classes the numbers stand for
-  store                                                                how ranks of one host meet, without a port
-  rendezvous launcher_error.json                                       of torchrun on several hosts; why torchrun failed
-  submitted.yaml job.{sh,yaml} logs/slurm-12.out                       of a queued run: recipe, script or manifest
-  agents.json meeting                                                  of torchrun on several hosts
-  logs/rank_00003.{out,err}  errors/rank_00003.json                    one pair a rank; errors of failed ranks
-  errors/stall.json errors/stacks_00003.txt                            the run stood still: who, and where each rank was
-  errors/lost.json errors/accounts                                     a host that is lost; the rank of each account
-  slow_ranks.jsonl                                                     ranks that hold the others up, each named once
-  attempts/1/{logs,errors}                                             of a failed start, once another has begun
-  metrics.jsonl parity.jsonl engine.json memory.json tensorboard/      written by rank 0
-  steps.json summary.json                                              train.epochs in steps; the end of the run
-  checkpoints/step_00000500/{..., manifest.json, COMPLETE}  export/
-  exports/step_00000500{,_onnx,_ondevice}/  exports.jsonl              checkpoints as models, by `ortlaunch export`
-  evaluations/step_00000500/{..., evaluation.json}                     a run of its own, by `ortlaunch evaluate`
-  checkpoints/step_00000500.{partial,broken}                           while it is written; found damaged, set aside
-  saves.jsonl                                                          each save
-  bad_steps.jsonl                                                      losses and gradients that were not trained on
-  resume.json                                                          where the last start began, and what had changed
-  micro_size.json micro_size/8/{..., trial.json}                       tries of `micro_size: auto`
-  requests/{stop,save}.json stopped.json                               asked for from outside; how a stop ended
-  lock job.json                                                        held while the run lives; state and verdict
-  choice.json                                                          how engine.name: auto was decided
-  bench.json order.json results.jsonl                                  of a variant of `ortlaunch bench`
-  report.html                                                          a page of it all, by `ortlaunch report`
+RunDir's rows are the table of files: paths and docs/run-folder.md are made of them.
 """
 
 from __future__ import annotations
@@ -57,10 +30,13 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}")
 
 
 class _File:
-    """The path of a file or folder in a run's folder."""
+    """A row of the table: file or folder, who writes it, its contents, and the type of these."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, writer: str, contents: str, record: str = "") -> None:
         self.name = name
+        self.writer = writer
+        self.contents = contents
+        self.record = record
 
     def __get__(self, run: RunDir, _: type[RunDir]) -> Path:
         return run.path / self.name
@@ -69,66 +45,81 @@ class _File:
 class RunDir:
     """The folder of one run; the only thing that crosses from the control side to the worker."""
 
-    recipe = _File("recipe.yaml")
-    plan = _File("plan.json")
-    deepspeed = _File("deepspeed.json")
-    environment = _File("environment.json")
-    request = _File("request.sh")
-    commands = _File("commands.jsonl")
-    modules = _File("modules")
-    vocabulary = _File("vocabulary.json")  # what the model's numbers stand for
-    tokenizer = _File("tokenizer")  # that the weights are trained with
-    hostfile = _File("hostfile")
-    store = _File("store")
-    rendezvous = _File("rendezvous")
-    meeting = _File("meeting")
-    agents = _File("agents.json")
-    launcher_error = _File("launcher_error.json")  # as torchrun writes it
-    submitted = _File("submitted.yaml")
-    job_script = _File("job.sh")
-    manifest = _File("job.yaml")
-    logs = _File("logs")
-    errors = _File("errors")
-    flight_recorder = _File("errors/nccl_trace_rank_")  # with the rank's number
-    failure_printed = _File("errors/printed")
-    stall = _File("errors/stall.json")
-    lost = _File("errors/lost.json")  # a host that is lost
-    accounts = _File("errors/accounts")  # a line of `_COUNTED` bytes for each account of an end
-    slow_ranks = _File("slow_ranks.jsonl")
-    attempts = _File("attempts")
-    ready = _File("ready")
-    fabric = _File("fabric.json")  # what the ranks of `ortlaunch selftest` measured
-    requests = _File("requests")
-    stop_request = _File("requests/stop.json")
-    restart_request = _File("requests/restart.json")  # another start, beside a stop
-    requeue_request = _File("requests/requeue")  # another turn of a batch script
-    save_request = _File("requests/save.json")
-    cancelled = _File("requests/cancel")
-    stopped = _File("stopped.json")
-    lock = _File("lock")
-    job = _File("job.json")
-    metrics = _File("metrics.jsonl")
-    steps = _File("steps.json")
-    bad_steps = _File("bad_steps.jsonl")
-    summary = _File("summary.json")
-    parity = _File("parity.jsonl")
-    engine = _File("engine.json")
-    memory = _File("memory.json")
-    micro_size = _File("micro_size.json")
-    trials = _File("micro_size")
-    trial = _File("trial.json")
-    evaluation = _File("evaluation.json")
-    tensorboard = _File("tensorboard")
-    trackers = _File("trackers")  # what W&B and MLflow keep
-    checkpoints = _File("checkpoints")
-    resume = _File("resume.json")
-    saves = _File("saves.jsonl")
-    export = _File("export")
-    exports = _File("exports.jsonl")
-    choice = _File("choice.json")
-    bench = _File("bench.json")
-    order = _File("order.json")
-    results = _File("results.jsonl")
+    recipe = _File("recipe.yaml", "command", "the resolved recipe")
+    plan = _File("plan.json", "command", "hosts, ranks, batch and memory", "Plan")
+    deepspeed = _File("deepspeed.json", "command", "DeepSpeed's configuration")
+    environment = _File("environment.json", "command", "host, versions of packages, variables")
+    request = _File("request.sh", "command", "what was sent to the launcher")
+    commands = _File("commands.jsonl", "command", "each start's command line and commit")
+    modules = _File("modules", "rank 0", "the user's code")
+    vocabulary = _File("vocabulary.json", "rank 0", "what words and classes the numbers stand for", "VocabularyRecord")
+    tokenizer = _File("tokenizer", "rank 0", "the tokenizer that the weights are trained with")
+    hostfile = _File("hostfile", "command", "hosts and slots, for mpirun")
+    store = _File("store", "command", "how ranks of one host meet, without a port")
+    rendezvous = _File("rendezvous", "command", "how torchrun's agents of several hosts meet")
+    meeting = _File("meeting", "command", "where rank 0 is, for ranks of several hosts")
+    agents = _File("agents.json", "command", "what ssh starts on each host, with torchrun")
+    launcher_error = _File("launcher_error.json", "torchrun", "why torchrun itself failed")
+    submitted = _File("submitted.yaml", "command", "recipe of a queued run")
+    job_script = _File("job.sh", "command", "batch script of a queued run")
+    manifest = _File("job.yaml", "command", "manifest of a queued run")
+    logs = _File("logs", "supervisors", "`rank_00003.{out,err}` of each rank; `slurm-12.out` of a queued run")
+    errors = _File("errors", "supervisors", "`rank_00003.json` of failed ranks; `stacks_00003.txt`")
+    flight_recorder = _File("errors/nccl_trace_rank_", "NCCL", "its flight recorder, with the rank's number")
+    failure_printed = _File("errors/printed", "supervisors", "empty: a rank has printed the failure")
+    stall = _File("errors/stall.json", "supervisors", "the run stood still: who, since when")
+    lost = _File("errors/lost.json", "supervisors", "a host that is lost")
+    accounts = _File("errors/accounts", "supervisors", "the rank of each record of an end, in the order of time")
+    slow_ranks = _File("slow_ranks.jsonl", "supervisors", "ranks that hold the others up, each named once")
+    attempts = _File("attempts", "command", "`1/{logs,errors}` of a failed start, once another has begun")
+    ready = _File("ready", "rank 0", "marks that the folder is prepared, under a launcher of the user's own")
+    fabric = _File("fabric.json", "rank 0", "what the ranks of `ortlaunch selftest` measured")
+    requests = _File("requests", "other commands", "what was requested from outside")
+    stop_request = _File("requests/stop.json", "any command", "to save and stop: who requested it")
+    restart_request = _File("requests/restart.json", "other commands", "another start, beside a stop")
+    requeue_request = _File("requests/requeue", "command", "another turn of a batch script")
+    save_request = _File("requests/save.json", "other commands", "to save")
+    cancelled = _File("requests/cancel", "other commands", "empty: to end without saving")
+    stopped = _File("stopped.json", "rank 0", "how a stop ended", "Stopped")
+    lock = _File("lock", "command", "held while the run lives")
+    job = _File("job.json", "command", "state, verdict and cause; failed starts")
+    metrics = _File("metrics.jsonl", "rank 0", "a line for each logged step and each evaluation", "MetricsLine")
+    steps = _File("steps.json", "rank 0", "train.epochs in steps")
+    bad_steps = _File("bad_steps.jsonl", "rank 0", "losses and gradients that were not trained on", "BadStep")
+    summary = _File("summary.json", "rank 0", "the end of the training", "Summary")
+    parity = _File("parity.jsonl", "rank 0", "steps that were compared with plain PyTorch", "ParityLine")
+    engine = _File("engine.json", "rank 0", "what really runs: engine, sharding, optimizer", "EngineReport")
+    memory = _File("memory.json", "rank 0", "memory, planned and measured", "MemoryReport")
+    micro_size = _File("micro_size.json", "command", "the size that `micro_size: auto` found")
+    trials = _File("micro_size", "command", "`8/`: a try of `micro_size: auto`, a run of its own")
+    trial = _File("trial.json", "rank 0", "of a try: the memory that it took")
+    evaluation = _File(
+        "evaluation.json",
+        "rank 0",
+        "in `evaluations/step_00000500/`, a run of its own",
+        "Evaluation",
+    )
+    tensorboard = _File("tensorboard", "rank 0", "TensorBoard's events")
+    trackers = _File("trackers", "rank 0", "what W&B and MLflow keep")
+    checkpoints = _File(
+        "checkpoints",
+        "ranks",
+        "`step_00000500{,.partial,.broken}/`, whole with COMPLETE",
+    )
+    resume = _File("resume.json", "command", "where the last start began, and what had changed", "ResumeRecord")
+    saves = _File("saves.jsonl", "rank 0", "each save", "SaveLine")
+    export = _File("export", "rank 0", "the trained model")
+    exports = _File(
+        "exports.jsonl",
+        "`ortlaunch export`",
+        "models in `exports/step_00000500{,_onnx,_ondevice}/`",
+        "ExportLine",
+    )
+    choice = _File("choice.json", "command", "how engine.name: auto was decided", "Choice")
+    bench = _File("bench.json", "command", "of a variant of `ortlaunch bench`: what is measured")
+    order = _File("order.json", "command", "of such a variant: what its ranks do next")
+    report = _File("report.html", "`ortlaunch report`", "a page of the whole run")
+    results = _File("results.jsonl", "rank 0", "of such a variant: figures")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -211,6 +202,10 @@ class RunDir:
         names = os.listdir(self.checkpoints) if _exists(self.checkpoints) else []
         found = [(int(match[1]), self.checkpoints / match[0]) for match in map(_STEP.fullmatch, names) if match]
         return sorted((step, path) for step, path in found if _exists(path / COMPLETE))
+
+
+FILES = tuple(row for row in vars(RunDir).values() if isinstance(row, _File))
+"""Every row."""
 
 
 def _exists(path: Path) -> bool:

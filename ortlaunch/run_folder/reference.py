@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from ortlaunch import plan
 from ortlaunch.metrics import METRICS
-from ortlaunch.run_folder import engine_report, export_records, folder, records, resume_record
+from ortlaunch.run_folder import engine_report, export_records, records, resume_record
+from ortlaunch.run_folder.folder import FILES
 
 _HEAD = """\
 # The run folder, field by field
@@ -21,22 +22,9 @@ Made by `ortlaunch schema --run-folder > docs/run-folder.md`; a test holds it to
 {folder}
 A field whose value may be absent is left out of the file where it does not apply. Sizes are in bytes, times in seconds.
 """
-_FILES = {
-    "plan.json": "Plan",
-    "vocabulary.json": "VocabularyRecord",
-    "choice.json": "Choice",
-    "engine.json": "EngineReport",
-    "parity.jsonl": "ParityLine",
-    "memory.json": "MemoryReport",
-    "summary.json": "Summary",
-    "stopped.json": "Stopped",
-    "resume.json": "ResumeRecord",
-    "metrics.jsonl": "MetricsLine",
+# Records that no file has alone.
+_OTHERS = {
     "metrics.jsonl, evaluations": "EvaluationLine",
-    "saves.jsonl": "SaveLine",
-    "bad_steps.jsonl": "BadStep",
-    "exports.jsonl": "ExportLine",
-    "evaluation.json": "Evaluation",
     "device.json, of format ondevice": "DeviceArtifacts",
 }
 _WORDS = {"str": "text", "int": "integer", "float": "number", "bool": "true, false", "None": "null", "Any": "any value"}
@@ -49,7 +37,7 @@ def markdown() -> str:
     types = {each.name: each for body in bodies for each in body if isinstance(each, ast.ClassDef)}
     parts = [_HEAD.format(folder=_folder())]
     told = set[str]()
-    for file, name in _FILES.items():
+    for file, name in {**{row.name: row.record for row in FILES if row.record}, **_OTHERS}.items():
         parts += [f"## {file}", "", *_section(types, name)]
         for inner in dict.fromkeys(each for each in _inside(types, name) if each not in told):
             told.add(inner)
@@ -58,9 +46,9 @@ def markdown() -> str:
 
 
 def _folder() -> str:
-    """The tree of files, from folder.py's own docstring."""
-    _, _, tree = inspect.cleandoc(folder.__doc__ or "").partition("\n\n")
-    return "".join(f"    {line}\n" for line in tree.splitlines())
+    """The table of files."""
+    rows = (f"| `{row.name}` | {row.writer} | {row.contents} |\n" for row in FILES)
+    return "".join(["| file | written by | contents |\n|---|---|---|\n", *rows])
 
 
 def _inside(types: dict[str, ast.ClassDef], name: str) -> Iterator[str]:

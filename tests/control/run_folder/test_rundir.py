@@ -64,6 +64,7 @@ PATHS = {
     "bench": "bench.json",
     "order": "order.json",
     "results": "results.jsonl",
+    "report": "report.html",
     "vocabulary": "vocabulary.json",
     "tokenizer": "tokenizer",
     "launcher_error": "launcher_error.json",
