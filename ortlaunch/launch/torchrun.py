@@ -3,7 +3,7 @@
 Its rendezvous would listen on every interface and unpickle what anybody puts there. Here it is a file, new for each
 start: on one host in a folder that this user alone can write to, on several in the run folder, which they share. Ranks
 of one host meet in another file, those of several at a port of rank 0's address that is told through the run folder
-(worker/process_group/distributed.py). On more hosts than such a file serves, launch/node.py takes torchrun's place,
+(worker/process_group/join.py). On more hosts than such a file serves, launch/node.py takes torchrun's place,
 with the same variables: the plan numbers the hosts already. A world of several hosts has as many ranks on each:
 torchrun documents no other.
 """

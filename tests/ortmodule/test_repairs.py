@@ -21,7 +21,7 @@ from ortlaunch.ortmodule import graphs, repairs
 from ortlaunch.ortmodule.base import counters, registry, source_guard
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.repairs import REPAIRS, apply_repairs
-from ortlaunch.worker.engine import engine
+from ortlaunch.worker.engine import ort_engine
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
 from tests.ortmodule.modules import (
@@ -192,7 +192,7 @@ def test_checkpointing_becomes_recomputation(reentrant: bool, asked: int) -> Non
         losses(eager, (x,), {})
     same(model, eager)
     assert level(module) == (asked or 1)
-    assert any("memory_optimization: 1" in note for note in engine._ort_notes()) == (asked == 0)
+    assert any("memory_optimization: 1" in note for note in ort_engine.ort_notes()) == (asked == 0)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ortlaunch.errors import EngineError, MissingDependency
 from ortlaunch.machine import share_of_cores
-from ortlaunch.ortmodule.build import cuda_libraries, extensions
+from ortlaunch.ortmodule.build import extensions
 from ortlaunch.plan import Plan
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.ort_variables import in_recipes_words
@@ -27,30 +25,24 @@ from ortlaunch.run_folder.engine_report import (
     ChunkedLoss,
     EngineChoice,
     EngineReport,
-    ExportCopy,
     FusedNorm,
-    GraphReport,
     Inductor,
     OnnxRuntime,
     OptimizerChoice,
-    TorchCalls,
 )
-from ortlaunch.worker.engine import ort_settings
 from ortlaunch.worker.engine.comparison import dropouts
 from ortlaunch.worker.engine.flops import flops_per_token
 from ortlaunch.worker.engine.memory_use import MemoryUse
 from ortlaunch.worker.engine.optimizer import BuiltOptimizer, build_optimizer
-from ortlaunch.worker.engine.ort_settings import settings_of
+from ortlaunch.worker.engine.ort_engine import brief, build_ort, onnxruntime_report, ort_notes, wrapped_in_ort
 from ortlaunch.worker.engine.stepping import Batch, DeepSpeedStepper, Stepper, TorchStepper
 from ortlaunch.worker.model.chunked_head import chunk_head
 from ortlaunch.worker.model.loss_weight import LossWeight
 from ortlaunch.worker.model.matmul_precision import describe, keep_positions_exact, multiply_by_onednn
 from ortlaunch.worker.model.model import LossModule
-from ortlaunch.worker.model.own_numbers import loss_in
 from ortlaunch.worker.model.precision import narrow_dtype_of
 from ortlaunch.worker.model.pretrained import loading_notes
 from ortlaunch.worker.process_group.distributed import DistributedContext
-from ortlaunch.worker.supervision.user_frames import described
 
 if TYPE_CHECKING:
     from ortlaunch.ortmodule.witness import Witness
@@ -64,10 +56,6 @@ _PACKAGES = (
     "onnx",
     "mpi4py",
     "numpy",
-)
-_ADVICE = (
-    "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or engine.allow_fallback=true to "
-    "train what ONNX Runtime cannot run in eager PyTorch, or engine.torch_modules=[PATH] for a layer it cannot take"
 )
 
 
@@ -148,7 +136,9 @@ def build_engine(
     module: nn.Module = model
     witness: Witness | None = None
     if used == "ort":
-        module, witness, fallback = _ort(recipe, model, group, _placed(weight.prepared(sample), group.device, dtype))
+        module, witness, fallback = build_ort(
+            recipe, model, group, _placed(weight.prepared(sample), group.device, dtype)
+        )
         used = "eager" if fallback else "ort"
     if used == "inductor":
         model.compile(dynamic=False)
@@ -156,7 +146,7 @@ def build_engine(
     stepper = _stepper(recipe, plan, module, chosen, group)
     fused_norm = _fp16_optimizer(recipe, used, stepper, group)
     record = EngineReport(
-        engine=EngineChoice(recipe.engine.name, used, in_recipes_words(_brief(fallback)) or None),
+        engine=EngineChoice(recipe.engine.name, used, in_recipes_words(brief(fallback)) or None),
         device=group.device.type,
         precision=recipe.precision,
         matmul_precision=describe(recipe.engine.matmul_precision, group.device, onednn),
@@ -175,10 +165,10 @@ def build_engine(
         fp16_optimizer=fused_norm,
         freed_memory=None,  # the session's
     )
-    another = functools.partial(_wrapped, _at_highest(recipe), group=group) if used == "ort" else lambda _: module
+    another = functools.partial(wrapped_in_ort, _at_highest(recipe), group=group) if used == "ort" else lambda _: module
     own_precision = used == "ort" and group.device.type == "cuda" and not exact
-    notes = (*loading_notes(model.loaded), *chosen.notes, *(_ort_notes() if witness else ()))
-    by_ort = functools.partial(_onnxruntime, given, witness) if witness else lambda: None
+    notes = (*loading_notes(model.loaded), *chosen.notes, *(ort_notes() if witness else ()))
+    by_ort = functools.partial(onnxruntime_report, given, witness) if witness else lambda: None
     return TrainingEngine(
         stepper, module, record, group.device, dtype, weight, flops, witness, None, notes, model, another, by_ort,
         own_precision,
@@ -238,63 +228,6 @@ def _chunked(recipe: Recipe, model: LossModule, sample: Batch, group: Distribute
     return ChunkedLoss(chunked.asked, None, why) if why else chunked
 
 
-def _ort(recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch) -> tuple[nn.Module, Witness, str]:
-    """(module, witness, why it fell back or ""): all ranks decide the same."""
-    from ortlaunch.ortmodule.options import require_effect
-    from ortlaunch.ortmodule.witness import Witness
-
-    witness = Witness()
-    witness.install()
-    # In a process of its own, once a host: without a library or driver ORT may abort the process.
-    on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
-    reason, wrapped = cuda_libraries.check() if on_gpu else "", None
-    try:
-        if not any(group.gather(reason)):
-            wrapped = _wrapped(recipe, model, group)
-            _probe(recipe, wrapped, model, group, sample)
-            require_effect(settings_of(recipe.engine), witness.graphs)
-    except MissingDependency:
-        raise
-    except EngineError as error:
-        raise EngineError(in_recipes_words(str(error))) from error
-    except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
-        reason = described(error)
-    reason = next((text for text in group.gather(reason) if text), "")
-    if reason and not recipe.engine.allow_fallback:
-        raise EngineError(f"ONNX Runtime cannot run this model: {in_recipes_words(_brief(reason))}\n{_ADVICE}")
-    witness.restart()
-    return (model if reason or wrapped is None else wrapped), witness, reason
-
-
-def _wrapped(recipe: Recipe, model: LossModule, group: DistributedContext) -> nn.Module:
-    from ortlaunch.ortmodule import ORTModule
-
-    # What transformers' models read does not change between steps; a class of the user's may do anything.
-    follow, here = recipe.model.factory is not None, group.local.local_world_size
-    return ORTModule(model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow))
-
-
-def _probe(recipe: Recipe, wrapped: nn.Module, model: LossModule, group: DistributedContext, sample: Batch) -> None:
-    """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
-    buffers = {name: value.clone() for name, value in model.named_buffers()}
-    dtype = narrow_dtype_of(recipe.precision) if recipe.zero is None else None
-    devices = [group.device] if group.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.autocast(group.device.type, dtype, enabled=dtype is not None):
-        loss_in(wrapped(**sample)).backward()
-    for parameter in model.parameters():
-        parameter.grad = None
-    with torch.no_grad():
-        for name, value in model.named_buffers():
-            value.copy_(buffers[name])
-
-
-def _brief(reason: str) -> str:
-    """The telling part of an exporter's page of text."""
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
-    return " ".join([*lines[:1], *raised[-1:]])[:600]
-
-
 def _sharding(recipe: Recipe, group: DistributedContext) -> str:
     if recipe.zero:
         return f"DeepSpeed ZeRO {recipe.zero.stage}"
@@ -328,35 +261,6 @@ def _recomputed(recipe: Recipe, used: str) -> str | None:
 
 def _attention(model: LossModule) -> str | None:
     return getattr(getattr(model.model, "config", None), "_attn_implementation", None)
-
-
-def _onnxruntime(recipe: Recipe, witness: Witness) -> OnnxRuntime:
-    from ortlaunch.ortmodule import options
-    from ortlaunch.ortmodule.base import registry, torch_calls
-    from ortlaunch.ortmodule.base.counters import tally
-
-    copied, counts, exported = options.report().get("deepcopy_before_export"), witness.counts(), tally.truth()
-    return OnnxRuntime(
-        repairs=list(registry.applied()),
-        repairs_not_applied=registry.not_applied(),
-        deepcopy_before_export=copied and ExportCopy(**copied),
-        **ort_settings.report(recipe),
-        torch_calls={name: TorchCalls(**asdict(found)) for name, found in torch_calls.made().items()},
-        torch_share=round(torch_calls.share(), 4),
-        **{
-            **counts,
-            **{name: counts[name] and GraphReport(**counts[name]) for name in ("training_graph", "evaluation_graph")},
-        },
-        **{**exported, "notes": [in_recipes_words(note) for note in exported["notes"]]},
-    )
-
-
-def _ort_notes() -> tuple[str, ...]:
-    from ortlaunch.ortmodule.base import registry
-    from ortlaunch.ortmodule.base.counters import tally
-
-    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in registry.not_applied().items())
-    return (*left_out, *map(in_recipes_words, tally.notes))
 
 
 def _fp16_optimizer(recipe: Recipe, used: str, stepper: Stepper, group: DistributedContext) -> FusedNorm:

@@ -20,7 +20,7 @@ from ortlaunch.errors import LaunchError, MissingDependency
 from ortlaunch.planning.hosts import Host
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.folder import RunDir
-from ortlaunch.worker.process_group import distributed
+from ortlaunch.worker.process_group import distributed, join
 from ortlaunch.worker.process_group.flight_recorder import record_collectives
 from ortlaunch.worker.supervision import interface
 from tests.makers import host, plan, recipe
@@ -163,7 +163,7 @@ def test_nccl_is_given_the_ranks_gpu(
     monkeypatch.setattr(os, "environ", {})
     rank = Rank(world_size - 1, world_size, world_size - 1, world_size)
     backend = distributed._backend(devices, rank, torch.device(device))
-    distributed._join(on_cuda(), rank, RunDir(tmp_path), backend)
+    join.join(on_cuda(), rank, RunDir(tmp_path), backend)
     assert {name: given[name] for name in ("backend", "device_id") if name in given} == expected
     assert (given["rank"], given["world_size"]) == (rank.rank, world_size)
 
@@ -186,11 +186,11 @@ def an_mpi(monkeypatch: pytest.MonkeyPatch, size: int, hosts: list[str]) -> None
 
 def test_the_store_of_several_hosts_listens_on_one_address() -> None:
     """Rank 0's store is bound to the address that the others use, and to no other; they find in it what it holds."""
-    listener = distributed._listener("127.0.0.2")
+    listener = join._listener("127.0.0.2")
     where = listener.getsockname()
     with ThreadPoolExecutor() as pool:
         stores = [
-            pool.submit(distributed._tcp_store, rank, where, held)
+            pool.submit(join._tcp_store, rank, where, held)
             for rank, held in ((Rank(0, 2, 0, 1), listener), (Rank(1, 2, 0, 1), None))
         ]
         mine, others = (each.result() for each in stores)
@@ -203,7 +203,7 @@ def test_the_store_of_several_hosts_listens_on_one_address() -> None:
 def test_one_host_stays_on_loopback() -> None:
     """gloo and NCCL listen on loopback where all ranks are on this host, unless the user has said where."""
     environ = {"NCCL_SOCKET_IFNAME": "eth1"}
-    distributed._stay_on_loopback(environ)
+    join._stay_on_loopback(environ)
     assert environ == {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -214,7 +214,7 @@ def test_one_rank_alone_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         distributed.dist, "init_process_group", lambda *_, **__: told.append(os.environ["GLOO_SOCKET_IFNAME"])
     )
-    distributed._join(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), {"backend": "gloo"})
+    join.join(plan(recipe()), Rank(0, 1, 0, 1), RunDir("x"), {"backend": "gloo"})
     assert told == ["lo"]
 
 
@@ -222,7 +222,7 @@ def test_mpi4py_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks under mpirun say what to install."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingDependency) as caught:
-        distributed._through_mpi(Rank(0, 2, 0, 2))
+        join._through_mpi(Rank(0, 2, 0, 2))
     assert str(caught.value).startswith("ranks under mpirun meet through mpi4py (")
     assert str(caught.value).endswith('): pip install "ortlaunch[mpi]"')
 
@@ -231,7 +231,7 @@ def test_mpi4py_of_another_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     """mpi4py that was built for another MPI is alone in its world, and is named."""
     an_mpi(monkeypatch, 1, ["box"])
     with pytest.raises(LaunchError) as caught:
-        distributed._through_mpi(Rank(0, 2, 0, 2))
+        join._through_mpi(Rank(0, 2, 0, 2))
     assert str(caught.value) == (
         "mpirun says 2 ranks, mpi4py's MPI says 1: they belong to different MPI installations (Other MPI 1.0); install "
         "mpi4py for the MPI of your mpirun"
@@ -315,9 +315,9 @@ def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(interface, "own_address", lambda hosts, environ: "127.0.0.2")
     run = RunDir(tmp_path)
-    path = distributed._meeting(run, "Slurm")
+    path = join._meeting(run, "Slurm")
     with ThreadPoolExecutor() as pool:
-        stores = [pool.submit(distributed._through_folder, Rank(rank, 2, 0, 1), path, []) for rank in range(2)]
+        stores = [pool.submit(join._through_folder, Rank(rank, 2, 0, 1), path, []) for rank in range(2)]
         mine, others = (each.result() for each in stores)
     mine.set("key", "value")
     assert others.get("key") == b"value"
@@ -327,10 +327,10 @@ def test_meeting_through_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_meeting_through_a_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that never sees rank 0's file asks about the disk."""
     clock = iter((0.0, 400.0))
-    monkeypatch.setattr(distributed.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(join.time, "monotonic", lambda: next(clock))
     path = tmp_path / "rendezvous"
     with pytest.raises(LaunchError) as caught:
-        distributed._through_folder(Rank(1, 2, 1, 2), path, [])
+        join._through_folder(Rank(1, 2, 1, 2), path, [])
     message = f"rank 0 did not write {path} within 300 s; is the run folder shared by all hosts?"
     assert str(caught.value) == message
 
@@ -343,7 +343,7 @@ def test_the_store_file_is_its_owners_alone(umask: int, old: bool, tmp_path: Pat
     try:
         if old:
             path.touch()
-        store = distributed._file_store(path, 1)
+        store = join._file_store(path, 1)
     finally:
         os.umask(before)
     store.set("name", "value")

@@ -1,0 +1,123 @@
+"""The model in ONNX Runtime's ORTModule, tried once before step 1, and the record of what it does."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ortlaunch.errors import EngineError, MissingDependency
+from ortlaunch.ortmodule.build import cuda_libraries
+from ortlaunch.recipe import Recipe
+from ortlaunch.recipe.fields.ort_variables import in_recipes_words
+from ortlaunch.run_folder.engine_report import ExportCopy, GraphReport, OnnxRuntime, TorchCalls
+from ortlaunch.worker.engine import ort_settings
+from ortlaunch.worker.engine.ort_settings import settings_of
+from ortlaunch.worker.engine.stepping import Batch
+from ortlaunch.worker.model.model import LossModule
+from ortlaunch.worker.model.own_numbers import loss_in
+from ortlaunch.worker.model.precision import narrow_dtype_of
+from ortlaunch.worker.process_group.distributed import DistributedContext
+from ortlaunch.worker.supervision.user_frames import described
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.witness import Witness
+
+_ADVICE = (
+    "The run ends here, before step 1. Try engine.name=inductor or engine.name=eager, or engine.allow_fallback=true to "
+    "train what ONNX Runtime cannot run in eager PyTorch, or engine.torch_modules=[PATH] for a layer it cannot take"
+)
+
+
+def build_ort(
+    recipe: Recipe, model: LossModule, group: DistributedContext, sample: Batch
+) -> tuple[nn.Module, Witness, str]:
+    """(module, witness, why it fell back or ""): all ranks decide the same."""
+    from ortlaunch.ortmodule.options import require_effect
+    from ortlaunch.ortmodule.witness import Witness
+
+    witness = Witness()
+    witness.install()
+    # In a process of its own, once a host: without a library or driver ORT may abort the process.
+    on_gpu = group.device.type == "cuda" and group.local.local_rank == 0
+    reason, wrapped = cuda_libraries.check() if on_gpu else "", None
+    try:
+        if not any(group.gather(reason)):
+            wrapped = wrapped_in_ort(recipe, model, group)
+            _probe(recipe, wrapped, model, group, sample)
+            require_effect(settings_of(recipe.engine), witness.graphs)
+    except MissingDependency:
+        raise
+    except EngineError as error:
+        raise EngineError(in_recipes_words(str(error))) from error
+    except Exception as error:  # whatever ONNX Runtime or the exporter raises is a reason
+        reason = described(error)
+    reason = next((text for text in group.gather(reason) if text), "")
+    if reason and not recipe.engine.allow_fallback:
+        raise EngineError(f"ONNX Runtime cannot run this model: {in_recipes_words(brief(reason))}\n{_ADVICE}")
+    witness.restart()
+    return (model if reason or wrapped is None else wrapped), witness, reason
+
+
+def wrapped_in_ort(recipe: Recipe, model: LossModule, group: DistributedContext) -> nn.Module:
+    """The model in ORTModule, with the recipe's settings."""
+    from ortlaunch.ortmodule import ORTModule
+
+    # What transformers' models read does not change between steps; a class of the user's may do anything.
+    follow, here = recipe.model.factory is not None, group.local.local_world_size
+    return ORTModule(model, settings_of(recipe.engine, processes_on_host=here, follow_model_state=follow))
+
+
+def _probe(recipe: Recipe, wrapped: nn.Module, model: LossModule, group: DistributedContext, sample: Batch) -> None:
+    """One pass forward and backward that leaves no trace: not in buffers, gradients or random numbers."""
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    dtype = narrow_dtype_of(recipe.precision) if recipe.zero is None else None
+    devices = [group.device] if group.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.autocast(group.device.type, dtype, enabled=dtype is not None):
+        loss_in(wrapped(**sample)).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
+
+
+def brief(reason: str) -> str:
+    """The telling part of an exporter's page of text."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    raised = [line for line in lines[1:] if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return " ".join([*lines[:1], *raised[-1:]])[:600]
+
+
+def onnxruntime_report(recipe: Recipe, witness: Witness) -> OnnxRuntime:
+    """What ONNX Runtime has done so far."""
+    from ortlaunch.ortmodule import options
+    from ortlaunch.ortmodule.base import registry, torch_calls
+    from ortlaunch.ortmodule.base.counters import tally
+
+    copied, counts, exported = options.report().get("deepcopy_before_export"), witness.counts(), tally.truth()
+    return OnnxRuntime(
+        repairs=list(registry.applied()),
+        repairs_not_applied=registry.not_applied(),
+        deepcopy_before_export=copied and ExportCopy(**copied),
+        **ort_settings.report(recipe),
+        torch_calls={name: TorchCalls(**asdict(found)) for name, found in torch_calls.made().items()},
+        torch_share=round(torch_calls.share(), 4),
+        **{
+            **counts,
+            **{name: counts[name] and GraphReport(**counts[name]) for name in ("training_graph", "evaluation_graph")},
+        },
+        **{**exported, "notes": [in_recipes_words(note) for note in exported["notes"]]},
+    )
+
+
+def ort_notes() -> tuple[str, ...]:
+    """What the user should know of this engine: repairs that were left out, and notes of the export."""
+    from ortlaunch.ortmodule.base import registry
+    from ortlaunch.ortmodule.base.counters import tally
+
+    left_out = (f"ONNX Runtime's {name} is not repaired: {why}" for name, why in registry.not_applied().items())
+    return (*left_out, *map(in_recipes_words, tally.notes))
