@@ -5,7 +5,7 @@ Importing this package is light; torch and ONNX Runtime come with the first ORTM
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ortlaunch.ortmodule.base.settings import SettingError, Settings
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["ORTModule", "SettingError", "Settings"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name != "ORTModule":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ortlaunch.ortmodule import module

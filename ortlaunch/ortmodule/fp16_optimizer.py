@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 _REPLACED = ("has_overflow_serial", "get_grad_norm_direct", "has_overflow_partitioned_grads_serial")
 
 
-def apply_fp16_optimizer(optimizer: Any, device: str) -> str:
+def apply_fp16_optimizer(optimizer: object, device: str) -> str:
     """Let FP16_Optimizer replace the overflow check and gradient norm of DeepSpeed's ZeRO 1 or 2 optimizer.
 
     Returns why it did nothing; empty where it took effect.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
-def fused_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+def fused_adam(groups: list[dict[str, object]], **settings: object) -> torch.optim.Optimizer:
     """FusedAdam over parameter groups; takes float32 and float16."""
     from onnxruntime.training.optim import FusedAdam
     from onnxruntime.training.optim.fused_adam import AdamWMode

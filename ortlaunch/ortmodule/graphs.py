@@ -33,7 +33,7 @@ from ortlaunch.ortmodule.tracing import escapes, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import tensors
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import Manager, OrtModule, TorchModule
+    from ortlaunch.ortmodule.base.ort_types import Args, Kwargs, Manager, OrtModule, TorchModule
 
 KEPT = 4
 """Graphs of one ORTModule; one more, and the least recently used is freed."""
@@ -69,7 +69,7 @@ def _follow_flag(wrapper: Any) -> None:
         else:
             vars(wrapped)["training"] = mode
 
-    def setting(original: Callable[..., None], wrapped: OrtModule, name: str, value: Any) -> None:
+    def setting(original: Callable[..., None], wrapped: OrtModule, name: str, value: bool) -> None:
         (write(wrapped, value) if name == "training" else original(wrapped, name, value))
 
     wrapper.training = property(read, write)
@@ -82,7 +82,7 @@ def _choosing(original: Callable[..., None], module: TorchModule) -> None:
     vars(module).setdefault("_ortlaunch_graphs", Graphs())
 
     @functools.wraps(module.forward.__func__)  # pickle finds it by its name
-    def forward(self: Any, *args: object, **kwargs: object) -> Any:
+    def forward(self: TorchModule, *args: object, **kwargs: object) -> object:
         return _runner("torch._dynamo" in sys.modules)(module._ortlaunch_graphs, module, args, kwargs)
 
     module.forward = types.MethodType(forward, module)
@@ -99,13 +99,13 @@ def _is_training(original: Callable[..., bool], module: TorchModule) -> bool:
     return _trains(module._original_module, ())
 
 
-def _once(original: AnyFunction, manager: Manager) -> Any:
+def _once(original: AnyFunction, manager: Manager) -> object:
     """ORT's second backward pass ended in an AttributeError of its own."""
     function = original(manager)
 
     class _BackwardOnce(function):  # type: ignore[misc,valid-type]
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
+        def backward(ctx: Any, *gradients: object) -> Any:
             if not hasattr(ctx.run_info, "state"):
                 raise RuntimeError(TWICE)
             return function.backward(ctx, *gradients)
@@ -123,8 +123,8 @@ class _Call(NamedTuple):
     gradients: bool
     """Whether gradients are on."""
     form: object
-    args: Any
-    kwargs: Any
+    args: Args
+    kwargs: Kwargs
 
 
 class _Key:
@@ -168,13 +168,13 @@ class Graphs:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._kept: list[Any] = []
+        self._kept: list[Manager] = []
         self._groups: list[tuple[bool, bool]] = []
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Graphs], tuple[()]]:
         return Graphs, ()  # a copy of an ORTModule exports its own
 
-    def run(self, module: TorchModule, args: Any, kwargs: Any) -> Any:
+    def run(self, module: TorchModule, args: Args, kwargs: Kwargs) -> object:
         """The forward pass of a TorchModuleORT."""
         managers, model = module._execution_manager, module._original_module
         if managers(True)._fallback_manager.is_pending():
@@ -194,7 +194,7 @@ class Graphs:
         _refuse_other_numbers(manager)
         return output
 
-    def _find(self, managers: Callable[[bool], Manager], call: _Call) -> tuple[Any, str]:
+    def _find(self, managers: Callable[[bool], Manager], call: _Call) -> tuple[Manager | None, str]:
         """The manager whose graph is one for this call, first now; else None, and why the last used is none."""
         why = "a weight, buffer, layer or hook of the model"
         for transition in (managers(mode)._graph_transition_manager for mode in (True, False)):
@@ -209,7 +209,7 @@ class Graphs:
                 return manager, ""
         return None, why
 
-    def _run_new(self, managers: Callable[[bool], Manager], call: _Call, why: str) -> Any:
+    def _run_new(self, managers: Callable[[bool], Manager], call: _Call, why: str) -> object:
         """Export, build and run the first pass of another graph."""
         group = call.trains, call.mode
         if group in self._groups:
@@ -240,7 +240,7 @@ class Graphs:
         return output
 
 
-def _call(manager: Manager, args: Any, kwargs: Any) -> _Call:
+def _call(manager: Manager, args: Args, kwargs: Kwargs) -> _Call:
     gradients = torch.is_grad_enabled()
     model = manager._original_module
     trains = _trains(model, (args, kwargs))
@@ -253,14 +253,14 @@ def _call(manager: Manager, args: Any, kwargs: Any) -> _Call:
     return _Call(trains, model.training, gradients, form, args, kwargs)
 
 
-def _trains(model: nn.Module, values: Any) -> bool:
+def _trains(model: nn.Module, values: object) -> bool:
     """Whether a layer is in training mode, or gradients are computed."""
     return any(layer.training for layer in model.modules()) or (
         torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*tensors(values), *model.parameters()))
     )
 
 
-def _form(value: Any, trains: bool) -> object:
+def _form(value: object, trains: bool) -> object:
     """What of an argument an exported graph depends on; cheap, because every forward pass needs it."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim(), value.device, trains and value.requires_grad
@@ -277,7 +277,7 @@ def _autocast(manager: Manager) -> object:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _another(manager: Manager) -> Any:
+def _another(manager: Manager) -> Manager:
     """A manager with the settings of this one, without a graph."""
     manager = copy.copy(manager)
     # Levels 1 and 2 of memory optimization would choose from those of the old graph.

@@ -70,7 +70,7 @@ def settle(wrapped: OrtModule, settings: Settings) -> None:
         manager._ortlaunch_settings = manager._runtime_options._ortlaunch_settings = settings
 
 
-def import_repaired() -> Any:
+def import_repaired() -> object:
     """The module onnxruntime.training.ortmodule, with every repair."""
     ortmodule = import_ortmodule()
     registry.apply([Repair("limit_session_threads", install=_set_sessions_and_exports)])
@@ -93,7 +93,7 @@ def _set_sessions_and_exports() -> None:
         wrap_method(manager, "_create_execution_agent", _on_its_device)
 
 
-def _as_set(original: AnyFunction, manager: Manager) -> Any:
+def _as_set(original: AnyFunction, manager: Manager) -> object:
     """ORT's sessions take every physical core, whatever the number of ranks, and on CUDA TF32, whatever torch does."""
     session_options, providers, provider_options = original(manager)
     settings = settings_of(manager)
@@ -116,7 +116,7 @@ def _on_its_device(original: AnyFunction, manager: Manager) -> None:
         )
 
 
-def _with_settings(original: AnyFunction, manager: Manager, *args: object) -> Any:
+def _with_settings(original: AnyFunction, manager: Manager, *args: object) -> object:
     """What an export looks up outside its module's own options."""
     with options.during_export(manager._runtime_options):
         return original(manager, *args)

@@ -15,9 +15,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ortlaunch import machine
+from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.base.custom_functions import inlining
 from ortlaunch.ortmodule.base.graph import Graph
 from ortlaunch.ortmodule.base.patching import environment
@@ -37,7 +38,7 @@ _NEEDS_INTEROP = (
     "torch_modules",
 )
 _INLINE = "_ortlaunch_inline"
-_report: dict[str, Any] = {}
+_report: Json = {}
 
 
 def prepare(settings: Settings) -> None:
@@ -67,7 +68,7 @@ def prepare(settings: Settings) -> None:
 _imported_with: dict[str, bool] = {}
 
 
-def report() -> dict[str, Any]:
+def report() -> Json:
     """What was decided here, for engine.json."""
     return dict(_report)
 
@@ -145,7 +146,7 @@ def variables(settings: Settings, deepcopy: bool) -> dict[str, str]:
     return chosen if settings.allow_fallback else {**chosen, "ORTMODULE_FALLBACK_POLICY": "FALLBACK_DISABLE"}
 
 
-def debug_options(settings: Settings) -> Any:
+def debug_options(settings: Settings) -> object:
     """ORT's DebugOptions; only rank 0 saves graphs, which are the same on every rank."""
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel
     from onnxruntime.training.ortmodule._utils import get_rank
@@ -212,7 +213,7 @@ def _limit_of(module: nn.Module, processes: int) -> machine.MemoryLimit:
     return machine.MemoryLimit(f"GPU {device.index}", size, free)
 
 
-def _json_file(value: Any) -> str:
+def _json_file(value: object) -> str:
     """A file with this value for ORT to read, gone with the process; "" for nothing."""
     if not value:
         return ""

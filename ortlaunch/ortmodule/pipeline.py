@@ -12,7 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -35,6 +35,9 @@ from ortlaunch.ortmodule.tracing import (
     operators,
     tracing,
 )
+
+if TYPE_CHECKING:
+    import onnx
 
 Step = TypeVar("Step")
 Trace = AnyFunction
@@ -65,7 +68,7 @@ _TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
     ("keep_buffers_exact", buffers.with_each_mode),
 )
 # 3. Over the exported graph.
-_PASSES: tuple[tuple[str, Callable[[Export, Any], None]], ...] = (
+_PASSES: tuple[tuple[str, Callable[[Export, onnx.ModelProto], None]], ...] = (
     ("keep_buffers_exact", buffers.put_out_batch_sizes),
     ("skip_ignored_labels", cross_entropy.shrink),
     ("export_grouped_conv1d_as_conv2d", convolutions.rewrite),
@@ -74,7 +77,7 @@ _PASSES: tuple[tuple[str, Callable[[Export, Any], None]], ...] = (
     ("sum_repeated_weights", concatenations.use_weights_once),
 )
 # 4. Which inputs and weights get a gradient.
-_GRADIENTS: tuple[tuple[str, Callable[[Export, Any, list[str]], list[str]]], ...] = (
+_GRADIENTS: tuple[tuple[str, Callable[[Export, onnx.ModelProto, list[str]], list[str]]], ...] = (
     ("skip_frozen_gradients", gradients.without_frozen),
     ("skip_unreached_weights", gradients.without_unreached),
 )
@@ -96,7 +99,7 @@ def install() -> None:
     unsupported.install()
 
 
-def _exported(original: AnyFunction, **arguments: Any) -> Any:
+def _exported(original: AnyFunction, **arguments: object) -> object:
     """ORT's `_export_model`: steps 1 to 5."""
     with counters.while_building():
         model, schema, names, differentiable = original(**arguments)  # calls _traced
@@ -108,7 +111,7 @@ def _exported(original: AnyFunction, **arguments: Any) -> Any:
     return model, schema, names, differentiable
 
 
-def _traced(original: AnyFunction, **arguments: Any) -> Any:
+def _traced(original: AnyFunction, **arguments: object) -> object:
     """ORT's `_get_exported_model`: steps 1 to 3."""
     if arguments["ortmodule_cache_dir"] and "ignore_ort_export_cache" in applied():
         tally.note("ORTMODULE_CACHE_DIR is not used: ORT would take a graph of another mode or model from it")
@@ -122,7 +125,7 @@ def _traced(original: AnyFunction, **arguments: Any) -> Any:
             continue
 
 
-def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, Any]) -> Any:
+def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, object]) -> object:
     export.seen.clear()
     with _counted():
         with contextlib.ExitStack() as contexts:
@@ -141,7 +144,7 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, Any
 
 
 @functools.wraps(torch.onnx.export)  # ORT looks at its signature
-def _trace(*args: object, **kwargs: object) -> Any:
+def _trace(*args: object, **kwargs: object) -> object:
     """ORT's `torch.onnx.export`: step 2."""
     return tracing.with_autocasts_cache(_tracer())(*args, **kwargs)
 

@@ -44,7 +44,7 @@ def fix_grad_management_device() -> None:
 _MANAGEMENT, _ENABLE = "_mem_efficient_grad_mgmt:", "post_processing_enable_mem_efficient_training"
 
 
-def _on_device(enable: AnyFunction, model: Any, named_parameters: Any, parameters: Any) -> Any:
+def _on_device(enable: AnyFunction, model: Any, named_parameters: Any, parameters: Any) -> object:
     return enable(model, named_parameters, next(iter(parameters.values())).device)
 
 

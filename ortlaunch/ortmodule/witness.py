@@ -11,8 +11,9 @@ import functools
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ortlaunch.json_types import Json
 from ortlaunch.ortmodule.base import counters, torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import Graph, read_graph, size
@@ -21,7 +22,7 @@ from ortlaunch.ortmodule.base.placement import nodes_by_provider
 from ortlaunch.ortmodule.repaired import import_ortmodule
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, Session
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, Session, SessionOptions
 
 _GRAPH = "_ortlaunch_graph"
 
@@ -48,7 +49,7 @@ class Witness:
             graph.forward_passes = graph.backward_passes = 0
         torch_calls.restart()
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> Json:
         """For engine.json. Graphs are the newest ones; `nodes_run` counts the passes of each graph by its own nodes."""
         return {
             "forward_passes": self.forward_passes,
@@ -62,7 +63,7 @@ class Witness:
             "evaluation_graph": self._newest(training=False),
         }
 
-    def _newest(self, training: bool) -> dict[str, Any] | None:
+    def _newest(self, training: bool) -> Json | None:
         found = [graph for graph in self.graphs if graph.training == training]
         return found[-1].describe() if found else None
 
@@ -107,8 +108,8 @@ def _install() -> None:
         wrap_method(manager, "_create_execution_agent", _record_graph)
 
 
-def _count(owner: Any, method: str, counter: str, of_graph: str) -> None:
-    def counted(original: AnyFunction, agent: Any, *args: object, **kwargs: object) -> Any:
+def _count(owner: object, method: str, counter: str, of_graph: str) -> None:
+    def counted(original: AnyFunction, agent: object, *args: object, **kwargs: object) -> object:
         with torch_calls.timed_pass():
             result = original(agent, *args, **kwargs)
         setattr(_current, counter, getattr(_current, counter) + 1)
@@ -120,7 +121,7 @@ def _count(owner: Any, method: str, counter: str, of_graph: str) -> None:
     wrap_method(owner, method, counted)
 
 
-def _save_what_runs(original: AnyFunction, manager: Manager) -> Any:
+def _save_what_runs(original: AnyFunction, manager: Manager) -> object:
     """Let the session save the graph that it makes of ORTModule's: fused, recomputing, as it will run."""
     session_options, providers, provider_options = original(manager)
     if not session_options.optimized_model_filepath:  # engine.save_onnx has a place for it
@@ -129,7 +130,7 @@ def _save_what_runs(original: AnyFunction, manager: Manager) -> Any:
     return session_options, providers, provider_options
 
 
-def _build_graph(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> Any:
+def _build_graph(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> object:
     with counters.while_building():
         return original(manager, *args, **kwargs)
 
@@ -151,7 +152,7 @@ def _record_graph(original: AnyFunction, manager: Manager) -> None:
     setattr(manager._execution_agent, _GRAPH, graph)
 
 
-def _is_memory_efficient(options: Any) -> bool:
+def _is_memory_efficient(options: SessionOptions) -> bool:
     from onnxruntime import ExecutionOrder
 
     return bool(options.execution_order == ExecutionOrder.MEMORY_EFFICIENT)
@@ -166,7 +167,7 @@ def _placed(model: str, session: Session) -> dict[str, int]:
         return {}
 
 
-def _record_fallback(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> Any:
+def _record_fallback(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> object:
     # With retry on, ORT forgets the exception inside the call: read it first.
     reason = f"{type(manager._exception).__name__}: {manager._exception}"
     _current.fallbacks += 1

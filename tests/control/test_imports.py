@@ -98,7 +98,7 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "other_tools": ({"errors", "recipe", "metrics", "model_tasks", "other_tools"}, set()),
     "report": ({*GROUND, "recipe", "run_folder", "runs", "report"}, {"yaml", "jinja2", "markupsafe"}),
     "cli": ({*SHARED, *CONTROL, "cli"}, {"typer"}),
-    "ortmodule": ({"errors", "cache", "machine", "ortmodule"}, ANY),
+    "ortmodule": ({"errors", "json_types", "cache", "machine", "ortmodule"}, ANY),
     # What importing any part of the package runs, and the parts that the control side asks.
     "ortmodule.__init__": ({"ortmodule"}, set()),
     "ortmodule.base.settings": ({"errors"}, set()),

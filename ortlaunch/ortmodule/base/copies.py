@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ortlaunch.ortmodule.base.patching import wrap_method
 from ortlaunch.ortmodule.base.source_guard import MANAGER, owner
@@ -19,7 +19,7 @@ def fix_deepcopy_and_pickle() -> None:
     wrap_method(owner(MANAGER), "__getstate__", _state)
 
 
-def _state(original: AnyFunction, manager: Manager) -> dict[str, Any]:
+def _state(original: AnyFunction, manager: Manager) -> dict[str, object]:
     for name in _ADDRESSES:
         vars(manager).setdefault(name, None)
     state = original(manager)

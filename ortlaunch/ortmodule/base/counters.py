@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+
+from ortlaunch.json_types import Json
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Tally:
         if text not in self.notes:
             self.notes.append(text)
 
-    def truth(self) -> dict[str, Any]:
+    def truth(self) -> Json:
         """For engine.json."""
         return {**asdict(self), "export_seconds": round(self.export_seconds, 3)}
 

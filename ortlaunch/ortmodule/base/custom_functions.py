@@ -105,7 +105,7 @@ def without_inlining(export: AnyFunction) -> AnyFunction:
     """An export that inlines only inside of `inlining(True)`, and ends with the reason where it cannot call."""
 
     @functools.wraps(export)
-    def export_without_inlining(*args: object, **kwargs: object) -> Any:
+    def export_without_inlining(*args: object, **kwargs: object) -> object:
         try:
             return export(*args, **{**kwargs, "autograd_inlining": _inline.get()})
         except RuntimeError as error:

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import ExportInfo, Transition
+    from collections.abc import Sequence
+
+    from ortlaunch.ortmodule.base.ort_types import ExportInfo, Kwargs, RuntimeOptions, Transition
+
+
+Facts = dict[str, Any]
+"""What a trace of a model showed, by name."""
 
 
 class Export(NamedTuple):
@@ -18,16 +24,16 @@ class Export(NamedTuple):
     """The model with tensors alone for inputs, as ORT traces it."""
     training: bool
     device: torch.device
-    inputs: Any
+    inputs: Sequence[torch.Tensor]
     info: ExportInfo
     """ORT's ModelInfoForExport."""
-    options: Any
+    options: RuntimeOptions
     """ORT's _RuntimeOptions of this module; settings.settings_of reads ours."""
-    seen: dict[str, Any]
+    seen: Facts
     """What a trace of the model showed beside the graph."""
 
 
-def export_of(arguments: dict[str, Any]) -> Export:
+def export_of(arguments: Kwargs) -> Export:
     """Of the arguments of ORT's `_export_model` or `_get_exported_model`."""
     transition, info = arguments["stage3_param_handle"], arguments["model_info_for_export"]
     return Export(
@@ -41,7 +47,7 @@ def export_of(arguments: dict[str, Any]) -> Export:
     )
 
 
-def seen_of(transition: Transition) -> dict[str, Any]:
+def seen_of(transition: Transition) -> Facts:
     """What the newest trace of a GraphTransitionManager's model showed."""
-    found: dict[str, Any] = vars(transition).setdefault("_ortlaunch_traced", {})
+    found: Facts = vars(transition).setdefault("_ortlaunch_traced", {})
     return found

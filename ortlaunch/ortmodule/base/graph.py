@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ortlaunch.json_types import Json
 
 if TYPE_CHECKING:
     import onnx
@@ -52,7 +54,7 @@ class Graph:
         """Nodes executed so far."""
         return size(self.forward) * self.forward_passes + size(self.backward) * self.backward_passes
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> Json:
         """For engine.json: totals, the most frequent operators, and every call out of ORT."""
         halves = {"forward": self.forward, "backward": self.backward} if self.training else {"forward": self.forward}
         nodes = {f"{half}_nodes": size(ops) for half, ops in halves.items()}

@@ -22,7 +22,7 @@ AnyFunction = Callable[..., Any]
 Args = tuple[Any, ...]
 """Positional arguments of such a function."""
 Kwargs = dict[str, Any]
-"""Its keyword arguments, and what is known of it by name."""
+"""Its keyword arguments."""
 
 
 class GraphInfo(Protocol):
@@ -53,10 +53,15 @@ class ExportInfo(Protocol):
 class RuntimeOptions(Protocol):
     """ORT's _RuntimeOptions."""
 
+    enable_compute_optimizer: bool
     enable_custom_autograd_function: bool
+    enable_embedding_sparse_optimizer: bool
+    memory_optimization_level: object
     onnx_opset_version: int
+    print_input_density: bool
     propagate_cast_ops_level: int
     propagate_cast_ops_strategy: object
+    recompute_probe_config: str
     _ortlaunch_settings: Settings
 
     def memory_optimizer_is_enabled(self) -> bool: ...
@@ -69,9 +74,9 @@ class Transition(Protocol):
     _exported_model_info: object
     _post_export_processed_model_info: GraphInfo
     _runtime_options: RuntimeOptions
-    _ortlaunch_given: object
+    _ortlaunch_given: tuple[Args, Kwargs]
 
-    def get_post_processed_model(self, enable_gradients: bool, enable_checkpoint: bool) -> object: ...
+    def get_post_processed_model(self, inputs: Args, kwargs: Kwargs) -> tuple[bool, GraphInfo]: ...
 
 
 class Session(Protocol):
@@ -79,6 +84,16 @@ class Session(Protocol):
 
     def get_providers(self) -> list[str]: ...
     def get_provider_options(self) -> Mapping[str, Mapping[str, str]]: ...
+
+
+class SessionOptions(Protocol):
+    """ORT's SessionOptions."""
+
+    execution_order: object
+    intra_op_num_threads: int
+    optimized_model_filepath: str
+
+    def add_session_config_entry(self, key: str, value: str) -> None: ...
 
 
 class Agent(Protocol):
@@ -132,11 +147,11 @@ class Manager(Protocol):
     _ortlaunch_folder: str
     _ortlaunch_key: Any  # graphs._Key, of a room above
     _ortlaunch_norms: dict[str, Any]
-    _ortlaunch_session_options: object
+    _ortlaunch_session_options: SessionOptions
     _ortlaunch_settings: Settings
 
     def forward(self, *args: object, **kwargs: object) -> Any: ...
-    def _initialize_graph_builder(self) -> None: ...
+    def _initialize_graph_builder(self, info: GraphInfo) -> None: ...
     def _build_graph(self, config: object) -> None: ...
     def _get_graph_transformer_config(self) -> Any: ...
 
@@ -175,9 +190,3 @@ class ShapeInference(Protocol):
     def _update_computed_dims(self, dims: Sequence[object]) -> None: ...
     def _new_symbolic_dim_from_output(self, node: onnx.NodeProto, output: int = 0, dim: int = 0) -> Any: ...
     def _broadcast_shapes(self, first: Sequence[object], second: Sequence[object]) -> list[Any]: ...
-
-
-class GraphContext(Protocol):
-    """torch's GraphContext: the graph that a symbolic function writes into."""
-
-    def op(self, kind: str, /, *inputs: torch.Value | torch.Tensor, **attributes: object) -> Any: ...

@@ -28,12 +28,12 @@ def environment(**values: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def wrap_method(owner: Any, method: str, around: AnyFunction) -> None:
+def wrap_method(owner: object, method: str, around: AnyFunction) -> None:
     """Let `around(original, *args, **kwargs)` stand in for a method of a class."""
     original = getattr(owner, method)
 
     @functools.wraps(original)
-    def wrapped(*args: object, **kwargs: object) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> object:
         return around(original, *args, **kwargs)
 
     setattr(owner, method, wrapped)
@@ -48,9 +48,9 @@ def replace_ort_export(export: AnyFunction) -> None:
 class ModuleView:
     """A module as one module of ORT's sees it: the same names, some of them replaced."""
 
-    def __init__(self, module: Any, **replaced: Any) -> None:
+    def __init__(self, module: object, **replaced: object) -> None:
         self.__dict__.update(replaced)
         self._module = module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._module, name)

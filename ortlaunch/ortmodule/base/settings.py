@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ortlaunch.errors import EngineError
 
@@ -74,7 +74,7 @@ class Settings:
     """CUDA: how cuDNN's convolutions are chosen."""
     triton: bool = False
     """CUDA: fuse element-wise chains and reductions into Triton kernels."""
-    triton_config: Mapping[str, Any] | None = None
+    triton_config: Mapping[str, object] | None = None
     """CUDA: what Triton may fuse; None: ORT's own list."""
     flash_attention: bool = False
     """CUDA: attention written out in the model becomes a Triton flash attention kernel."""

@@ -25,12 +25,12 @@ _numbers = itertools.count()
 
 def getter(name: str) -> AnyFunction:
     """The function with which torch reads a property of tensors, as `__torch_function__` receives it."""
-    return getattr(torch.Tensor, name).__get__  # type: ignore[no-any-return]
+    return getattr(torch.Tensor, name).__get__
 
 
 def setter(name: str) -> AnyFunction:
     """The function with which torch sets a property of tensors, as `__torch_function__` receives it."""
-    return getattr(torch.Tensor, name).__set__  # type: ignore[no-any-return]
+    return getattr(torch.Tensor, name).__set__
 
 
 @contextlib.contextmanager

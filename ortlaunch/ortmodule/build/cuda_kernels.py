@@ -8,7 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx
 
 _RESULTS = {
     **dict.fromkeys(("And", "Equal", "Greater", "IsInf", "IsNaN", "Less", "Not", "Or", "Xor"), "bool"),
@@ -17,7 +20,7 @@ _RESULTS = {
 }
 
 
-def has_kernel(node: Any, types: Mapping[str, str], opset: int) -> bool:
+def has_kernel(node: onnx.NodeProto, types: Mapping[str, str], opset: int) -> bool:
     """Whether an onnx.NodeProto can run on CUDA; `types` are those of tensors, `opset` the model's.
 
     The first input's type, and every other one but int64, which are sizes and axes, must be one of a kernel's.
@@ -31,7 +34,7 @@ def has_kernel(node: Any, types: Mapping[str, str], opset: int) -> bool:
     )
 
 
-def types_of(graph: Any) -> dict[str, str]:
+def types_of(graph: onnx.GraphProto) -> dict[str, str]:
     """Types of the tensors of an onnx.GraphProto. ORT omits tensors of unknown shape; their types are inferred here."""
     types = {
         value.name: _name(value.type.tensor_type.elem_type)
@@ -44,7 +47,7 @@ def types_of(graph: Any) -> dict[str, str]:
     return types
 
 
-def _inferred(node: Any, types: Mapping[str, str]) -> str:
+def _inferred(node: onnx.NodeProto, types: Mapping[str, str]) -> str:
     """Type of a node's first output: by its operator, by an attribute, or of the first input that is not bool."""
     stated = (_name(one.t.data_type or one.i) for one in node.attribute if one.name in ("value", "to"))
     given = (types[name] for name in node.input if types.get(name, "bool") != "bool")

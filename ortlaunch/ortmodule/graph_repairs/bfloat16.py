@@ -7,7 +7,7 @@ exported again with a call of torch's (torch_operators.py); if that fails, the r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.graph import replace_nodes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _KIND = "bfloat16"
 # ORT's operator: torch's operator, and the arguments after its inputs.
-_ATEN: dict[str, tuple[str, tuple[Any, ...]]] = {
+_ATEN: dict[str, tuple[str, tuple[object, ...]]] = {
     "Gelu": ("gelu", ("",)),
     "GeluGrad": ("gelu_backward", ("",)),
     "TanhGrad": ("tanh_backward", ()),

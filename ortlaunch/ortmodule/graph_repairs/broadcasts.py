@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,14 @@ from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 if TYPE_CHECKING:
     import onnx
 
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo, Manager, ShapeInference
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, GraphInfo, Kwargs, Manager, ShapeInference
 
 _SIZES = "ortlaunch.sizes"
 _BROADCASTING = {
     "Add", "And", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Or",
     "Pow", "Sub", "Sum", "Where", "Xor",
 }  # fmt: skip
+Shapes = Mapping[str, Sequence[object] | None]
 
 
 def keep_broadcast_sizes() -> None:
@@ -49,8 +50,8 @@ def note_sizes(export: Export, model: onnx.ModelProto) -> None:
 
 
 def _broadcast(
-    original: AnyFunction, inference: ShapeInference, first: Sequence[Any], second: Sequence[Any]
-) -> list[Any]:
+    original: AnyFunction, inference: ShapeInference, first: Sequence[object], second: Sequence[object]
+) -> list[object]:
     rank = max(len(first), len(second))
     pairs = zip([1] * (rank - len(first)) + list(first), [1] * (rank - len(second)) + list(second))
     return [
@@ -61,7 +62,7 @@ def _broadcast(
 
 
 def _merged_where_equal(
-    original: AnyFunction, inference: ShapeInference, dims: Any, allow_broadcast: bool = True
+    original: AnyFunction, inference: ShapeInference, dims: Sequence[object], allow_broadcast: bool = True
 ) -> None:
     if not allow_broadcast or _are_equal(inference, [dim for dim in dims if dim not in (0, 1)]):
         original(inference, dims, allow_broadcast=allow_broadcast)
@@ -76,7 +77,7 @@ def _with_broadcast_sizes(original: AnyFunction, inference: ShapeInference, node
     shapes = [inference._get_shape(node, place) for place in range(len(node.input))]
     if not found.HasField("shape") or any(shape is None or None in shape for shape in shapes):
         return
-    sizes: list[Any] = []
+    sizes: list[object] = []
     for shape in shapes:
         sizes = inference._broadcast_shapes(sizes, shape)
     for dim, size in zip(found.shape.dim, sizes):
@@ -85,7 +86,7 @@ def _with_broadcast_sizes(original: AnyFunction, inference: ShapeInference, node
             setattr(dim, "dim_param" if isinstance(size, str) else "dim_value", size)
 
 
-def _are_equal(inference: ShapeInference, dims: Sequence[Any]) -> bool:
+def _are_equal(inference: ShapeInference, dims: Sequence[object]) -> bool:
     if len(set(dims)) < 2:
         return True
     values = [_value(inference, dim) for dim in dims]
@@ -113,7 +114,7 @@ def _sizes(inference: ShapeInference) -> dict[str, int]:
     return known
 
 
-def _either(inference: ShapeInference, one: Any, other: Any) -> str:
+def _either(inference: ShapeInference, one: object, other: object) -> str:
     """A size of its own for what is one or the other of two."""
     sympy: Any = importlib.import_module("sympy")
     names: dict[Any, str] = vars(inference).setdefault("_ortlaunch_either", {})
@@ -125,7 +126,7 @@ def _either(inference: ShapeInference, one: Any, other: Any) -> str:
 # -------------------------------------------------------------------------------------------- in the graph
 
 
-def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> Any:
+def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> object:
     """Where sizes meet that may differ, ORT's gradient asks for them in each pass, if one shape is not known to it."""
     inferred = original(model)
     graph, nodes = inferred.graph, []
@@ -147,7 +148,7 @@ def _with_hidden_shapes(original: AnyFunction, model: onnx.ModelProto) -> Any:
     return inferred
 
 
-def hide(node: onnx.NodeProto, place: int) -> list[Any]:
+def hide(node: onnx.NodeProto, place: int) -> list[onnx.NodeProto]:
     """An input through a Reshape to what its shape is in each pass."""
     from onnx import helper
 
@@ -159,7 +160,7 @@ def hide(node: onnx.NodeProto, place: int) -> list[Any]:
     ]
 
 
-def _spread(node: onnx.NodeProto, known: dict[str, Any]) -> list[int]:
+def _spread(node: onnx.NodeProto, known: Shapes) -> list[int]:
     """What a Where broadcasts, or may: ORT's gradient of it has the size of the result."""
     if node.op_type != "Where":
         return []
@@ -167,7 +168,7 @@ def _spread(node: onnx.NodeProto, known: dict[str, Any]) -> list[int]:
     return [place for place in (1, 2) if size is None or "" in size or known.get(node.input[place]) != size]
 
 
-def _expand(node: onnx.NodeProto, places: Sequence[int], known: dict[str, Any]) -> list[Any]:
+def _expand(node: onnx.NodeProto, places: Sequence[int], known: Shapes) -> list[onnx.NodeProto]:
     """Broadcast these inputs of a Where before it, in a node of which ORT's gradient sums up."""
     from onnx import NodeProto, helper
 
@@ -189,12 +190,12 @@ def _expand(node: onnx.NodeProto, places: Sequence[int], known: dict[str, Any]) 
     return nodes
 
 
-def _dims(value: Any) -> list[Any] | None:
+def _dims(value: onnx.ValueInfoProto) -> list[str | int] | None:
     found = value.type.tensor_type
     return [dim.dim_value or dim.dim_param for dim in found.shape.dim] if found.HasField("shape") else None
 
 
-def _unsure(node: onnx.NodeProto, known: dict[str, Any]) -> list[int]:
+def _unsure(node: onnx.NodeProto, known: Shapes) -> list[int]:
     """The inputs whose shapes are to be hidden, of those that may be broadcast: one of two is enough for most."""
     if node.op_type == "Expand":
         names, places = [node.input[0], node.output[0]], [0]
@@ -204,30 +205,31 @@ def _unsure(node: onnx.NodeProto, known: dict[str, Any]) -> list[int]:
         names, places = list(node.input), list(range(1, len(node.input)))
     else:
         return []
-    shapes: list[Any] = [known.get(name) for name in names]
-    if None in shapes:
+    shapes = [shape for name in names if (shape := known.get(name)) is not None]
+    if len(shapes) < len(names):
         return []
     batch = [shape[:-2] if node.op_type == "MatMul" else shape for shape in shapes]
     return places if _may_differ(*batch) else []
 
 
-def _may_differ(*shapes: Sequence[Any]) -> bool:
+def _may_differ(*shapes: Sequence[object]) -> bool:
     """Whether sizes meet of which one may be 1 where the other is not, without being written so."""
     rank = max(map(len, shapes))
-    sizes = [set(column) - {1} for column in zip(*([1] * (rank - len(shape)) + list(shape) for shape in shapes))]
+    padded: list[list[object]] = [[1] * (rank - len(shape)) + list(shape) for shape in shapes]
+    sizes = [set(column) - {1} for column in zip(*padded)]
     return any(len(column) > 1 for column in sizes)
 
 
 # ------------------------------------------------------------------------------------------- in later batches
 
 
-def apart(manager: Manager, args: Any, kwargs: Any) -> bool:
+def apart(manager: Manager, args: Args, kwargs: Kwargs) -> bool:
     """Whether of sizes of inputs that were equal in the batch of the export one is 1 in this batch, of equal form."""
     info = manager._graph_transition_manager._post_export_processed_model_info
     return any(_are_apart(info, group, args, kwargs) for group in _groups(info))
 
 
-def _are_apart(info: GraphInfo, group: Sequence[tuple[str, int]], args: Any, kwargs: Any) -> bool:
+def _are_apart(info: GraphInfo, group: Sequence[tuple[str, int]], args: Args, kwargs: Kwargs) -> bool:
     read = info.onnx_graph_input_data_accessor_user_defined
     given = [(read[name](args, kwargs), axis) for name, axis in group]
     ones = [value.shape[axis] == 1 for value, axis in given if isinstance(value, torch.Tensor) and value.dim() > axis]

@@ -30,7 +30,7 @@ def cut_unequal_parts() -> None:
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_parts)
 
 
-def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> Any:
+def _with_parts(original: AnyFunction, model: onnx.ModelProto) -> object:
     inferred = original(model)
     graph = inferred.graph
     values = (*graph.input, *graph.value_info, *graph.output)

@@ -71,7 +71,7 @@ def _give_new_sizes(inference: ShapeInference, node: onnx.NodeProto, output: int
 
 def _valued(
     original: AnyFunction, inference: ShapeInference, node: onnx.NodeProto, *args: object, **kwargs: object
-) -> list[Any]:
+) -> list[object]:
     """Constants as numbers that sizes may be made of, which an infinite one and nan are not."""
     try:
         found: list[Any] = original(inference, node, *args, **kwargs)

@@ -30,7 +30,7 @@ def keep_vanishing_sizes() -> None:
     patching.wrap_method(owner(TRANSITION), "_infer_shapes", _with_sizes_of_one)
 
 
-def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> Any:
+def _with_sizes_of_one(original: AnyFunction, model: onnx.ModelProto) -> object:
     inferred = original(model)
     graph, nodes = inferred.graph, []
     values = (*graph.input, *graph.value_info, *graph.output)

@@ -19,7 +19,7 @@ from ortlaunch.ortmodule.base.source_guard import TRAINING, owner
 if TYPE_CHECKING:
     import onnx
 
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, GraphInfo, Manager
 
 _SAME_VALUES = {"Cast", "Expand", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"}
 _SIZES = {"Shape", "Size"}
@@ -32,6 +32,9 @@ _TWICE = (
 def follow_autograd() -> None:
     """ORT's autograd function knows neither versions of tensors, unused outputs nor second derivatives."""
     wrap_method(owner(TRAINING), "_create_autofunction_class", _following)
+
+
+Gradients = Sequence["torch.Tensor | None"]
 
 
 class _Facts(NamedTuple):
@@ -50,12 +53,12 @@ class _Saved(NamedTuple):
     address: int
 
 
-def _following(original: AnyFunction, manager: Manager) -> Any:
+def _following(original: AnyFunction, manager: Manager) -> object:
     function = original(manager)
 
     class _ORTModuleFunction(function):  # type: ignore[misc,valid-type]
         @staticmethod
-        def forward(ctx: Any, *inputs: object) -> Any:
+        def forward(ctx: Any, *inputs: torch.Tensor) -> object:
             # Hooks of a checkpoint around the module would run it again for what a torch operator inside the graph
             # saves, while ONNX Runtime holds its lock.
             with torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
@@ -65,7 +68,7 @@ def _following(original: AnyFunction, manager: Manager) -> Any:
             return outputs
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
+        def backward(ctx: Any, *gradients: torch.Tensor | None) -> object:
             _check_versions(ctx.ortlaunch_saved)
             with torch.no_grad():
                 found = function.backward(ctx, *gradients)
@@ -80,14 +83,14 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _info(manager: Manager) -> Any:
+def _info(manager: Manager) -> GraphInfo:
     return manager._graph_transition_manager._post_export_processed_model_info
 
 
 def _facts(manager: Manager) -> _Facts:
     """Computed once for each graph."""
     info, graph = _info(manager), manager._onnx_models.optimized_model.graph
-    known: tuple[Any, _Facts] | None = vars(manager).get("_ortlaunch_facts")
+    known: tuple[object, _Facts] | None = vars(manager).get("_ortlaunch_facts")
     if known is None or known[0] is not graph:
         names = set(_needed(graph))
         places = [place for place, name in enumerate(info.onnx_graph_input_names) if name in names]
@@ -100,7 +103,7 @@ def _facts(manager: Manager) -> _Facts:
 # ------------------------------------------------------------------------------------------------ unused outputs
 
 
-def _without_unused(manager: Manager, gradients: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+def _without_unused(manager: Manager, gradients: Gradients, found: Gradients) -> tuple[torch.Tensor | None, ...]:
     """None for what only outputs without a gradient depend on."""
     if all(gradient is not None for gradient in gradients):
         return tuple(found)
@@ -113,7 +116,7 @@ def _without_unused(manager: Manager, gradients: Sequence[Any], found: Sequence[
 # ----------------------------------------------------------------------------------------------- changed tensors
 
 
-def _saved(names: Sequence[str], inputs: Sequence[Any], places: Sequence[int]) -> Iterator[_Saved]:
+def _saved(names: Sequence[str], inputs: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator[_Saved]:
     for place in places:
         tensor = inputs[place]
         if not tensor.is_inference():
@@ -145,14 +148,14 @@ def _needed(graph: onnx.GraphProto) -> Iterator[str]:
             yield from (_origin(name, makers) for name in node.input)
 
 
-def _origin(name: str, makers: dict[str, Any]) -> str:
+def _origin(name: str, makers: dict[str, onnx.NodeProto]) -> str:
     """What a value is, but for its shape."""
     while name in makers and makers[name].op_type in _SAME_VALUES:
         name = makers[name].input[0]
     return name
 
 
-def _before(end: onnx.NodeProto, makers: dict[str, Any]) -> set[int]:
+def _before(end: onnx.NodeProto, makers: dict[str, onnx.NodeProto]) -> set[int]:
     """Ids of the nodes that `end` needs."""
     found: set[int] = set()
     waiting = [end]
@@ -167,7 +170,7 @@ def _before(end: onnx.NodeProto, makers: dict[str, Any]) -> set[int]:
 # -------------------------------------------------------------------------------------------- second derivatives
 
 
-def _once_differentiable(found: Sequence[Any]) -> tuple[Any, ...]:
+def _once_differentiable(found: Gradients) -> tuple[torch.Tensor | None, ...]:
     """Gradients whose own derivative is an error."""
     made = [gradient for gradient in found if gradient is not None]
     marked = iter(torch._C._functions.DelayedError(_TWICE, len(made))(*(g.detach().requires_grad_() for g in made)))

@@ -78,7 +78,7 @@ def with_each_mode(export: AnyFunction) -> AnyFunction:
     modes = torch.onnx.TrainingMode
 
     @functools.wraps(export)
-    def export_as_it_is(module: nn.Module, *args: object, **kwargs: object) -> Any:
+    def export_as_it_is(module: nn.Module, *args: object, **kwargs: object) -> object:
         gradients = grad_mode.at_start(True)
         if kwargs["training"] != modes.TRAINING or (gradients and all(layer.training for layer in module.modules())):
             return export(module, *args, **kwargs)
@@ -209,7 +209,7 @@ def _put_out_sizes(model: onnx.ModelProto, layers: list[str]) -> None:
         model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
 
 
-def _norm_nodes(model: onnx.ModelProto) -> list[Any]:
+def _norm_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     return [node for node in model.graph.node if node.op_type == "BatchNormalization"]
 
 
@@ -222,12 +222,12 @@ def _refuse_frozen_nodes(model: onnx.ModelProto) -> None:
 # ------------------------------------------------------------------------------------------------ in each pass
 
 
-def _keeping_sizes(original: AnyFunction, info: GraphInfo, outputs: Any) -> Any:
+def _keeping_sizes(original: AnyFunction, info: GraphInfo, outputs: list[str]) -> object:
     info._ortlaunch_outputs = outputs
     return original(info, outputs)
 
 
-def _with_exact_statistics(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> Any:
+def _with_exact_statistics(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> object:
     norms = _norms(manager)
     if not norms:
         return original(manager, *args, **kwargs)

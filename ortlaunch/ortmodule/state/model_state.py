@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -20,6 +20,9 @@ from ortlaunch.ortmodule.base.export import Export
 from ortlaunch.ortmodule.state.buffers import kept_buffers
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 from ortlaunch.ortmodule.tracing.python_state import ENVIRONMENT, GLOBAL, GONE, Reads, Values, drawn, noted, same
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.export import Facts
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
@@ -99,7 +102,7 @@ def _plain(path: str) -> str:
 class TracedState:
     """A model as it was when its graph was made."""
 
-    def __init__(self, module: nn.Module, seen: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, seen: Facts) -> None:
         places = [(holder, name) for holder, name in seen.get("read", [])]
         self._values = Values(module, places, set(seen.get("names", [])))
         groups = [getattr(layer, part) for layer in module.modules() for part in _PARTS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +23,7 @@ def restore_output_dtypes() -> None:
     wrap_method(owner(PROCESSED), "restore_outputs", _typed)
 
 
-def _typed(original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tensor]) -> Any:
+def _typed(original: AnyFunction, info: GraphInfo, outputs: Sequence[torch.Tensor]) -> object:
     if not hasattr(info, _TYPES):
         setattr(info, _TYPES, _types(info._post_export_processed_model.graph))
     types = getattr(info, _TYPES)

@@ -12,9 +12,9 @@ import contextlib
 import linecache
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -30,6 +30,9 @@ from ortlaunch.ortmodule.tracing import aliases, grad_mode
 from ortlaunch.ortmodule.tracing.grad_mode import changed_since, tensors, versions_of
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    from ortlaunch.ortmodule.base.export import Facts
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, Manager, Transition
 
 _T = torch.Tensor
@@ -109,7 +112,7 @@ class _Watch(TorchFunctionMode):
         super().__exit__(*raised)
         self._hook.remove()
 
-    def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
+    def _begin(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         self._kinds.update(dict.fromkeys(module.buffers(), _BUFFER))
         self._kinds.update({tensor: _CONSTANT for tensor, number in zip(inputs, self._numbers) if number})
 
@@ -163,15 +166,15 @@ class _Watch(TorchFunctionMode):
             self.places.masks.add(f"{file}:{line}")
 
 
-def user_frame() -> Any:
+def user_frame() -> FrameType:
     """The innermost running frame of code that is neither torch's nor ortlaunch's."""
-    frame: Any = sys._getframe(1)
+    frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return frame
 
 
-def innermost(frame: Any, paths: dict[int, str]) -> list[str]:
+def innermost(frame: FrameType | None, paths: dict[int, str]) -> list[str]:
     """The path of the layer in whose code a frame runs; none for the model itself."""
     while frame:
         path = paths.get(id(frame.f_locals.get("self")))
@@ -181,11 +184,11 @@ def innermost(frame: Any, paths: dict[int, str]) -> list[str]:
     return []
 
 
-def _zero_or_one(*values: Any) -> bool:
+def _zero_or_one(*values: object) -> bool:
     return len(values) == 1 and isinstance(values[0], int) and values[0] in (0, 1)
 
 
-def _shapes(values: Any, seen: dict[str, Any]) -> list[list[int]]:
+def _shapes(values: object, seen: Facts) -> list[list[int]]:
     """Sizes of tensors, as far as a trace that showed `seen` depends on them: whole, or 0, 1 and more."""
     most = sys.maxsize if "sizes" in seen else 2
     return [[min(size, most) for size in tensor.shape] for tensor in tensors(values)]
@@ -218,7 +221,7 @@ def judge(export: Export) -> None:
         tally.note(f"{what}: they stay those of the first batch (Settings.allow_traced_values)")
 
 
-def _layer(seen: dict[str, Any]) -> str:
+def _layer(seen: Facts) -> str:
     """What would let the layer, in whose code it is, run as torch."""
     layers = seen.get("layers", ["PATH OF THE LAYER"])
     if len(layers) > 4:  # of a model's many layers, the pattern
@@ -234,7 +237,7 @@ def _listed(places: list[str]) -> str:
 # ------------------------------------------------------------------------------------------- in later passes
 
 
-def fixed_sizes(manager: Manager, values: Any) -> list[list[int]] | None:
+def fixed_sizes(manager: Manager, values: object) -> list[list[int]] | None:
     """Sizes of the tensors in `values`, where the graph of `manager` holds for those only; else None."""
     seen = seen_of(manager._graph_transition_manager)
     return _shapes(values, seen) if "of" in seen else None

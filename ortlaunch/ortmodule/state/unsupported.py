@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -115,7 +115,7 @@ def refuse_weights(module: nn.Module) -> None:
             )
 
 
-def _naming_causes(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> Any:
+def _naming_causes(original: AnyFunction, manager: Manager, *args: object, **kwargs: object) -> object:
     try:
         return original(manager, *args, **kwargs)
     except Exception as error:

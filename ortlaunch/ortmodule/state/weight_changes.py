@@ -26,6 +26,8 @@ from ortlaunch.ortmodule.state.python_values import innermost, user_frame
 from ortlaunch.ortmodule.torch_in_graph import torch_modules
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 _SET_DATA = setter("data")
@@ -40,7 +42,7 @@ def weights_kept(export: Export) -> Iterator[None]:
     seen = _Seen()
     writes = _Writes(seen, weights)
 
-    def begin(module: nn.Module, _: Any) -> None:  # a copy that ORT makes of the module takes the hook along
+    def begin(module: nn.Module, _: object) -> None:  # a copy that ORT makes of the module takes the hook along
         seen.objects.update((id(weight), name) for name, weight in module.named_parameters())
         seen.memory.update((_memory(weight), name) for name, weight in module.named_parameters())
         seen.layers.update((id(layer), _plain(path)) for path, layer in module.named_modules())
@@ -61,7 +63,7 @@ def weights_kept(export: Export) -> Iterator[None]:
                 weights[name].copy_(value)
 
 
-def _under(writes: _Writes, run: AnyFunction, *args: object) -> Any:
+def _under(writes: _Writes, run: AnyFunction, *args: object) -> object:
     with writes:
         return run(*args)
 
@@ -128,7 +130,7 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+def _written(schema: torch._C.FunctionSchema, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
     """The tensors that a call of an operator changes."""
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -139,7 +141,7 @@ def _written(schema: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield from written
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> Sequence[object]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 

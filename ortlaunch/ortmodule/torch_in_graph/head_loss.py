@@ -14,6 +14,10 @@ import torch
 from ortlaunch.ortmodule.tracing.symbolics import registered, type_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
+
     from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 OPERATOR = "ortlaunch::head_loss"
@@ -24,13 +28,13 @@ def calling_chunked_loss(export: AnyFunction) -> AnyFunction:
     return registered(export, lambda: {OPERATOR: _symbolic})
 
 
-def _symbolic(g: Any, hidden: Any, weight: Any, *rest: object) -> Any:
+def _symbolic(g: GraphContext, hidden: torch.Value, weight: torch.Value, *rest: torch.Value) -> Sequence[torch.Value]:
     own, exact = type_of(hidden), torch.promote_types(type_of(hidden), torch.float32)
     _register_gradient([own, type_of(weight)])
-    called = {"operator_s": OPERATOR, "overload_name_s": "", "outputs": 5}
-    outputs = g.op("org.pytorch.aten::ATen", hidden, weight, *rest, **called)
+    outputs = g.op("org.pytorch.aten::ATen", hidden, weight, *rest, operator_s=OPERATOR, overload_name_s="", outputs=5)
     for output, dtype in zip(outputs, (exact, own, exact, exact, exact)):
-        output.setType(hidden.type().with_dtype(dtype).with_sizes([] if output is outputs[0] else None))
+        sizes: Any = [] if output is outputs[0] else None  # unknown
+        output.setType(hidden.type().with_dtype(dtype).with_sizes(sizes))
     return outputs
 
 
@@ -53,7 +57,7 @@ def _gradient(types: list[torch.dtype]) -> Iterator[tuple[Any, ...]]:
         yield "Cast", [f"exact_{place}"], [f"GI({place})"], _to(types[1])
 
 
-def _to(dtype: torch.dtype) -> dict[str, Any]:
+def _to(dtype: torch.dtype) -> dict[str, object]:
     from torch.onnx._type_utils import JitScalarType
 
     return {"to": {"value": int(JitScalarType.from_dtype(dtype).onnx_type()), "dtype": "int"}}

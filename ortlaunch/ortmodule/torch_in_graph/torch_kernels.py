@@ -66,7 +66,7 @@ def replace(graph: onnx.GraphProto, products: bool, recomputes: bool = False) ->
     recomputes: the backward pass will compute parts of the forward pass again, for which dropout must be ORT's own.
     """
     rewriting = Rewriting(graph)
-    kernels: dict[str, Callable[[Rewriting, Any], bool]] = {
+    kernels: dict[str, Callable[[Rewriting, onnx.NodeProto], bool]] = {
         "SoftmaxCrossEntropyLossInternal": _loss,
         "SoftmaxCrossEntropyLossInternalGrad": _loss_gradient,
         "Gelu": lambda graph, node: _function(graph, node, "gelu", ""),
@@ -91,7 +91,7 @@ class Rewriting:
         self.types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
         self.outputs = {value.name for value in graph.output}
         self.makers = {name: node for node in graph.node for name in node.output}
-        self.users: dict[str, list[Any]] = {}
+        self.users: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
             for name in node.input:
                 self.users.setdefault(name, []).append(node)
@@ -101,7 +101,7 @@ class Rewriting:
         self.masks: set[str] = set()
         """Those that are bytes; all others are float32."""
 
-    def call(self, operator: str, inputs: Sequence[Any], outputs: Sequence[str]) -> None:
+    def call(self, operator: str, inputs: Sequence[object], outputs: Sequence[str]) -> None:
         """Add a call of torch's `operator`: inputs are names of tensors, "" for none, or numbers."""
         from onnx import helper
 
@@ -136,12 +136,12 @@ class Rewriting:
             return None
         return len(found.shape.dim)
 
-    def living(self) -> list[Any]:
+    def living(self) -> list[onnx.NodeProto]:
         """The nodes, without transposes that nothing takes any more."""
         used = {name for node in self.nodes for name in node.input} | self.outputs
         return [node for node in self.nodes if node.op_type != "Transpose" or node.output[0] in used]
 
-    def unknown_values(self, kind: int = 1) -> list[Any]:
+    def unknown_values(self, kind: int = 1) -> list[onnx.ValueInfoProto]:
         """Types of what torch's operators put out, which ORT could not infer: `kind` (ONNX's number), or masks'."""
         from onnx import TensorProto, helper
 

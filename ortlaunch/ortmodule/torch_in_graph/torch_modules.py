@@ -29,7 +29,7 @@ from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.tracing import python_state
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, RuntimeOptions
 
 # Layers of torch.nn whose code takes sizes that depend on values, or checks of values, which no trace follows, or
 # changes a buffer in place in a way of which the exporter's translation ends.
@@ -58,7 +58,7 @@ def paths(export: Export) -> list[str]:
     return sorted(path for path in found if not any(path.startswith(f"{outer}.") for outer in found))
 
 
-def chosen(options: Any) -> set[str]:
+def chosen(options: RuntimeOptions) -> set[str]:
     """Layers that earlier exports of this module found to need torch."""
     known: set[str] = vars(options).setdefault("_ortlaunch_layers", set())
     return known
@@ -77,7 +77,7 @@ def instead(export: Export, path: str, why: str) -> Exception:
     return OnceMore(path)
 
 
-def _by_rule(options: Any) -> bool:
+def _by_rule(options: RuntimeOptions) -> bool:
     return settings_of(options).torch_operators == "auto" and not extensions.interop_refusal()
 
 
@@ -98,7 +98,7 @@ def called(export: Export) -> Iterator[None]:
     plain = nn.Module.__call__
     before: dict[str, torch.Tensor] = {}  # of layers with buffers: a tensor of the call before
 
-    def call(layer: Any, *args: object, **kwargs: object) -> Any:
+    def call(layer: nn.Module, *args: object, **kwargs: object) -> object:
         path = vars(layer).get(_MARK)
         if path is None or _running:
             return plain(layer, *args, **kwargs)
@@ -143,8 +143,8 @@ def _unseen() -> Iterator[None]:
 
 
 def _as_node(
-    path: str, layer: nn.Module, plain: AnyFunction, arguments: Any, before: torch.Tensor | None
-) -> tuple[Any, torch.Tensor]:
+    path: str, layer: nn.Module, plain: AnyFunction, arguments: tuple[Args, Kwargs], before: torch.Tensor | None
+) -> tuple[object, torch.Tensor]:
     """Call a layer as a custom autograd function, which a trace takes for one node; its result, and a tensor of it.
 
     before: of the layer's call before this one, without which ORT might make the later call first, and its buffers
@@ -186,7 +186,7 @@ def _as_node(
     return result.restored(outputs), outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-def _autocast() -> tuple[Any, ...]:
+def _autocast() -> tuple[str, torch.dtype, bool]:
     device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
     return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
@@ -204,10 +204,10 @@ class _Result:
     def __init__(self, path: str) -> None:
         self._path = path
         self._form: Any = None
-        self._rest: list[Any] = []
+        self._rest: list[object] = []
         self._kinds: list[Any] = []
 
-    def taken(self, result: Any) -> list[torch.Tensor]:
+    def taken(self, result: object) -> list[torch.Tensor]:
         values, form = tree_flatten(result)
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         rest = [None if isinstance(value, torch.Tensor) else value for value in values]
@@ -230,7 +230,7 @@ class _Result:
         outer = self._path.rpartition(".")[0]
         return f": name the layer around it, Settings.torch_modules=['{outer}']" if outer else ""
 
-    def restored(self, outputs: Any) -> Any:
+    def restored(self, outputs: object) -> object:
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
         values = list(self._rest)
         for place, tensor in zip(self._places, tensors):

@@ -42,7 +42,7 @@ def following_changes(export: Export) -> Export:
     """An export in which tensors that share memory change together."""
 
     @functools.wraps(export)
-    def export_with_aliases(model: torch.nn.Module, *args: object, **kwargs: object) -> Any:
+    def export_with_aliases(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
         with _Aliases(model):
             return export(model, *args, **kwargs)
 
@@ -131,7 +131,7 @@ class _Aliases(TorchFunctionMode):
         self._changed(tensor, new)
         return tensor
 
-    def _current(self, values: Any) -> Any:
+    def _current(self, values: object) -> Any:
         """Arguments or results with the values that they have after changes through others."""
         return tree_map_only(Tensor, self._value, values)
 
@@ -146,7 +146,13 @@ class _Aliases(TorchFunctionMode):
         return tensor if alias.value is None else alias.value
 
     def _made(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], values: Sequence[Tensor], result: Any
+        self,
+        func: AnyFunction,
+        args: Args,
+        kwargs: Kwargs,
+        given: Sequence[Tensor],
+        values: Sequence[Tensor],
+        result: object,
     ) -> None:
         """Note which results are views of which arguments."""
         for place, output in enumerate(tree_leaves(result)):
@@ -189,7 +195,7 @@ class _Aliases(TorchFunctionMode):
             first.held = memory
 
 
-def _targets(changed: Sequence[tuple[Tensor, Tensor]], result: Any) -> list[tuple[Tensor, Tensor]]:
+def _targets(changed: Sequence[tuple[Tensor, Tensor]], result: object) -> list[tuple[Tensor, Tensor]]:
     """Through which tensors a call changed memory: of several that share it, the one that it returns, or the first."""
     targets: list[tuple[Tensor, Tensor]] = []
     made = tensors(result)
@@ -207,7 +213,7 @@ def _share(one: Tensor, other: Tensor) -> bool:
         return False
 
 
-def _again(func: Any, args: Any, kwargs: Any, old: Tensor, place: int) -> View:
+def _again(func: AnyFunction, args: Args, kwargs: Kwargs, old: Tensor, place: int) -> View:
     """The same view of another tensor."""
 
     def view(new: Tensor) -> Tensor:
@@ -218,7 +224,7 @@ def _again(func: Any, args: Any, kwargs: Any, old: Tensor, place: int) -> View:
     return view
 
 
-def _obstacle(func: Any, source: Tensor, output: Tensor) -> str:
+def _obstacle(func: AnyFunction, source: Tensor, output: Tensor) -> str:
     name = getattr(func, "__name__", "")
     if func in _DETACHED and source.requires_grad:
         return "one of them is detached"

@@ -27,7 +27,7 @@ def see_ort_checkpoints() -> None:
 _checkpoints: list[None] = []
 
 
-def _level(original: AnyFunction, name: str, *default: Any) -> Any:
+def _level(original: AnyFunction, name: str, *default: object) -> Any:
     """ORT's stand-in for torch.utils.checkpoint asks for the level last, and only in an export; 1: call it plainly."""
     if name != "ORTMODULE_MEMORY_OPT_LEVEL":
         return original(name, *default)

@@ -24,6 +24,8 @@ from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 if TYPE_CHECKING:
     import onnx
 
+    from ortlaunch.ortmodule.base.export import Facts
+
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of the reductions
 SPARSE = 0.9
 """Below this share of labels that count, the others are left out; ORT's threshold."""
@@ -62,11 +64,18 @@ def _replaced(stand_in: Callable[[Loss], Loss]) -> Iterator[None]:
         parts.cross_entropy_loss = plain
 
 
-def _gathered(seen: dict[str, Any], printing: bool) -> Callable[[Loss], Loss]:
+def _gathered(seen: Facts, printing: bool) -> Callable[[Loss], Loss]:
     """A cross entropy that leaves out what it ignores, if that is enough of the labels at hand."""
 
     def stand_in(plain: Loss) -> Loss:
-        def loss(scores: Any, labels: Any, weight: Any, reduction: int, ignore_index: int, smoothing: float) -> Any:
+        def loss(
+            scores: torch.Tensor,
+            labels: torch.Tensor,
+            weight: torch.Tensor | None,
+            reduction: int,
+            ignore_index: int,
+            smoothing: float,
+        ) -> object:
             if scores.dim() == 2 and labels.dim() == 1 and reduction != _NONE:
                 counts = labels != ignore_index
                 density = float(counts.float().mean())
@@ -80,7 +89,9 @@ def _gathered(seen: dict[str, Any], printing: bool) -> Callable[[Loss], Loss]:
     return stand_in
 
 
-def _without(scores: Any, labels: Any, counts: Any, ignore_index: int, printing: bool) -> tuple[Any, Any]:
+def _without(
+    scores: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, ignore_index: int, printing: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     if printing:  # ORT's operator prints in every step, and is the sign for ORT to do the same
         from onnxruntime.training.ortmodule._runtime_inspector import FlagAndPrintDensity
 
@@ -104,7 +115,7 @@ def shrink(export: Export, model: onnx.ModelProto) -> None:
         model.opset_import.add(domain="com.microsoft", version=1)
 
 
-def _rows(name: str, makers: Mapping[str, Any]) -> bool:
+def _rows(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
     for kind in ("Squeeze", "Transpose", "NonZero"):  # as `nonzero().squeeze(1)` is exported: one index a row
         if name not in makers or makers[name].op_type != kind:
             return False
@@ -120,7 +131,14 @@ def written_out(export: Export) -> AbstractContextManager[None]:
 def _written_out(plain: Loss) -> Loss:
     """A cross entropy that is one for classes, and sums of logarithms for everything else, as torch's own."""
 
-    def loss(scores: Any, labels: Any, weight: Any, reduction: int, ignore_index: int, smoothing: float) -> Any:
+    def loss(
+        scores: torch.Tensor,
+        labels: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignore_index: int,
+        smoothing: float,
+    ) -> object:
         likely = labels.is_floating_point()
         if scores.dim() == 1 and not likely:  # one sample: ONNX Runtime's form of it aborts the process
             reduction = reduction or _SUM  # without a reduction it is the same value

@@ -21,11 +21,14 @@ from torch.utils._pytree import tree_leaves
 from ortlaunch.ortmodule.base.export import Export, seen_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs, Manager
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DEEP = 3
-Kept = tuple[Any, Any, Any]
+Kept = tuple[Any, object, object]
+Stale = dict[int, tuple[object, object]]
 """A container, a key or index in it, and what takes its place there."""
 
 
@@ -50,10 +53,10 @@ class StaleTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch has an argument of its own
         return f"StaleTensor({self.message!r})"
 
-    def __deepcopy__(self, memo: Any) -> StaleTensor:
+    def __deepcopy__(self, memo: object) -> StaleTensor:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[type[StaleTensor], tuple[str]]:
         return StaleTensor, (self.message,)
 
 
@@ -103,7 +106,7 @@ def _held(tensor: torch.Tensor) -> bool:
 
 def _find(module: nn.Module, made: Mapping[torch.Tensor, str]) -> list[Kept]:
     alive = [tensor for tensor in list(made) if _held(tensor)]
-    stale: dict[int, Any] = {id(tensor): (tensor, made[tensor]) for tensor in alive}
+    stale: Stale = {id(tensor): (tensor, made[tensor]) for tensor in alive}
     found: list[Kept] = []
     _replace(module, alive, stale, found, _DEEP)
     containers = {id(container) for container, _, _ in found}
@@ -114,12 +117,12 @@ def _find(module: nn.Module, made: Mapping[torch.Tensor, str]) -> list[Kept]:
     return found
 
 
-def _replace(module: nn.Module, objects: list[Any], stale: dict[int, Any], found: list[Kept], deep: int) -> None:
+def _replace(module: nn.Module, objects: Sequence[object], stale: Stale, found: list[Kept], deep: int) -> None:
     """Note, for each container of one of `objects`, what takes the place of the object there.
 
     stale: by the id of an object it and its line, or it and what takes its place.
     """
-    inner: dict[int, Any] = {}
+    inner: Stale = {}
     own = {id(objects), id(stale), *map(id, stale.values())}
     for holder in gc.get_referrers(*objects):
         if id(holder) not in own and not isinstance(holder, types.FrameType):
@@ -128,7 +131,7 @@ def _replace(module: nn.Module, objects: list[Any], stale: dict[int, Any], found
         _replace(module, [old for old, _ in inner.values()], inner, found, deep - 1)
 
 
-def _replaced(module: nn.Module, holder: Any, stale: dict[int, Any], inner: dict[int, Any] | None) -> list[Kept]:
+def _replaced(module: nn.Module, holder: Any, stale: Stale, inner: Stale | None) -> list[Kept]:
     """Of one container; a tuple goes into `inner`, with another one."""
     if isinstance(holder, types.CellType):
         items: Any = {"cell_contents": holder.cell_contents}
@@ -145,7 +148,7 @@ def _replaced(module: nn.Module, holder: Any, stale: dict[int, Any], inner: dict
     return [(container, key, value) for key, value in new.items()]
 
 
-def _stale(module: nn.Module, holder: Any, items: Any, key: Any, entry: tuple[Any, Any]) -> Any:
+def _stale(module: nn.Module, holder: object, items: object, key: Any, entry: tuple[object, object]) -> object:
     """What takes the place of an object under a key of a container."""
     if not isinstance(entry[1], str):
         return entry[1]
@@ -162,7 +165,7 @@ def _message(where: str, line: str) -> str:
     )
 
 
-def _where(module: nn.Module, holder: Any, items: Any, key: Any) -> str:
+def _where(module: nn.Module, holder: object, items: object, key: Any) -> str:
     for path, layer in module.named_modules():
         if items is vars(layer):
             return f"the model's attribute {_plain(f'{path}.{key}')}"
@@ -175,7 +178,7 @@ def _where(module: nn.Module, holder: Any, items: Any, key: Any) -> str:
     return f"a {type(holder).__name__} outside the model (under {key!r})"
 
 
-def _reads(hook: Any) -> Iterator[Any]:
+def _reads(hook: object) -> Iterator[object]:
     """What a hook may write to."""
     function = getattr(hook, "__func__", hook)
     for cell in getattr(function, "__closure__", None) or ():
@@ -197,7 +200,7 @@ def _typed(old: Any, values: tuple[Any, ...]) -> Any:
     return type(old)(*values) if hasattr(old, "_fields") else type(old)(values)
 
 
-def _contains(value: Any, containers: set[int], deep: int) -> bool:
+def _contains(value: object, containers: set[int], deep: int) -> bool:
     if not deep or not isinstance(value, (dict, list, tuple, deque)):
         return False
     inner = value.values() if isinstance(value, dict) else value

@@ -62,7 +62,7 @@ def following_grad_mode(export: Export) -> Export:
     """An export in which `no_grad`, `set_grad_enabled`, `enable_grad` and `inference_mode` mean what they say."""
 
     @functools.wraps(export)
-    def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> Any:
+    def export_with_grad_mode(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
         with _GradMode(model, kwargs["training"] == torch.onnx.TrainingMode.TRAINING) as mode, mode.told():
             return export(model, *args, **kwargs)
 
@@ -93,8 +93,8 @@ class _GradMode(TorchFunctionMode):
         """While open, what no function mode sees is seen: whether gradients are on is asked, and custom functions."""
         plain = vars(torch.autograd.Function)["apply"]
 
-        def applied(function: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> Any:
-            def apply(*args: object, **kwargs: object) -> Any:
+        def applied(function: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> object:
+            def apply(*args: object, **kwargs: object) -> object:
                 if has_torch_function(given):
                     return handle_torch_function(apply, given, *args, **kwargs)
                 return plain.__get__(None, function)(*args, **kwargs)
@@ -143,7 +143,7 @@ class _GradMode(TorchFunctionMode):
             args = tuple(int(value) if isinstance(value, bool) else value for value in args)
         return self._call(func, args, kwargs or {})
 
-    def _call(self, func: AnyFunction, args: Any, kwargs: Any) -> Any:
+    def _call(self, func: AnyFunction, args: Args, kwargs: Kwargs) -> object:
         given = [tensor for tensor in tensors((args, kwargs)) if _differentiable(tensor)]
         versions = versions_of(given)
         trained = func is not _T.detach and any(self._has_gradient(tensor) for tensor in given)

@@ -61,7 +61,7 @@ class Reads:
     """What passes of a model read before they wrote it, as it was then, and the names in the code that ran."""
 
     def __init__(self) -> None:
-        self.places: dict[Place, Any] = {}
+        self.places: dict[Place, object] = {}
         self.names: set[str] = set()
 
 
@@ -75,7 +75,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
     running: list[None] = []
     write = nn.Module.__setattr__
 
-    def getting(layer: Any, name: str) -> Any:
+    def getting(layer: nn.Module, name: str) -> object:
         value = object.__getattribute__(layer, name)
         path = (
             paths.get(id(layer))
@@ -88,12 +88,12 @@ def noted(module: nn.Module) -> Iterator[Reads]:
             reads.places[path, name] = frozen(value)
         return value
 
-    def setting(layer: Any, name: str, value: Any) -> None:
+    def setting(layer: nn.Module, name: str, value: Any) -> None:
         if running and not _paused and id(layer) in paths:
             written.add((paths[id(layer)], name))
         write(layer, name, value)
 
-    def calling(frame: types.FrameType, event: str, _: Any) -> None:
+    def calling(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if event != "call" or code in codes:
             return
@@ -104,7 +104,7 @@ def noted(module: nn.Module) -> Iterator[Reads]:
                 for place, value in _globals(code.co_names, frame.f_globals, set()):
                     reads.places.setdefault(place, frozen(value))
 
-    def begin(who: nn.Module, _: Any) -> None:
+    def begin(who: nn.Module, _: object) -> None:
         if who is module:
             written.clear()
             running.append(None)
@@ -145,7 +145,7 @@ def _environment(reads: Reads, running: list[None]) -> Iterator[None]:
         yield
 
 
-def _globals(names: Iterable[str], namespace: Mapping[str, Any], seen: set[int]) -> Iterator[tuple[Place, Any]]:
+def _globals(names: Iterable[str], namespace: Mapping[str, object], seen: set[int]) -> Iterator[tuple[Place, object]]:
     """Those of `names` that are the module's, or of modules of the user's that it names."""
     module = namespace.get("__name__")
     if id(namespace) in seen or vars(sys.modules.get(str(module), object)) is not namespace:
@@ -193,12 +193,14 @@ def frozen(value: Any, names: set[str] | None = None, deep: int = _DEEP) -> Any:
     return who, *((key, frozen(item, names, deep - 1)) for key, item in kept)
 
 
-def drawn(source: Any) -> str:
+def drawn(source: random.Random | numpy.random.RandomState | numpy.random.Generator) -> str:
     """What a generator of random numbers of Python's or NumPy's goes on from."""
     if isinstance(source, random.Random):
         return repr(source.getstate())
-    old = isinstance(source, numpy.random.RandomState)
-    state = source.get_state(legacy=False) if old else source.bit_generator.state
+    if isinstance(source, numpy.random.RandomState):
+        state: Mapping[str, object] = source.get_state(legacy=False)
+    else:
+        state = source.bit_generator.state
     return repr({name: str(value) for name, value in state.items()})  # of an array its ends
 
 
@@ -208,7 +210,7 @@ def _is_settings(kind: type) -> bool:
     return users and not issubclass(kind, torch.autograd.Function)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: object, other: object) -> bool:
     """Whether what `frozen` gave means the same graph."""
     if one is other:
         return True
@@ -250,7 +252,7 @@ class Values:
         return found
 
 
-def _holders(layers: dict[str, nn.Module], holder: str, name: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _holders(layers: dict[str, nn.Module], holder: str, name: str) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """Where to look: first among a layer's own attributes, then in its class."""
     if holder.startswith(GLOBAL):
         module = sys.modules.get(holder.removeprefix(GLOBAL))
@@ -274,7 +276,7 @@ def _installed() -> tuple[str, ...]:
 
 
 @functools.cache
-def _is_users(file: Any) -> bool:
+def _is_users(file: object) -> bool:
     """Whether what a module or code object says of its file names one of the user's, or ortlaunch's own."""
     # torch.ops says that its file is `_ops.py`, in no folder.
     return isinstance(file, str) and os.path.isabs(file) and not os.path.realpath(file).startswith(_installed())

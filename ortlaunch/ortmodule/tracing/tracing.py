@@ -6,7 +6,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -24,19 +24,19 @@ def without_weights(export: AnyFunction) -> AnyFunction:
     """An export whose shape inference gets no large weights: torch copies each one, twice, for its shape alone."""
 
     @functools.wraps(export)
-    def export_without_weights(*args: object, **kwargs: object) -> Any:
+    def export_without_weights(*args: object, **kwargs: object) -> object:
         with mock.patch.object(torch._C, _INFERENCE, functools.partial(_inferred, getattr(torch._C, _INFERENCE))):
             return export(*args, **kwargs)
 
     return export_without_weights
 
 
-def _inferred(infer: Callable[..., None], graph: Any, weights: dict[str, Any], opset: int) -> None:
+def _inferred(infer: Callable[..., None], graph: object, weights: dict[str, object], opset: int) -> None:
     """Small ones stay: a buffer's numbers may be the sizes of a view."""
     infer(graph, {name: weight for name, weight in weights.items() if not _is_large(weight)}, opset)
 
 
-def _is_large(weight: Any) -> bool:
+def _is_large(weight: object) -> bool:
     return isinstance(weight, torch.Tensor) and weight.numel() > _SMALL
 
 
@@ -44,7 +44,7 @@ def with_autocasts_cache(export: AnyFunction) -> AnyFunction:
     """An export after which autocast caches as before: torch leaves that off where a trace fails."""
 
     @functools.wraps(export)
-    def export_with_autocasts_cache(*args: object, **kwargs: object) -> Any:
+    def export_with_autocasts_cache(*args: object, **kwargs: object) -> object:
         cached = torch.is_autocast_cache_enabled()
         try:
             return export(*args, **kwargs)
@@ -62,7 +62,7 @@ def with_own_constants(export: AnyFunction) -> AnyFunction:
     """
 
     @functools.wraps(export)
-    def export_with_own_constants(*args: object, **kwargs: object) -> Any:
+    def export_with_own_constants(*args: object, **kwargs: object) -> object:
         names = importlib.import_module("torch.onnx.symbolic_helper")._maybe_get_scalar.__globals__
         with mock.patch.dict(names, _parse_arg=functools.partial(_copied, names["_parse_arg"])):
             return export(*args, **kwargs)
@@ -70,7 +70,7 @@ def with_own_constants(export: AnyFunction) -> AnyFunction:
     return export_with_own_constants
 
 
-def _copied(parse: AnyFunction, *given: Any, **named: object) -> Any:
+def _copied(parse: AnyFunction, *given: object, **named: object) -> object:
     found = parse(*given, **named)
     return found.clone() if isinstance(found, torch.Tensor) and not found.dim() else found
 
@@ -83,7 +83,7 @@ def with_swapped_weights(export: AnyFunction) -> AnyFunction:
     c = ModuleView(torch._C, _get_tracing_state=lambda: None)
 
     @functools.wraps(export)
-    def export_with_swapped_weights(*args: object, **kwargs: object) -> Any:
+    def export_with_swapped_weights(*args: object, **kwargs: object) -> object:
         with (
             mock.patch.object(stateless, "torch", ModuleView(torch, jit=jit)),
             mock.patch.object(parametrize, "torch", ModuleView(torch, _C=c)),
@@ -102,7 +102,7 @@ def quiet(export: AnyFunction) -> AnyFunction:
     """An export without warnings that a user cannot act on: about tracing and deprecation."""
 
     @functools.wraps(export)
-    def export_quietly(*args: object, **kwargs: object) -> Any:
+    def export_quietly(*args: object, **kwargs: object) -> object:
         with warnings.catch_warnings():
             for category in (torch.jit.TracerWarning, DeprecationWarning, FutureWarning):
                 warnings.simplefilter("ignore", category)
