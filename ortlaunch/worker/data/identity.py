@@ -4,22 +4,22 @@ and in which order an epoch takes them."""
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 
 from ortlaunch.worker.data.mixture import Mixture
 from ortlaunch.worker.data.order import order_name
+from ortlaunch.worker.data.samples import Samples
 
 _PIECES, _TOKENS = 64, 4096  # looked at; a corpus may be larger than memory
 
 
-def identity(samples: Any) -> dict[str, object]:
+def identity(samples: Samples) -> dict[str, object]:
     """`samples`, `fingerprint` of tokens or texts (null for custom data, whose items may be random), and `order`."""
     return {"samples": len(samples), "fingerprint": _fingerprint(samples), "order": _order(samples)}
 
 
-def _order(samples: Any) -> str:
+def _order(samples: Samples) -> str:
     if isinstance(samples, Mixture):
         return f"mixture of {', '.join(order_name(len(part)) for part in samples.parts)}"
     return order_name(len(samples))

@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
@@ -16,6 +16,9 @@ from ortlaunch.errors import InputError
 from ortlaunch.recipe.fields.data import Data, TokenizerTraining, is_chat
 from ortlaunch.worker.data.chat_rows import chat_texts
 from ortlaunch.worker.data.corpus import documents_read, fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BERT_WORDS = {
     "pad_token": "[PAD]",
@@ -97,7 +100,7 @@ def _texts(data: Data) -> Iterator[str]:
             yield from (text for text, _ in documents_read(part.source, lists=True))
 
 
-def _wordpiece(data: Data, vocab_size: int) -> Any:
+def _wordpiece(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     """Trained twice: in one pass the library numbers `##x` as they lie in a hash table, other in each process."""
     from tokenizers import decoders, models, processors
     from transformers import PreTrainedTokenizerFast
@@ -152,7 +155,7 @@ def _counting(texts: Iterable[str], counts: Counter[str]) -> Iterator[str]:
         yield text
 
 
-def _bpe(data: Data, vocab_size: int) -> Any:
+def _bpe(data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -134,7 +134,7 @@ def stored(work: Work, tell: Tell = silent) -> Documents:
     return Documents(joined(base), mapped(base.with_suffix(".ends"), np.int64))
 
 
-def _alone(base: Path, tell: Tell) -> Any:
+def _alone(base: Path, tell: Tell) -> contextlib.AbstractContextManager[object]:
     """The lock of a corpus; who waits for it says so."""
     lock, seconds = FileLock(base.with_suffix(".lock")), 0
     while True:

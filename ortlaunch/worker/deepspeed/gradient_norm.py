@@ -10,13 +10,14 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ortlaunch.worker.deepspeed.sources import unknown_source
 from ortlaunch.worker.deepspeed.sum_of_squares import sum_of_squares
+from ortlaunch.worker.deepspeed.zero_types import Sharded
 
 _REPLACED = ("has_overflow_partitioned_grads_serial", "has_overflow_serial", "get_grad_norm_direct")
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
@@ -30,7 +31,7 @@ class Applied(NamedTuple):
     why: str
 
 
-def fuse_gradient_norm(optimizer: Any) -> Applied:
+def fuse_gradient_norm(optimizer: Sharded) -> Applied:
     """Replace, on this optimizer alone, what reads all gradients; an optimizer it is not made for stays as it is."""
     why = _left_to_deepspeed(optimizer)
     if why:
@@ -41,13 +42,13 @@ def fuse_gradient_norm(optimizer: Any) -> Applied:
     return Applied(True, "ortlaunch", "")
 
 
-def restore(optimizer: Any) -> None:
+def restore(optimizer: object) -> None:
     """Give the optimizer DeepSpeed's own functions back."""
     for name in _REPLACED:
         vars(optimizer).pop(name, None)
 
 
-def _left_to_deepspeed(optimizer: Any) -> str:
+def _left_to_deepspeed(optimizer: Sharded) -> str:
     """Why this optimizer is left as it is, or ""."""
     import deepspeed
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -62,7 +63,7 @@ def _left_to_deepspeed(optimizer: Any) -> str:
     return next((reason for found, reason in _peculiarities(optimizer) if found), "")
 
 
-def _peculiarities(optimizer: Any) -> list[tuple[bool, str]]:
+def _peculiarities(optimizer: Sharded) -> list[tuple[bool, str]]:
     parameters = [parameter for group in optimizer.bit16_groups for parameter in group]
     return [
         (optimizer.cpu_offload, "with CPU offload DeepSpeed measures gradients as it copies them"),
@@ -77,7 +78,7 @@ def _peculiarities(optimizer: Any) -> list[tuple[bool, str]]:
 class _FusedPass:
     """The functions that stand in, and the sums of squares that the check leaves for the norm."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Sharded) -> None:
         self.optimizer = optimizer
         self.left: list[tuple[_State, Tensor]] = []
 
@@ -94,7 +95,7 @@ class _FusedPass:
             sums += [square for square in squares if square is not None]
         return self._any_not_finite(sums)
 
-    def has_overflow_serial(self, params: Any) -> Tensor:
+    def has_overflow_serial(self, params: Sequence[torch.nn.Parameter]) -> Tensor:
         """The same for the parameters' own gradients."""
         gradients = [parameter.grad for parameter in params if parameter.grad is not None]
         return self._any_not_finite([sum_of_squares(gradients)] if gradients else [])
@@ -104,7 +105,9 @@ class _FusedPass:
             return torch.zeros(1, dtype=torch.bool, device=self._device())
         return torch.stack(sums).isfinite().all().logical_not().reshape(1)
 
-    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: float = 2) -> Tensor:
+    def get_grad_norm_direct(
+        self, gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter], norm_type: float = 2
+    ) -> Tensor:
         """Norm of a parameter group over all ranks: a float32 scalar, -1 where it is inf or nan, as DeepSpeed says."""
         optimizer = self.optimizer
         if float(norm_type) != 2.0:
@@ -146,7 +149,7 @@ class _State:
         )
 
 
-def _counted(gradients: Sequence[Tensor], params: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+def _counted(gradients: Sequence[Tensor], params: Sequence[torch.nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
     """(gradients of parameters, padding): the norm is of the first, an inf counts in both."""
     real = [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
     padding = [gradient for gradient in gradients if getattr(gradient, "_zero_padding", False)]

@@ -6,13 +6,14 @@ Known: no ZeRO (torch's optimizer, or masters of each parameter), ZeRO 1 and 2 (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ortlaunch.errors import CheckpointError
+from ortlaunch.worker.deepspeed.zero_types import Gathering, Partitioned, Sharded, Unsharded
 from ortlaunch.worker.model.named_state import (
     LossScale,
     NamedState,
@@ -52,20 +53,20 @@ def named_state(engine: Any, model: nn.Module, rank: int) -> NamedState:
     )
 
 
-def _masters(optimizer: Any, model: nn.Module, rank: int) -> list[ParameterRange]:
+def _masters(optimizer: Unsharded, model: nn.Module, rank: int) -> list[ParameterRange]:
     """No ZeRO in fp16 or bf16: one float32 copy of each parameter."""
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups)
     masters = {weight: master for weights, copies in pairs for weight, master in zip(weights, copies)}
     return whole_parts(model.named_parameters(), optimizer.optimizer, masters)
 
 
-def _copy_masters(optimizer: Any) -> None:
+def _copy_masters(optimizer: Unsharded) -> None:
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups):
         for weight, master in zip(weights, masters):
             weight.data.copy_(master.data)
 
 
-def _fragments(optimizer: Any, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
+def _fragments(optimizer: Sharded, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
     """ZeRO 1 and 2: this rank's pieces of parameters lie one behind another in one flat tensor for each group."""
     for name, parameter in model.named_parameters():
         mapping = getattr(parameter, "_hp_mapping", None)
@@ -75,12 +76,12 @@ def _fragments(optimizer: Any, model: nn.Module, rank: int) -> Iterator[Paramete
             yield ParameterRange(name, here.start, here.numel, group["params"][0], there.start, group)
 
 
-def _partitions(optimizer: Any, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
+def _partitions(optimizer: Partitioned, model: nn.Module, rank: int) -> Iterator[ParameterRange]:
     """ZeRO 3: each parameter is cut into equal pieces, the last ones padded; they lie in flat tensors."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        held: Any = parameter
+        held = cast(Gathering, parameter)
         flat, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         master = optimizer.fp32_partitioned_groups_flat[flat]
         if size != held.partition_numel() or master.numel() < offset + size:
@@ -93,7 +94,7 @@ def _partitions(optimizer: Any, model: nn.Module, rank: int) -> Iterator[Paramet
             yield ParameterRange(name, rank * size, count, master, offset, group)
 
 
-def _copy_partitions(optimizer: Any) -> None:
+def _copy_partitions(optimizer: Partitioned) -> None:
     optimizer._partition_all_parameters()
     for flat in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(flat)
@@ -101,7 +102,7 @@ def _copy_partitions(optimizer: Any) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
-_Kind = tuple[Callable[[Any, nn.Module, int], Any], Callable[[Any], None]]
+_Kind = tuple[Callable[[Any, nn.Module, int], Iterable[ParameterRange]], Callable[[Any], None]]
 _KINDS: dict[str, _Kind] = {
     "FP16_UnfusedOptimizer": (_masters, _copy_masters),
     "DeepSpeedZeroOptimizer": (_fragments, lambda optimizer: optimizer.update_lp_params()),
@@ -110,7 +111,7 @@ _KINDS: dict[str, _Kind] = {
 }
 
 
-def _loss_scale(optimizer: Any) -> LossScale | None:
+def _loss_scale(optimizer: object) -> LossScale | None:
     """A dynamic loss scale; one that the recipe sets is not the checkpoint's."""
     kept = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))
     dynamic = getattr(kept, "dynamic", getattr(kept, "dynamic_loss_scale", False))

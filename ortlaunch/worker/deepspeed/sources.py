@@ -62,7 +62,7 @@ def known_sources() -> dict[str, dict[str, str]]:
     return known
 
 
-def unknown_source(optimizer: type[Any]) -> str:
+def unknown_source(optimizer: type) -> str:
     """Why the source of a ZeRO 1 or 2 optimizer class is not a known one, or ""."""
     known = known_sources()
     found = installed(optimizer, set().union(*known.values()))
@@ -77,7 +77,7 @@ def _differing(found: dict[str, str], whole: dict[str, str]) -> list[str]:
     return [name for name, print_ in whole.items() if found.get(name) != print_]
 
 
-def installed(optimizer: type[Any], names: set[str]) -> dict[str, str]:
+def installed(optimizer: type, names: set[str]) -> dict[str, str]:
     """Fingerprints of the optimizer's methods, and of functions of its module, that have a source."""
     module = sys.modules[optimizer.__module__]
     functions = {name: getattr(optimizer, name, None) or getattr(module, name, None) for name in names}

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import torch
 import torch.distributed as dist
@@ -68,7 +67,7 @@ class Averaging:
         used = torch.tensor([p.grad is not None for p in self.trained.values()], dtype=torch.uint8)
         used = used.to(self.group.device)
         dist.all_reduce(used, dist.ReduceOp.MAX)
-        under_way: list[Any] = []
+        under_way: list[torch.distributed.Work] = []
         for parameter, by_some in zip(self.trained.values(), used.tolist()):
             if by_some:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -92,6 +91,6 @@ class Averaging:
             ) from None
 
 
-def _listed(names: Any) -> str:
+def _listed(names: Collection[str]) -> str:
     shown = ", ".join(list(names)[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

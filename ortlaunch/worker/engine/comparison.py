@@ -142,7 +142,7 @@ def _derived(
     return float(loss.detach()), torch.autograd.grad(loss.float() * scale, parameters, allow_unused=True)
 
 
-def dropouts(model: nn.Module) -> list[tuple[Any, str, float]]:
+def dropouts(model: nn.Module) -> list[tuple[object, str, float]]:
     """(owner, attribute, value) of every dropout above 0: of modules, of modules' numbers, of their configs."""
     owners = {id(owner): owner for m in model.modules() for owner in (m, getattr(m, "config", None))}
     return [

@@ -6,11 +6,14 @@ So two engines with generators of their own compute the same function. Must not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 _DRAWN = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli",
           "multinomial", "poisson"}  # fmt: skip
@@ -26,7 +29,9 @@ class Draws(TorchFunctionMode):
         self.recorded: list[torch.Tensor] = []
         self._given = None if given is None else iter(given)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _DROPOUTS and kwargs.get("p", args[1] if len(args) > 1 else 0.5):
             x, rest = args[0], args[1:]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ortlaunch.ortmodule.base.torch_calls import getter, setter
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 _T = torch.Tensor
 _NARROW = {torch.float32, torch.float16, torch.bfloat16}
@@ -44,7 +47,9 @@ class _InFloat64(TorchFunctionMode):
         super().__init__()
         self._known = WeakTensorKeyDictionary()  # each with its float64 form, and its version when that was made
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func in _AS_IT_IS:
             return func(*args, **kwargs)

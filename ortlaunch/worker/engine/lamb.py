@@ -5,12 +5,15 @@ AdamW's update, scaled for each tensor by |weights| / |update|. Gradient clippin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from ortlaunch.json_types import Json
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 # Elements updated at once: a step needs about three copies of them for a moment.
 _PORTION = 1 << 25
@@ -25,7 +28,7 @@ class Lamb(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ def live_bytes(stepper: Stepper) -> Footprint:
     return Footprint(weights, gradients, state, buckets, other=_count(_all_tensors(), seen))
 
 
-def _weights(parameters: list[Any]) -> Iterator[torch.Tensor]:
+def _weights(parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     for parameter in parameters:
         yield parameter
         shard = getattr(parameter, "ds_tensor", None)  # ZeRO 3
@@ -173,7 +173,7 @@ def _all_tensors() -> list[torch.Tensor]:
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
-def _count(tensors: Any, seen: dict[int, int]) -> int:
+def _count(tensors: Iterable[torch.Tensor], seen: dict[int, int]) -> int:
     """Bytes of the storages among `tensors` that are not in `seen` yet."""
     total = 0
     for tensor in tensors:

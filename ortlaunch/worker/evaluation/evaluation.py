@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ortlaunch.worker.data import IGNORED, Samples
 from ortlaunch.worker.data.reading import DataError
@@ -109,7 +110,7 @@ def _are_numbers(labels: torch.Tensor | None) -> bool:
 
 
 @contextlib.contextmanager
-def _evaluating(*modules: Any) -> Iterator[None]:
+def _evaluating(*modules: nn.Module) -> Iterator[None]:
     """While open, dropout is off."""
     for module in modules:
         module.eval()

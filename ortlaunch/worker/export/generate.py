@@ -11,7 +11,7 @@ from ortlaunch.run_folder.folder import RunDir
 from ortlaunch.tasks import GenerationRequest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _ANSWER = "ortlaunch"  # in the place of an answer, to see what follows on one
 
@@ -21,7 +21,7 @@ def run(request: GenerationRequest) -> None:
     print(text(*_model(request.model, request.step), request))
 
 
-def _model(place: str, step: int | None) -> tuple[Any, Any]:
+def _model(place: str, step: int | None) -> tuple[Any, PreTrainedTokenizerBase]:
     """Model and tokenizer of a folder, or of a run's checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -107,7 +107,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     return ids
 
 
-def _require_place(model: Any, prompt: int, tokens: int) -> None:
+def _require_place(model: PreTrainedModel, prompt: int, tokens: int) -> None:
     places = getattr(model.config, "max_position_embeddings", None)
     if places is not None and prompt + tokens > places:
         raise InputError(

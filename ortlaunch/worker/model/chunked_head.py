@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class ChunkedHead:
         hidden, labels = _before_head(output), batch["labels"]
         if self.shifted:
             labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        head: Any = model.get_submodule(self.name)
+        head = cast(nn.Linear, model.get_submodule(self.name))
         train = torch.is_grad_enabled() or (training and torch.jit.is_tracing())  # an export is made without gradients
         rows = hidden.reshape(-1, head.weight.shape[1])
         loss = chunked_loss(rows, head.weight, head.bias, labels.reshape(-1), self.rows, train)
@@ -55,7 +55,7 @@ class ChunkedHead:
 
     def logits(self, model: nn.Module, rows: Tensor) -> Tensor:
         """Of these rows that go into the head, which is `open`."""
-        head: Any = model.get_submodule(self.name)
+        head = cast(nn.Linear, model.get_submodule(self.name))
         return functional.linear(rows, head.weight, head.bias)
 
     def open(self, model: nn.Module) -> None:

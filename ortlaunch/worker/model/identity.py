@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ortlaunch.worker.data.identity import identity as of_data
+from ortlaunch.worker.data.samples import Samples
 
 _ELEMENTS = 64  # of each tensor that are looked at: another seed or another base changes nearly all
 
 
-def identity(samples: object, model: nn.Module) -> dict[str, dict[str, object]]:
+def identity(samples: Samples | None, model: nn.Module) -> dict[str, dict[str, object]]:
     """As a checkpoint holds it, by the names of recipe/resume_rules.OTHER_RULES; the model is whole, and on the CPU.
 
     samples: None where nothing is trained on.

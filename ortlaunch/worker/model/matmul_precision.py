@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from ortlaunch.errors import EngineError
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.rules.engine_rules import ort_multiplies
 from ortlaunch.run_folder.engine_report import MatmulPrecision
+
+if TYPE_CHECKING:
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Args, Kwargs
 
 _FORMATS = {7: "bfloat16", 10: "tensorfloat32", 23: "float32"}
 _SIZE = 256  # small products do not go to the fast units
@@ -115,7 +118,9 @@ def _by_elements(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> obje
 class _ByElements(TorchFunctionMode):
     """A matrix product over one element is one multiplication each."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyFunction, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func in _PRODUCTS and not kwargs and args[0].shape[-1] == 1:
             return args[0] * args[1]
         return func(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from ortlaunch.worker.process_group.distributed import DistributedContext
 
 LOSS = "loss"
 TAKEN = {each.name for each in fields(MetricsLine)}
-_Sums = dict[str, tuple[Any, float]]  # of value x weight, and of the weights
+_Sums = dict[str, tuple[torch.Tensor, float]]  # of value x weight, and of the weights
 
 
 def by_name(output: Any) -> Mapping[str, Any]:
@@ -43,13 +43,13 @@ def numbers_of(output: Any) -> dict[str, torch.Tensor]:
     return {str(name): torch.as_tensor(value).detach() for name, value in found.items()}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and not value.is_complex()
     return type(value) in (int, float)
 
 
-def loss_in(output: Any) -> torch.Tensor:
+def loss_in(output: Mapping[str, torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """The loss in what an engine's module returns."""
     found: torch.Tensor = output[LOSS] if isinstance(output, Mapping) else output
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from ortlaunch.errors import InputError
 from ortlaunch.json_types import Json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Names of weights: `missing` in the source, `unexpected` there; what was `resized`; a head `relabelled`.
 Loaded = Mapping[str, list[str]]
@@ -56,7 +56,7 @@ def load_pretrained(
     }  # fmt: skip
 
 
-def _load(auto: Any, source: str, **options: Any) -> tuple[Any, Json]:
+def _load(auto: Any, source: str, **options: Any) -> tuple[PreTrainedModel, Json]:
     """Model and loading info of transformers."""
     from safetensors import SafetensorError
 
@@ -70,10 +70,11 @@ def _load(auto: Any, source: str, **options: Any) -> tuple[Any, Json]:
     return model, info
 
 
-def _config_of(source: str) -> Any:
+def _config_of(source: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(source)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+    return config
 
 
 def _vocabulary(config: PreTrainedConfig) -> int | None:
@@ -81,7 +82,7 @@ def _vocabulary(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "vocab_size", None)
 
 
-def _resize(model: Any, own: int | None, wanted: int | None) -> list[str]:
+def _resize(model: PreTrainedModel, own: int | None, wanted: int | None) -> list[str]:
     """To as many words as are wanted; what was done."""
     if own == wanted:
         return []
@@ -90,7 +91,7 @@ def _resize(model: Any, own: int | None, wanted: int | None) -> list[str]:
     return [f"{own} words to {wanted}"]
 
 
-def _refuse_partial(model: Any, loaded: Loaded, new_head: bool) -> None:
+def _refuse_partial(model: PreTrainedModel, loaded: Loaded, new_head: bool) -> None:
     """Weights of a body that are missing or left over, and those of a head that should have been there."""
     missing = [name for name in loaded["missing"] if not new_head or _is_body(name, model)]
     unexpected = [name for name in loaded["unexpected"] if _is_body(name, model)]
@@ -104,7 +105,7 @@ def _refuse_partial(model: Any, loaded: Loaded, new_head: bool) -> None:
         raise InputError(f"model.pretrained: {'; '.join(said)}; {mend}")
 
 
-def _is_body(name: str, model: Any) -> bool:
+def _is_body(name: str, model: PreTrainedModel) -> bool:
     """Whether a weight is of what all tasks share; a pooler is of the heads that use it."""
     if name.endswith(_OLD_BUFFERS):
         return False
@@ -114,7 +115,7 @@ def _is_body(name: str, model: Any) -> bool:
     return inner != "pooler" and (name.startswith(prefix) or inner in parts)
 
 
-def _is_relabelled(found: str | tuple[str, Any, Any], model: Any) -> bool:
+def _is_relabelled(found: str | tuple[str, Sequence[int], Sequence[int]], model: PreTrainedModel) -> bool:
     """Whether a weight of another shape is a head's for another number of labels; transformers made it anew."""
     if isinstance(found, str):
         return not _is_body(found, model)
@@ -122,7 +123,7 @@ def _is_relabelled(found: str | tuple[str, Any, Any], model: Any) -> bool:
     return not _is_body(name, model) and ours[0] == model.config.num_labels and theirs[1:] == ours[1:]
 
 
-def _mismatch(found: str | tuple[str, Any, Any]) -> str:
+def _mismatch(found: str | tuple[str, Sequence[int], Sequence[int]]) -> str:
     if isinstance(found, str):  # transformers 4.52 gives the name alone
         return found
     name, theirs, ours = found

@@ -133,7 +133,7 @@ def real_batches(model: nn.Module, data: LoadedData) -> list[Batch]:
     return [padded, shorter, {name: value[:1] for name, value in batch.items()}]
 
 
-def _inputs(model: Any, batch: Batch) -> list[str]:
+def _inputs(model: nn.Module, batch: Batch) -> list[str]:
     """In the order of the model's forward: what the data have, the mask, and segments where the model tells them."""
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in batch or "attention_mask" not in taken:

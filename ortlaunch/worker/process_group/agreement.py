@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ class Agreement:
         self.requests, self.stopped = requests, Ask.NOTHING
         self._channel = side_group() if group.size > 1 else None
         self._number = torch.zeros(1, dtype=torch.int32)
-        self._work: Any = None
+        self._work: dist.Work | None = None
 
     def ask(self, what: Ask) -> None:
         """Ask all ranks, from this one."""
@@ -48,6 +47,7 @@ class Agreement:
         self.requests.listen()
         if self._channel is None:
             return self.requests.asked
+        assert self._work is not None, "begin() comes first"
         self._work.wait()
         return Ask(int(self._number))
 
