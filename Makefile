@@ -50,7 +50,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/control/test_imports.py
+	$(BIN)/python -m pytest -q tests/control/test_imports.py tests/control/test_types.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/startup.py

@@ -105,7 +105,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     from ortlaunch.planning.world import LaunchOptions
     from ortlaunch.rank import Rank
     from ortlaunch.resolve.resolve import resolve
-    from ortlaunch.run import control
+    from ortlaunch.run import preparation
     from ortlaunch.run_folder.folder import RunDir
     from ortlaunch.worker.__main__ import live
     from ortlaunch.worker.supervision.watchdog import Watchdog
@@ -133,7 +133,7 @@ def ours(gate: Gate, options: dict[str, Any], work: Callable[[Any], None] | None
     finally:
         path.unlink()
     run = RunDir(folder / "run")
-    control._prepare(resolved, run)
+    preparation.prepare(resolved, run)
     step = loop.train_step
 
     def gated(*arguments: Any) -> Any:

@@ -28,7 +28,7 @@ _LARGEST = 160_000  # numbers in a transposed tensor: others have up to 1 GB, fo
 def pytest_configure() -> None:
     """Before the tests' files import ORTModule."""
     options.prepare(_SETTINGS)
-    ortmodule = module.import_repaired()
+    ortmodule: Any = module.import_repaired()
     ortmodule.ORTModule.__init__ = _as_wrapped(ortmodule.ORTModule.__init__)
     _without_hub()
 

@@ -336,6 +336,6 @@ class EngineReport:
     parity: Parity | None = None
     """The comparison with plain PyTorch, where there was to be one."""
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The content of engine.json."""
         return {name: {} if value is None and name in EMPTY else value for name, value in as_json(self).items()}

@@ -30,7 +30,7 @@ from ortlaunch.worker.data.label_rows import (
     tagged,
 )
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data.samples import IGNORED, Samples
+from ortlaunch.worker.data.samples import IGNORED, Sample, Samples
 from ortlaunch.worker.data.tokens import Documents, Tell, Work, plain_backend, silent, stored, vocabulary_of
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class LabelledTexts:
     def classes(self) -> int:
         return int(max(self.labels)) + 1
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
+    def sample(self, index: int, epoch: int) -> Sample:
         document, size = _document(self._documents, index), self.size(index)
         ids, behind = document[:size], document[size:]
         found = {"input_ids": self._padded(ids, self._pad)}

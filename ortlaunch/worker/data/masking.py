@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ortlaunch.recipe.fields.data import MaskedLm
 from ortlaunch.worker.data.reading import DataError
-from ortlaunch.worker.data.samples import IGNORED
+from ortlaunch.worker.data.samples import IGNORED, Sample
 from ortlaunch.worker.data.shards import Tokens
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class MaskedSamples(ABC):
     def batch(self, places: Places) -> dict[str, torch.Tensor]:
         """Samples (index, epoch): tensors are (samples, ...)."""
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
+    def sample(self, index: int, epoch: int) -> Sample:
         return {name: values[0] for name, values in self.batch([(index, epoch)]).items()}
 
 

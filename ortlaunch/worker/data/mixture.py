@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ortlaunch.worker.data.order import Order, permutation
-from ortlaunch.worker.data.samples import Samples
+from ortlaunch.worker.data.samples import Sample, Samples
 
 BLOCK = 1 << 16
 _Ints = NDArray[np.int64]
@@ -39,7 +39,7 @@ class Mixture:
     def __len__(self) -> int:
         return self.ends[-1]
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
+    def sample(self, index: int, epoch: int) -> Sample:
         """`epoch` is that of the sample's own source."""
         number, within = self._within(index)
         return self.parts[number].sample(within, epoch)

@@ -12,6 +12,7 @@ import torch
 
 from ortlaunch.json_types import Json
 from ortlaunch.worker.data.reading import DataError, MissingCode
+from ortlaunch.worker.data.samples import Sample
 
 
 def find(key: str, target: str) -> Any:
@@ -52,7 +53,7 @@ class OwnCollate:
     def __init__(self, name: str) -> None:
         self.name, self.function = name, find("data.collate", name)
 
-    def __call__(self, samples: list[Mapping[str, object]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         found = self.function(samples)
         if not isinstance(found, Mapping) or not found:
             raise DataError(f"data.collate: {self.name} returned {type(found).__name__}; it must be names to tensors")
@@ -82,7 +83,7 @@ class OwnSamples:
     def __len__(self) -> int:
         return len(self.items)
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
+    def sample(self, index: int, epoch: int) -> Sample:
         item: Mapping[str, object] = self.items[index]
         if self.is_mapping and not isinstance(item, Mapping):
             raise DataError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ortlaunch.worker.data.reading import DataError
 
-Stack = Callable[[list[Mapping[str, object]]], dict[str, torch.Tensor]]
+Sample = Mapping[str, Any]
+"""Names to tensors, arrays, lists or numbers: whatever torch makes a tensor of."""
+Stack = Callable[[list[Sample]], dict[str, torch.Tensor]]
 IGNORED = -100  # the label that cross entropy leaves out
 
 
@@ -21,7 +23,7 @@ class Samples(Protocol):
     """
 
     def __len__(self) -> int: ...
-    def sample(self, index: int, epoch: int) -> Mapping[str, object]: ...
+    def sample(self, index: int, epoch: int) -> Sample: ...
 
 
 def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -38,7 +40,7 @@ def cut_padding(batch: dict[str, torch.Tensor], buckets: Sequence[int]) -> dict[
     }
 
 
-def collate(samples: list[Mapping[str, object]]) -> dict[str, torch.Tensor]:
+def collate(samples: list[Sample]) -> dict[str, torch.Tensor]:
     """Stack samples of one shape into a batch."""
     batch = {}
     for name in samples[0]:

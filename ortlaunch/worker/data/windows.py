@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
-from ortlaunch.worker.data.samples import IGNORED
+from ortlaunch.worker.data.samples import IGNORED, Sample
 from ortlaunch.worker.data.shards import Tokens
 from ortlaunch.worker.data.tokens import Documents
 
@@ -27,7 +25,7 @@ class Blocks:
         """Tokens of a sample, which are all the same."""
         return self.length
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
+    def sample(self, index: int, epoch: int) -> Sample:
         block = window(self.tokens, index * self.length, self.length)
         return {"input_ids": block, **self.mask, "labels": block}
 
@@ -44,7 +42,7 @@ class SeparateDocuments:
     def __len__(self) -> int:
         return len(self.tokens) // self.length
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
+    def sample(self, index: int, epoch: int) -> Sample:
         first, after = index * self.length, (index + 1) * self.length
         known, last = (int(np.searchsorted(self.ends, place, side="right")) for place in (first, after))
         begins = [place for place in (self.ends[known:last] - first).tolist() if 0 < place < self.length]

@@ -211,7 +211,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 def _step(
     session: Session, state: TrainState, agreed: Agreement, bad_steps: BadSteps
-) -> tuple[torch.Tensor | None, object, float]:
+) -> tuple[torch.Tensor | None, Stepped, float]:
     """`train_step`; None in place of the loss where the step was left out."""
     try:
         return train_step(session, state, agreed, bad_steps)
@@ -224,7 +224,7 @@ def _step(
 
 def train_step(
     session: Session, state: TrainState, agreed: Agreement | None = None, bad_steps: BadSteps | None = None
-) -> tuple[torch.Tensor, object, float]:
+) -> tuple[torch.Tensor, Stepped, float]:
     """One optimizer step: (summed loss of this rank's passes, what the step did, its learning rate).
 
     What the ranks are asked for is sent between passes and update, where they have just waited for each other.

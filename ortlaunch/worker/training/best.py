@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from ortlaunch.errors import HookError, InputError
 from ortlaunch.json_types import Json
@@ -16,6 +16,7 @@ from ortlaunch.recipe.fields.best import KeepBest, StopAfter, direction
 from ortlaunch.run_folder.folder import COMPLETE
 from ortlaunch.worker.checkpoint.saving import KEEP
 from ortlaunch.worker.data import Samples
+from ortlaunch.worker.data.samples import Sample
 from ortlaunch.worker.evaluation.evaluation import evaluate
 from ortlaunch.worker.session import Session
 
@@ -74,7 +75,7 @@ class _First:
     def __len__(self) -> int:
         return self._count
 
-    def sample(self, index: int, epoch: int) -> Mapping[str, object]:
+    def sample(self, index: int, epoch: int) -> Sample:
         return self._samples.sample(index, epoch)
 
 

@@ -19,7 +19,7 @@ PARTS: dict[str, Part] = {
     "zeros of the batch's size": lambda model, x: x.new_zeros(x.shape[0], 2),
     "nothing, as Inkling 2 begins": lambda model, x: x.new_zeros(x.shape[0], 0),
     "a constant": lambda model, x: torch.ones(3, 2),
-    "a buffer": lambda model, x: model.buffer,
+    "a buffer": lambda model, x: model.get_buffer("buffer"),
     "an input's slice": lambda model, x: x[:, :2],
     "truths": lambda model, x: (x[:, :2] > 0).float(),
     "a detached one": lambda model, x: model.first(x).detach()[:, :2],

@@ -45,7 +45,7 @@ class Changing(nn.Module):
         self.weights = [1.0, 2.0]
         self.unread = 0
         self.config = types.SimpleNamespace(inner=types.SimpleNamespace(scale=1.0), steps=0)
-        self.table = {"scale": 1.0, "tensor": torch.ones(3)}
+        self.table: dict[str, Any] = {"scale": 1.0, "tensor": torch.ones(3)}
         self.array = numpy.ones(3, dtype="float32")
         self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
         self.dtype = torch.float32

@@ -29,7 +29,7 @@ CHANGES: dict[str, Change] = {
     ".data = ...": assigned,
     ".data.copy_": lambda a, b: b.data.copy_(a.data),
     ".data.mul_": lambda a, b: b.data.mul_(0.9),
-    "set_": lambda a, b: b.set_(b * 0.9),
+    "set_": lambda a, b: b.set_(b * 0.9),  # type: ignore[call-overload]
     "copy_": lambda a, b: b.copy_(a),
     "foreach": lambda a, b: torch._foreach_mul_([b], 0.9),
     "storage": lambda a, b: b.untyped_storage().copy_((b * 0.9).untyped_storage()),

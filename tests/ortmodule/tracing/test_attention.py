@@ -46,14 +46,15 @@ class Attention(nn.Module):
     def masks(self, padding: torch.Tensor) -> dict[str, Any]:
         ahead = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         unseen = torch.zeros(padding.shape).masked_fill(padding, float("-inf"))
-        return {
+        masks: dict[str, dict[str, Any]] = {
             "none": {},
             "float": {"attn_mask": ahead},
             "bool": {"attn_mask": ahead < 0},
             "causal": {"attn_mask": ahead, "is_causal": True},
             "padding": {"key_padding_mask": padding},
             "float and padding": {"attn_mask": ahead, "key_padding_mask": unseen},
-        }[self.mask]
+        }
+        return masks[self.mask]
 
 
 class Encoder(nn.Module):

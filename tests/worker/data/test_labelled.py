@@ -156,7 +156,7 @@ def test_labels_that_do_not_go_together(tmp_path: Path) -> None:
     """A word that was never trained, and words beside numbers."""
     word, number, same = (
         labelled(tmp_path / f"{n}.jsonl", "".join(f'{{"text": "a", "label": {label}}}\n' for label in rows))
-        for n, rows in enumerate((['"a"', '"b"'], [1, 0], ['"b"', '"b"']))
+        for n, rows in enumerate((('"a"', '"b"'), (1, 0), ('"b"', '"b"')))
     )
     unknown = labelled(tmp_path / "c.jsonl", '{"text": "a", "label": "c"}')
     with pytest.raises(DataError, match="words in one source and numbers in another"):

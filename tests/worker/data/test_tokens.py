@@ -64,7 +64,7 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     second, told = Counting(), list[str]()
-    found = tokens.tokenized(source, second, True, tell=told.append).tolist()
+    found = tokens.tokenized(source, second, True, tell=told.append)[:].tolist()
     assert bytes(found).decode() == "\7".join(text.removesuffix("\n") for text in TEXTS) + "\n\7"
     assert 16 <= len(second.seen) <= 24  # at most two chunks of those before are noted late
     assert told[-1].startswith("tokenizing 100%: 40 documents, ")
@@ -76,7 +76,7 @@ def test_a_killed_process_is_gone_on_from(source: Corpus) -> None:
 
 def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None:
     """Bytes after the noted ones are cut off; a file that is shorter than noted is begun anew."""
-    whole = tokens.tokenized(source, Letters(), True).tolist()
+    whole = tokens.tokenized(source, Letters(), True)[:].tolist()
     (record,) = (Path(os.environ["ORTLAUNCH_CACHE"]) / "tokens").glob("*.seal")
     path = record.with_suffix(".00000.u32")
     content = path.read_bytes()
@@ -87,7 +87,7 @@ def test_what_a_kill_left_is_not_trusted_beyond_its_note(source: Corpus) -> None
         counted = sum(len(text) for text in TEXTS[:5])
         record.with_suffix(".written").write_text(f'{{"documents": 5, "tokens": {counted}}}')
         assert counted * 4 <= 400 or len(left) < counted * 4
-        assert tokens.tokenized(source, Letters(), True).tolist() == whole
+        assert tokens.tokenized(source, Letters(), True)[:].tolist() == whole
 
 
 def test_a_process_that_is_killed_while_it_sums_loses_nothing(source: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_ids_are_the_tokenizers_own(source: Corpus, tmp_path: Path) -> None:
     backend.enable_truncation(5)
     backend.enable_padding(length=9)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<s>")
-    assert tokens.tokenized(source, tokenizer, False).tolist() == expected
+    assert tokens.tokenized(source, tokenizer, False)[:].tolist() == expected
     assert tokenizer.backend_tokenizer.truncation is not None  # it was not changed
 
 

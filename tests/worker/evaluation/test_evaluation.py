@@ -97,7 +97,11 @@ def test_many_classes_make_no_table() -> None:
 
 @pytest.mark.parametrize(
     ("logits", "labels"),
-    [(None, torch.zeros(3)), (torch.zeros(3, 2), torch.zeros(3)), (torch.zeros(3, 1), torch.zeros(3, dtype=int))],
+    [
+        (None, torch.zeros(3)),
+        (torch.zeros(3, 2), torch.zeros(3)),
+        (torch.zeros(3, 1), torch.zeros(3, dtype=torch.long)),
+    ],
     ids=["no logits", "other numbers", "one output"],
 )  # fmt: skip
 def test_regressions_have_no_classes(logits: torch.Tensor | None, labels: torch.Tensor) -> None:
@@ -225,7 +229,7 @@ def test_classes_on_any_ranks() -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=3))
+    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=3))  # type: ignore[call-arg]
     rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(i % 3)} for i in range(7)]
     with torch.no_grad():
         given = model.eval()(collate(rows)["input_ids"]).logits.argmax(-1).tolist()
@@ -244,7 +248,7 @@ def test_numbers_on_any_ranks() -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=1))
+    model = BertForSequenceClassification(BertConfig(**SIZES, num_labels=1))  # type: ignore[call-arg]
     rows = [{"input_ids": torch.randint(50, (8,)), "labels": torch.tensor(float(i))} for i in range(3)]
     session = session_of("sequence-regression", model, rows, micro=1)
     with torch.no_grad():
@@ -310,7 +314,7 @@ def test_metrics_are_of_the_engines_own_pass() -> None:
         ("masked-lm", BertForMaskedLM, list(ids), {"chunked_loss": 2}),
     )
     for task, kind, labels, engine in cases:
-        model = kind(BertConfig(**SIZES, num_labels=3))
+        model = kind(BertConfig(**SIZES, num_labels=3))  # type: ignore[call-arg]
         rows = [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
         session = session_of(task, copy.deepcopy(model), rows, **engine)
         expected = evaluate(session, OwnSamples(rows))

@@ -66,7 +66,7 @@ def test_the_card(run: RunDir) -> None:
         "fill-mask",
     )
     assert (data["library_name"], data["tags"]) == ("transformers", ["ortlaunch", "engine:ort"])
-    assert {each.metric_type: each.metric_value for each in card.data.eval_results} == {
+    assert {each.metric_type: each.metric_value for each in card.data.eval_results} == {  # type: ignore[attr-defined]
         "loss": 1.5,
         "masked_word_accuracy": 0.5,
     }

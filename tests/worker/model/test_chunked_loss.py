@@ -51,7 +51,7 @@ def whole(parts: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
 def test_the_numbers_are_those_of_whole_logits(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
     """Loss and every gradient against float64, under a factor such as a loss scale is; in 16 bits sums are float32."""
     parts = head(dtype, bias)
-    loss = chunked_loss(*parts, labels(), CHUNK, True)  # type: ignore[arg-type]
+    loss = chunked_loss(*parts, labels(), CHUNK, True)  # type: ignore[call-arg]
     (loss * 1024).backward()
     expected, leaves = whole(parts)
     (expected * 1024).backward()
@@ -79,14 +79,14 @@ def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
     """And is not computed: hidden states without one are only those of a frozen body."""
     parts = head()
     parts[frozen].requires_grad_(False)  # type: ignore[union-attr]
-    chunked_loss(*parts, labels(), CHUNK, True).backward()  # type: ignore[arg-type]
+    chunked_loss(*parts, labels(), CHUNK, True).backward()  # type: ignore[call-arg]
     assert [each.grad is None for each in parts if each is not None] == [i == frozen for i in range(3)]
 
 
 def test_no_label_that_counts_is_torchs_nan() -> None:
     """The mean of nothing, and gradients of zeros."""
     parts = head()
-    loss = chunked_loss(*parts, torch.full((ROWS,), -100), CHUNK, True)  # type: ignore[arg-type]
+    loss = chunked_loss(*parts, torch.full((ROWS,), -100), CHUNK, True)  # type: ignore[call-arg]
     loss.backward()
     assert loss.isnan()
     assert [float(each.grad.abs().max()) for each in parts] == [0.0, 0.0, 0.0]  # type: ignore[union-attr]
@@ -94,7 +94,7 @@ def test_no_label_that_counts_is_torchs_nan() -> None:
 
 def test_a_second_backward_pass_is_refused() -> None:
     """Its gradients were scaled in place by the first."""
-    loss = chunked_loss(*head(), labels(), CHUNK, True)  # type: ignore[arg-type]
+    loss = chunked_loss(*head(), labels(), CHUNK, True)  # type: ignore[call-arg]
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="cannot be run backward again"):
         loss.backward()
@@ -133,9 +133,9 @@ def test_torch_compile_takes_it_as_one_operator() -> None:
         return chunked_loss(hidden * 2, weight, bias, chosen, CHUNK, torch.is_grad_enabled())
 
     eager, compiled = head(), head()
-    loss(*eager, labels()).backward()  # type: ignore[arg-type]
-    torch.compile(loss, backend="aot_eager", fullgraph=True)(*compiled, labels()).backward()  # type: ignore[arg-type]
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager, compiled))  # type: ignore[union-attr, arg-type]
+    loss(*eager, labels()).backward()  # type: ignore[call-arg]
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(*compiled, labels()).backward()  # type: ignore[call-arg]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(eager, compiled))  # type: ignore[union-attr]
 
 
 # ----------------------------------------------------------------------------------------------------- models

@@ -229,7 +229,7 @@ def test_words_of_labels_are_in_the_models_config(start: str, saved: tuple[str, 
     path, folder = tmp_path / "words.jsonl", saved[0]
     path.write_text("".join(f'{{"text": "a text", "label": "{word}"}}\n' for word in ("no", "yes", "maybe")))
     source = {"train": {"format": "jsonl", "path": [str(path)]}, "tokenizer": folder}
-    chosen = {"config": {"config": BERT}, "pretrained": {"pretrained": folder}}[start]
+    chosen: dict[str, Any] = {"config": {"config": BERT}, "pretrained": {"pretrained": folder}}[start]
     made = recipe("sequence-classification", chosen, source)
     model: Any = build_model(made, LoadedData(made)).model
     model.config.save_pretrained(tmp_path)

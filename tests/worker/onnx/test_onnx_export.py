@@ -136,7 +136,7 @@ def test_the_loss_of_samples(labels: torch.Tensor, outputs: int) -> None:
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {name: value for name, value in BERT.items() if name != "model_type"}
-    model = BertForSequenceClassification(BertConfig(**sizes, num_labels=outputs)).eval()
+    model = BertForSequenceClassification(BertConfig(**sizes, num_labels=outputs)).eval()  # type: ignore[call-arg]
     with torch.no_grad():
         output = model(torch.arange(3, 18).reshape(3, 5), labels=labels)
     assert float(loss_of("sequence-classification", output, {"labels": labels})) == pytest.approx(float(output.loss))

@@ -316,7 +316,7 @@ def test_frozen_weights_cost_two_thirds() -> None:
 
 def test_flops_of_a_classifier() -> None:
     """A model without words for output has no head to tie."""
-    config = transformers.BertConfig(
+    config = transformers.BertConfig(  # type: ignore[call-arg]
         vocab_size=V, hidden_size=H, num_hidden_layers=L, num_attention_heads=2, intermediate_size=F, num_labels=3
     )
     model = transformers.BertForSequenceClassification(config)

@@ -145,7 +145,7 @@ def test_a_comparison_that_raises_reaches_every_rank(tmp_path: Path) -> None:
     sent = []
     ranks = SimpleNamespace(rank=0, size=1, gather=lambda text: sent.append(json.loads(text)) or [text])
     compared = steps(RunDir(tmp_path), ranks=ranks)
-    compared.engine.to_compare = lambda: lambda x: torch.ones(2) @ x
+    compared.engine.to_compare = lambda: lambda x: torch.ones(2) @ x  # type: ignore[return-value]
     with pytest.raises(EngineError, match="rank 0 could not compare"):
         compared.check(0)
     assert sent[0]["rank"] == 0
