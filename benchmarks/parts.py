@@ -489,7 +489,7 @@ def tokenized_by(way: str) -> Step:
 
     import datasets
 
-    from ortlaunch.recipe.fields.data import Corpus, LoadedData
+    from ortlaunch.recipe.fields.data import Corpus, Data
     from ortlaunch.worker.data.tokenizer import load_tokenizer
     from ortlaunch.worker.data.tokens import tokenized
 
@@ -498,7 +498,7 @@ def tokenized_by(way: str) -> Step:
     whole, path = "\n\n".join(texts) + "\n\n", scratch() / "corpus.txt"
     path.write_text(whole * math.ceil(20e6 / len(whole)), encoding="utf-8")
     data = {"train": "python-docs", "tokenizer": {"train": "bpe", "vocab_size": 8000}, "sequence_length": 8}
-    words = load_tokenizer(LoadedData.model_validate(data))
+    words = load_tokenizer(Data.model_validate(data))
 
     def step() -> None:
         if way == "ortlaunch":

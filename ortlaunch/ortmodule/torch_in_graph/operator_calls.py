@@ -7,11 +7,16 @@ import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ortlaunch.ortmodule.base.torch_calls import as_function
+
+if TYPE_CHECKING:
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction
 
 _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
 _NOT_THE_USERS = (str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]))
@@ -31,7 +36,7 @@ class NotCallable(Exception):
 class Call:
     """A node of a traced graph, its inputs as they stand in the graph that is written, and schemas by output."""
 
-    def __init__(self, node: Any, inputs: Sequence[Any], schemas: Mapping[str, Any]) -> None:
+    def __init__(self, node: torch.Node, inputs: Sequence[Any], schemas: Mapping[str, Any]) -> None:
         self.name = node.kind()
         self._node, self._inputs = node, inputs
         self._old = list(node.inputs())
@@ -47,7 +52,7 @@ class Call:
 
     def line(self) -> str:
         """` at FILE:LINE` of the user's code that calls it; empty where the trace does not know."""
-        places = re.findall(r"^(.+?)\((\d+)\): ", self._node.sourceRange(), re.MULTILINE)
+        places = re.findall(r"^(.+?)\((\d+)\): ", str(self._node.sourceRange()), re.MULTILINE)
         users = [f" at {file}:{line}" for file, line in places if not file.startswith(_NOT_THE_USERS)]
         return users[0] if users else ""
 
@@ -60,7 +65,7 @@ class Call:
             if value.node().kind() == "prim::ListConstruct":
                 yield from value.node().inputs()
 
-    def write(self, context: Any, gradients: Any, draws: bool = False, before: Any = None) -> Any:
+    def write(self, context: GraphContext, gradients: Any, draws: bool = False, before: Any = None) -> Any:
         """Put the call into the graph; its outputs there.
 
         draws: the operator draws random numbers, which have no gradient, and may be given no tensor.
@@ -86,7 +91,7 @@ class Call:
             return context.op("prim::ListConstruct", *values)
         return values[0] if len(values) == 1 else tuple(values)
 
-    def _emit(self, context: Any, function: Any, kinds: list[torch.dtype], ranks: list[int]) -> list[Any]:
+    def _emit(self, context: GraphContext, function: Any, kinds: list[torch.dtype], ranks: list[int]) -> list[Any]:
         exporter: Any = importlib.import_module(_EXPORTER)
         codes = [exporter.pytorch_type_to_onnx_dtype(_NAMES[kind]) for kind in kinds]
         name = f"{function.__module__}.{function.__qualname__}"
@@ -100,7 +105,7 @@ class Call:
             value.setType(like.with_dtype(kind).with_sizes([None] * rank))
         return values
 
-    def _function(self, gradients: Any, draws: bool) -> Callable[..., Any]:
+    def _function(self, gradients: Any, draws: bool) -> AnyFunction:
         """What runs the operator on the tensors that the node is given.
 
         Those without a gradient are detached: torch refuses a scale of fake_quantize that has one.
@@ -158,7 +163,7 @@ class Call:
             return False
         return all(_fits(old, str(arg.type), scalars) for old, arg in zip(self._old, schema.arguments))
 
-    def _argument(self, old: Any, new: Any, arg: Any) -> Build:
+    def _argument(self, old: Any, new: Any, arg: GraphContext) -> Build:
         kind = str(arg.type)
         if old.node().kind() == "prim::ListConstruct":
             inner = [self._one(o, n, _inside(kind)) for o, n in zip(old.node().inputs(), new.node().inputs())]

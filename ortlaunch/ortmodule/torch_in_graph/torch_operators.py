@@ -12,8 +12,8 @@ import functools
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from ortlaunch.ortmodule.base import torch_calls
@@ -27,6 +27,12 @@ from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITI
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph import attention, operator_calls
 from ortlaunch.ortmodule.tracing.operators import DRAWING, is_torchs
+
+if TYPE_CHECKING:
+    import torch
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
+
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager
 
 _NEVER = {"aten::detach", "aten::size", "aten::ScalarImplicit", "aten::Int", "aten::IntImplicit", "aten::Bool"}
 _ROUNDS = 8
@@ -72,7 +78,7 @@ def _exporter() -> Any:
     return importlib.import_module(f"{moved}.utils" if importlib.util.find_spec(moved) else "torch.onnx.utils")
 
 
-def _around(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+def _around(original: AnyFunction, method: AnyFunction) -> AnyFunction:
     return lambda *args, **kwargs: method(original, *args, **kwargs)
 
 
@@ -94,7 +100,7 @@ class _Translator:
         is_trained = functools.partial(_is_trained, parameters, buffers | plain)
         self._gradients = Gradients(is_trained, export.device.type)
 
-    def noting(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(self, original: AnyFunction, graph: Any, *args: object, **kwargs: object) -> Any:
         """Note each operator's schema, which the exporter's passes over the traced graph forget."""
         for node in _nodes(graph):
             schema = node.schema()
@@ -102,7 +108,7 @@ class _Translator:
                 self._schemas[next(node.outputs()).debugName()] = schema
         return original(graph, *args, **kwargs)
 
-    def translate(self, original: Callable[..., Any], *given: Any) -> Any:
+    def translate(self, original: AnyFunction, *given: Any) -> Any:
         """The exporter's `_run_symbolic_function`."""
         graph, block, node, inputs, env, known, new = given[:7]
 
@@ -158,7 +164,7 @@ class _Translator:
                 f"engine.torch_operators=auto, or a list with it. {extensions.interop_refusal()}".rstrip()
             )
 
-    def _instead(self, call: Any, context: Any, error: Exception | None, outputs: Any = None) -> Any:
+    def _instead(self, call: Any, context: GraphContext, error: Exception | None, outputs: Any = None) -> Any:
         try:
             return call.write(context, self._gradients)
         except operator_calls.NotCallable as why:
@@ -175,7 +181,7 @@ def _is_trained(parameters: dict[str, bool], others: set[str], name: str) -> boo
     return parameters.get(name, name not in others)
 
 
-def _operator(node: Any) -> str:
+def _operator(node: torch.Node) -> str:
     """Its name in ONNX, or torch's of an ATen node."""
     name = str(node.kind()).rpartition("::")[2]
     return str(node.s("operator")) if name == "ATen" and "operator" in node.attributeNames() else name
@@ -204,7 +210,7 @@ def _blamed_so_far(options: Any) -> set[str]:
     return found
 
 
-def _noting_call(original: Callable[..., Any], transition: Any, inputs: Any, kwargs: Any) -> Any:
+def _noting_call(original: AnyFunction, transition: Any, inputs: Any, kwargs: Any) -> Any:
     transition._ortlaunch_given = inputs, kwargs
     changed, info = _with_known_shapes(original, transition, inputs, kwargs)
     if not changed:  # no build follows, and a batch is not to be kept
@@ -212,7 +218,7 @@ def _noting_call(original: Callable[..., Any], transition: Any, inputs: Any, kwa
     return changed, info
 
 
-def _with_known_shapes(original: Callable[..., Any], transition: Any, inputs: Any, kwargs: Any) -> Any:
+def _with_known_shapes(original: AnyFunction, transition: Any, inputs: Any, kwargs: Any) -> Any:
     for _ in range(_ROUNDS):
         try:
             return original(transition, inputs, kwargs)
@@ -229,17 +235,17 @@ def _with_known_shapes(original: Callable[..., Any], transition: Any, inputs: An
     return original(transition, inputs, kwargs)
 
 
-def _forgetting_call(original: Callable[..., Any], manager: Any) -> Any:
+def _forgetting_call(original: AnyFunction, manager: Manager) -> Any:
     _built(manager, original.__name__)
     return original(manager)
 
 
-def _telling_errors(original: Callable[..., Any], agent: Any, *args: Any) -> Any:
+def _telling_errors(original: AnyFunction, agent: Any, *args: Any) -> Any:
     with torch_calls.telling_errors():
         return original(agent, *args)
 
 
-def _trying_again(original: Callable[..., Any], manager: Any, *args: Any) -> Any:
+def _trying_again(original: AnyFunction, manager: Manager, *args: Any) -> Any:
     for _ in range(_ROUNDS):
         try:
             original(manager, *args)
@@ -253,7 +259,7 @@ def _trying_again(original: Callable[..., Any], manager: Any, *args: Any) -> Any
     return original(manager, *args)
 
 
-def _leave_optimizer(manager: Any, message: str, *configs: Any) -> bool:
+def _leave_optimizer(manager: Manager, message: str, *configs: Any) -> bool:
     """Whether ORT's compute optimizer ended at a shape that is not known, and is off from now on."""
     options = manager._runtime_options
     if "compute_optimizer" not in message or not options.enable_compute_optimizer:
@@ -264,7 +270,7 @@ def _leave_optimizer(manager: Any, message: str, *configs: Any) -> bool:
     return True
 
 
-def _built(manager: Any, step: str) -> None:
+def _built(manager: Manager, step: str) -> None:
     if step == "_create_execution_agent":
         vars(manager._graph_transition_manager).pop("_ortlaunch_given", None)
 
@@ -281,7 +287,7 @@ def _blame(options: Any, named: set[str], message: str) -> set[str]:
     return new
 
 
-def _export_anew(manager: Any, step: str) -> None:
+def _export_anew(manager: Manager, step: str) -> None:
     transition = manager._graph_transition_manager
     transition._exported_model_info = None
     _, info = transition.get_post_processed_model(*transition._ortlaunch_given)

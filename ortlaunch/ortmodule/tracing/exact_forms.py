@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ortlaunch.ortmodule.tracing.symbolics import Form, GraphWriter, number_like, type_of
+
+if TYPE_CHECKING:
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
 
 
 def _form_of_torch(name: str, opset: int) -> Form:
@@ -16,7 +19,7 @@ def _form_of_torch(name: str, opset: int) -> Form:
     return form
 
 
-def clamp(g: Any, x: Any, low: Any, high: Any) -> Any:
+def clamp(g: GraphContext, x: Any, low: Any, high: Any) -> Any:
     """By choice: the gradient of ONNX's Clip is a product, in which infinity, as of a root of zero, becomes nan."""
     from torch.onnx import symbolic_helper
     from torch.onnx._type_utils import JitScalarType
@@ -29,17 +32,17 @@ def clamp(g: Any, x: Any, low: Any, high: Any) -> Any:
     return x
 
 
-def clamp_min(g: Any, x: Any, low: Any) -> Any:
+def clamp_min(g: GraphContext, x: Any, low: Any) -> Any:
     """As `clamp`."""
     return clamp(g, x, low, None)
 
 
-def clamp_max(g: Any, x: Any, high: Any) -> Any:
+def clamp_max(g: GraphContext, x: Any, high: Any) -> Any:
     """As `clamp`."""
     return clamp(g, x, None, high)
 
 
-def gelu(g: Any, x: Any, approximate: Any) -> Any:
+def gelu(g: GraphContext, x: Any, approximate: Any) -> Any:
     """In bfloat16 ORT's own, as its fusion makes it of torch's form in other types; bfloat16.py hands it to torch."""
     if type_of(x) == torch.bfloat16 and approximate.node().s("value") == "none":
         return g.op("com.microsoft::Gelu", x)
@@ -49,7 +52,7 @@ def gelu(g: Any, x: Any, approximate: Any) -> Any:
 def rooted(name: str) -> Form:
     """Torch's form of an operator, with a square root whose gradient is zero at zero."""
 
-    def symbolic(g: Any, *args: Any) -> Any:
+    def symbolic(g: GraphContext, *args: Any) -> Any:
         def root(square: Any) -> Any:
             zero = number_like(g, 0.0, square)
             nothing = g.op("Equal", square, zero)
@@ -64,7 +67,7 @@ def rooted(name: str) -> Form:
 def casting(name: str, opset: int) -> Form:
     """Torch's form of an operator, without a cast to the type that a tensor has."""
 
-    def symbolic(g: Any, *args: Any) -> Any:
+    def symbolic(g: GraphContext, *args: Any) -> Any:
         from torch.onnx._type_utils import JitScalarType
 
         def cast(value: Any, to_i: int) -> Any:
@@ -77,7 +80,7 @@ def casting(name: str, opset: int) -> Form:
     return symbolic
 
 
-def detach(g: Any, x: Any) -> Any:
+def detach(g: GraphContext, x: Any) -> Any:
     """A copy that ORT is told not to derive: torch leaves `detach` out, and the gradient would go through."""
     _stop_gradient_at_copies()
     no_format = g.op("prim::Constant")

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-Export = Callable[..., Any]
-Form = Callable[..., Any]
+from ortlaunch.ortmodule.base.ort_types import AnyFunction
+
+if TYPE_CHECKING:
+    from torch.onnx._internal.torchscript_exporter.jit_utils import GraphContext
+
+Export = AnyFunction
+Form = AnyFunction
 """`form(g, *inputs)` writes nodes into the graph `g` and returns the value or values that stand for the operator's."""
 
 
 class GraphWriter:
     """A graph being written, in which functions stand in for some ONNX operators."""
 
-    def __init__(self, graph: Any, own: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, graph: Any, own: Mapping[str, AnyFunction]) -> None:
         self._graph = graph
         self._own = own
 
@@ -33,7 +38,7 @@ def registered(export: Export, forms: Callable[[], Mapping[str, Form]]) -> Expor
     """An export with these forms, by full operator name, in place of the exporter's, for the length of each call."""
 
     @functools.wraps(export)
-    def export_with_forms(*args: Any, **kwargs: Any) -> Any:
+    def export_with_forms(*args: object, **kwargs: Any) -> Any:
         opset = kwargs["opset_version"]
         own = forms()
         for name, form in own.items():
@@ -62,12 +67,12 @@ def is_bool(value: Any) -> bool:
     return bool(not symbolic_helper._is_none(value) and symbolic_helper._is_bool(value))
 
 
-def integers(g: Any, values: int | list[int]) -> Any:
+def integers(g: GraphContext, values: int | list[int]) -> Any:
     """A constant of int64."""
     return g.op("Constant", value_t=torch.tensor(values))
 
 
-def number_like(g: Any, number: float, like: Any) -> Any:
+def number_like(g: GraphContext, number: float, like: Any) -> Any:
     """A constant without dimensions, of the type of `like`."""
     return g.op("Constant", value_t=torch.tensor(number, dtype=type_of(like)))
 
