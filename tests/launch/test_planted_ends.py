@@ -176,8 +176,12 @@ def parameters() -> list[Any]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", parameters())
-def test_a_planted_end(case: Case, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_a_planted_end(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
     """`diagnose` has the true cause with its rank or sample, and `train` printed it when it failed."""
+    # The registry of runs is there: where this case has no run folder, `run` must not name another test's.
+    monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     if case.place and (os.geteuid() != 0 or not Path("/sys/fs/cgroup").is_dir()):
         labs.skip("makes a control group or mounts a disk, which takes root")
     status, output = plant(case, tmp_path, "torchrun")
