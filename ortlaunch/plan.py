@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.errors import DamagedFile, PlanError
+from ortlaunch.launchers import Launcher, launcher_of
 from ortlaunch.rank import Rank
 from ortlaunch.tasks import TASKS, Task
 
@@ -167,6 +168,11 @@ class Plan:
     """From a stop that is asked for to SIGKILL."""
     shown: str = "first"
     """Ranks whose output the terminal shows: `first` or `all` (`log.ranks`)."""
+
+    @property
+    def started_by(self) -> Launcher:
+        """The row of its launcher."""
+        return launcher_of(self.launcher)
 
     @property
     def traits(self) -> Task:

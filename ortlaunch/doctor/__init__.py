@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ortlaunch import machine, start
 from ortlaunch.errors import MissingDependency
+from ortlaunch.launchers import launcher_of
 from ortlaunch.planning.world import World
 from ortlaunch.recipe import Recipe
 
@@ -32,8 +33,10 @@ def lacking(recipe: Recipe, world: World) -> Iterator[tuple[str, str]]:
     for tracker in recipe.log.trackers:
         if not _installed(tracker):
             yield f"log.trackers: {tracker} is not installed", f'pip install "ortlaunch[{tracker}]"'
-    if world.launcher == "mpi" and len(world.hosts) > 1 and not _installed("mpi4py"):
-        yield "launcher mpi on more than one host: mpi4py is not installed", 'pip install "ortlaunch[mpi]"'
+    launcher, package = world.launcher, launcher_of(world.launcher).package
+    if package and len(world.hosts) > 1 and not _installed(package):
+        what = f"launcher {launcher} on more than one host: {package} is not installed"
+        yield what, f'pip install "ortlaunch[{launcher}]"'
     if recipe.engine.name == "ort":
         on_gpu = world.device == "cuda" and machine.visible_gpus(os.environ) > 0  # else planned for another host
         yield from ((f"engine ort: {what}", mend) for what, mend in lacking_for_ort(on_gpu))

@@ -107,7 +107,7 @@ def failed_turn(run: RunDir, end: End, number: int, seconds: float, prepared: bo
     Args:
         prepared: whether rank 0 of this turn wrote the folder.
     """
-    restarted = prepared and Plan.read(run.plan).launcher != "inside"
+    restarted = prepared and Plan.read(run.plan).started_by.is_ours
     if end.status == 0 or end.status in NO_FAULT or restarted or run.stop_request.exists():
         return None
     if prepared:

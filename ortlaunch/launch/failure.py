@@ -10,7 +10,6 @@ from typing import NamedTuple
 from ortlaunch.cause import Cause, Failure
 from ortlaunch.errors import DamagedFile
 from ortlaunch.json_types import Json
-from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.plan import Plan
 from ortlaunch.rank import EXIT_SAVED
 from ortlaunch.run_folder.cause_text import OURS, TRY, VERDICT, sentence
@@ -75,7 +74,7 @@ def explain_end(
     if own and nobody_asked and (first is None or by_wish or first["secondary"]):
         cause = (cause_in(own) or (None,))[0]
         cause = cause if cause is Cause.NO_LOCKS else Cause.LAUNCHER_FAILED
-        failure = Failure(cause, own, who=_program(Plan.read(run.plan)))
+        failure = Failure(cause, own, who=Plan.read(run.plan).started_by.program)
         return End.of(1, failure, f"; logs: {run.logs}")
     if first is not None and by_wish and not _unheard(run, records, stopped_by):
         return _stopped_without_a_step(run, first, stopped_by)
@@ -131,8 +130,8 @@ def _without_cause(run: RunDir, status: int, ended_by: int | None, oom_kills: in
     """The end of a run of which no rank tells a failure of its own."""
     plan, asked = Plan.read(run.plan), _asked(run)
     status = 1 if status == EXIT_SAVED else status  # which a stop's own record alone means
-    if ended_by is not None and plan.launcher != "local":
-        killed = Failure(Cause.LAUNCHER_KILLED, who=_program(plan), signal=ended_by, memory_kills=oom_kills)
+    if ended_by is not None and plan.started_by.program:
+        killed = Failure(Cause.LAUNCHER_KILLED, who=plan.started_by.program, signal=ended_by, memory_kills=oom_kills)
         return End.of(128 + ended_by, killed)
     began = ranks_that_began(run)
     silent = sorted(began - {record["rank"] for record in records} - set(asked))
@@ -149,7 +148,7 @@ def _without_cause(run: RunDir, status: int, ended_by: int | None, oom_kills: in
         return _stopped(run, first, first["signal"])
     if asked:
         rank = min(asked, key=lambda rank: asked[rank][1])
-        number, launcher = asked[rank][0], "" if plan.launcher == "local" else _program(plan)
+        number, launcher = asked[rank][0], plan.started_by.program
         failure = Failure(Cause.SIGNALLED, launcher, who=_names(plan, [rank]), signal=number)
         return End.of(128 + number, failure, f"; logs: {run.logs}")
     if first is None:
@@ -171,11 +170,6 @@ def first_failure(run: RunDir) -> Json | None:
 def _records(run: RunDir) -> list[Json]:
     """What ranks and their guardians wrote of their ends, who judged that the run stood still, and who lost a host."""
     return [account(path) for path in run.told]
-
-
-def _program(plan: Plan) -> str:
-    """What started the ranks, for a person."""
-    return LAUNCHERS[plan.launcher].program if plan.launcher in LAUNCHERS else "their launcher"
 
 
 def _first(records: list[Json]) -> Json | None:

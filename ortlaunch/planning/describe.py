@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.launchers import INSIDE
 from ortlaunch.plan import PROCESS, Memory, Plan
 from ortlaunch.planning.memory import why_unknown
 from ortlaunch.recipe import Recipe
@@ -50,7 +49,7 @@ def _start_lines(plan: Plan, recipe: Recipe) -> list[str]:
     lines = [f"  ranks meet: {plan.rendezvous}"] if plan.world_size > 1 else []
     if plan.forward and (len(plan.nodes) > 1 or recipe.launch.forward):
         lines.append(f"  forwarded by name: {' '.join(plan.forward)}")
-    if plan.launcher == INSIDE and recipe.launch.binding in ("core", "numa"):
+    if not plan.started_by.is_ours and recipe.launch.binding in ("core", "numa"):
         lines.append("  launch.binding does nothing here: this launcher is not ortlaunch's; see srun --cpu-bind, "
                      "mpirun --bind-to")  # fmt: skip
     return [*lines, *_restart_lines(plan, recipe)]
@@ -61,7 +60,7 @@ def _restart_lines(plan: Plan, recipe: Recipe) -> list[str]:
     most = recipe.launch.max_restarts
     if not most:
         return []
-    if plan.launcher == INSIDE:
+    if not plan.started_by.is_ours:
         return ["  launch.max_restarts: the launcher is not ortlaunch's; a job of `ortlaunch submit` restarts the run; "
                 "else start the same command again from the batch script"]  # fmt: skip
     times, nodes = counted(most, "time"), recipe.launch.elastic

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ortlaunch import machine
 from ortlaunch.errors import PlanError
+from ortlaunch.launchers import INSIDE, LAUNCHERS, launcher_of
 from ortlaunch.plan import Node
 from ortlaunch.planning.forwarding import forwarded
 from ortlaunch.planning.hosts import Host, hostfile_text, parse_hostfile, select
@@ -20,12 +21,6 @@ from ortlaunch.recipe import Recipe
 from ortlaunch.units import counted
 
 # PRRTE's listener (oob_tcp_listener.c) and Hydra's bind INADDR_ANY, whatever interface they are told to use.
-_MPIRUN_LISTENS = (
-    "launcher mpi: mpirun itself listens on every interface of this host, for which it has no setting; on one host "
-    "launcher torchrun opens no port"
-)
-
-
 # For tests: 1 lets ranks share the GPUs of this host, over gloo, where there are fewer GPUs than ranks.
 SHARE_VARIABLE = "ORTLAUNCH_SHARE_GPUS"
 
@@ -83,14 +78,14 @@ def resolve_world(recipe: Recipe, options: LaunchOptions, environ: Mapping[str, 
     launcher = _launcher(recipe, options, hosts, found)
     _check_nodes(recipe, hosts, options)
     _check_job(recipe, hosts, options, environ)
-    if launcher != "inside":
+    starter = launcher_of(launcher)
+    if starter.is_ours:
         notes += tuple(_check_this_host(hosts, device, gpus, options))
         if (recipe.launch.device, device) == ("auto", "cpu") and not all(host.is_here for host in hosts):
             notes += ("launch.device is auto and this host has no GPU, so cpu; if the others do: launch.device=cuda",)
-    if launcher == "mpi":
-        notes += (_MPIRUN_LISTENS,)
-    rank = found[0] if found and launcher == "inside" else None
-    forward = forwarded(recipe, environ, secret=launcher == "inside" and rank is None)
+    notes += tuple(filter(None, [starter.note]))
+    rank = None if starter.is_ours or not found else found[0]
+    forward = forwarded(recipe, environ, secret=not starter.is_ours and rank is None)
     return World(hosts, launcher, device, rank, notes, _threads(recipe, hosts, environ), forward)
 
 
@@ -207,7 +202,7 @@ def _of_launcher(inside: Rank) -> tuple[Host, ...]:
 def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], found: tuple[Rank, str] | None) -> str:
     chosen = options.launcher or recipe.launch.launcher
     if found and chosen == "auto" and not options.processes_per_node:
-        return "inside"
+        return INSIDE
     if found and found[0].world_size > 1:
         raise PlanError(
             f"this is already rank {found[0].rank} of {found[0].world_size} under {found[1]}; leave --launcher at auto "
@@ -216,8 +211,9 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
     ranks = sum(host.slots for host in hosts)
     here = len(hosts) == 1 and hosts[0].is_here
     if options.declared or (chosen == "auto" and _are_declared(options, hosts)):
-        return "inside"  # of what starts them there
-    if recipe.launch.elastic and chosen in ("local", "mpi"):
+        return INSIDE  # of what starts them there
+    starter = LAUNCHERS.get(chosen)
+    if recipe.launch.elastic and starter and not starter.sees_lost_hosts:
         raise PlanError(
             f"launcher {chosen} with launch.nodes {recipe.launch.nodes}: a lost host is seen by torchrun's ssh alone; "
             "use torchrun or auto"
@@ -226,9 +222,9 @@ def _launcher(recipe: Recipe, options: LaunchOptions, hosts: tuple[Host, ...], f
         return "torchrun"
     if chosen == "auto":
         return ("local" if ranks == 1 else "torchrun") if here else "mpi"
-    if chosen == "local" and (ranks > 1 or not here):
+    if starter and starter.single and (ranks > 1 or not here):
         asked = f"{counted(ranks, 'rank')} on {hosts[0].name if len(hosts) == 1 else f'{len(hosts)} hosts'}"
-        raise PlanError(f"launcher local is one process on this host, not {asked}; use torchrun or mpi")
+        raise PlanError(f"launcher {chosen} is one process on this host, not {asked}; use torchrun or mpi")
     return chosen
 
 

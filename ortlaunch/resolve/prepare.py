@@ -13,7 +13,7 @@ from ortlaunch import recipe
 from ortlaunch.errors import LaunchError, PlanError, RecipeError
 from ortlaunch.launch import Request, backend, store_file
 from ortlaunch.launch.attempts import set_aside
-from ortlaunch.launchers import INSIDE
+from ortlaunch.launchers import launcher_of
 from ortlaunch.plan import Plan
 from ortlaunch.planning.world import World
 from ortlaunch.process import read_stat
@@ -67,13 +67,13 @@ def check_launcher(world: World, run: RunDir) -> None:
     Raises:
         PlanError, MissingDependency: it cannot.
     """
-    if world.launcher != INSIDE:
+    if launcher_of(world.launcher).is_ours:
         backend(world.launcher).check(world.nodes, run)
 
 
 def request_of(plan: Plan, run: RunDir) -> Request:
     """What starts the ranks; pure."""
-    if plan.launcher == INSIDE:
+    if not plan.started_by.is_ours:
         return Request((*plan.argv, str(run)), plan.env, store_file(plan, run))
     return backend(plan.launcher).request(plan, run)
 

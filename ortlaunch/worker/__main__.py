@@ -57,7 +57,7 @@ def live(run: RunDir, rank: Rank, watchdog: Watchdog) -> int:
     recipe, plan = parse_resolved(texts[0]), Plan.from_json(texts[1])
     make_importable(recipe, Path(plan.modules))
     watchdog.take(recipe.train.stall_seconds)
-    if plan.launcher != "torchrun":  # which ortlaunch starts without such a port
+    if not plan.started_by.is_ours:  # ortlaunch's own torchrun has no such port
         require_free(rank, os.environ)
     bound = bind(recipe.launch.binding, plan, rank, os.environ)
     plan = replace(plan, threads=bound.threads or plan.threads)

@@ -49,9 +49,9 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
     "precisions": (set(), set()),
     "tasks": ({"start"}, set()),
     "user_modules": ({"errors", "recipe"}, set()),
-    "plan": ({"errors", "rank", "tasks"}, set()),
+    "plan": ({"errors", "rank", "launchers", "tasks"}, set()),
     "recipe": (
-        {"errors", "recipe", "units", "metrics", "model_tasks", "optimizers", "precisions", "tasks"},
+        {"errors", "recipe", "units", "launchers", "metrics", "model_tasks", "optimizers", "precisions", "tasks"},
         {"pydantic", "pydantic_core", "yaml"},
     ),
     "run_folder": ({*GROUND, "plan", "recipe", "run_folder"}, set()),

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from ortlaunch.recipe.fields.section import MAPPING, NUMBER, Positive, Section, Text, Words
+from ortlaunch.launchers import LAUNCHERS
+from ortlaunch.recipe.fields.section import MAPPING, NUMBER, NameIn, Positive, Section, Text, Words
 
 
 class NodeRange(Section):
@@ -33,7 +34,7 @@ Nodes = Annotated[
 class Launch(Section):
     """Where ranks run."""
 
-    launcher: Literal["auto", "local", "torchrun", "mpi"] = "auto"
+    launcher: Annotated[str, NameIn(LAUNCHERS, "auto")] = "auto"
     """`auto`: the launcher or scheduler that this command already runs under; else one process per GPU; else
     one process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

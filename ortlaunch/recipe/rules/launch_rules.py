@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.recipe.text.place import SECRET, Problem
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ def launch_rules(recipe: Recipe) -> Iterator[Problem]:
 def _processes(recipe: Recipe) -> Iterator[Problem]:
     launch = recipe.launch
     per_node, nodes = launch.processes_per_node or 1, max(launch.node_counts, default=1)
-    if launch.launcher == "local" and per_node * nodes > 1:
+    launcher = LAUNCHERS.get(launch.launcher)
+    if launcher and launcher.single and per_node * nodes > 1:
         yield (
             ("launch.launcher", "launch.processes_per_node", "launch.nodes"),
-            f"got local, which is one process, for {nodes * per_node} processes; use torchrun, mpi or auto",
+            f"got {launch.launcher}, which is one process, for {nodes * per_node} processes; use torchrun, mpi or auto",
         )
 
 
@@ -61,7 +63,8 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
     assert nodes is not None
     if nodes.min > nodes.max:
         yield ("launch.nodes.min", "launch.nodes.max"), f"got {nodes.min}, which is over max ({nodes.max})"
-    if launch.launcher in ("local", "mpi"):
+    launcher = LAUNCHERS.get(launch.launcher)
+    if launcher and not launcher.sees_lost_hosts:
         yield (
             ("launch.launcher", "launch.nodes"),
             f"got {launch.launcher} with launch.nodes {{min, max}}: a lost host is seen by torchrun's ssh alone; use "

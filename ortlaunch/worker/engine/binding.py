@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ortlaunch.errors import LaunchError
-from ortlaunch.launchers import INSIDE
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank
 from ortlaunch.run_folder.engine_report import Binding
@@ -61,7 +60,7 @@ def bind(asked: str, plan: Plan, rank: Rank, environ: MutableMapping[str, str]) 
     allowed = os.sched_getaffinity(0)
     if asked == "none":
         return Bound(asked, "none", tuple(sorted(allowed)), None, "nobody asked for it")
-    if plan.launcher == INSIDE:
+    if not plan.started_by.is_ours:
         why = "the launcher of your own does it, or not: srun --cpu-bind, mpirun --bind-to"
         return Bound(asked, "none", tuple(sorted(allowed)), None, why)
     found = choose(asked, cpus_of(allowed), rank, gpu_nodes(plan, rank, environ))

@@ -43,7 +43,7 @@ def join(plan: Plan, rank: Rank, run: RunDir, backend: Mapping[str, Any]) -> Non
         return
     if on_one_host(rank):
         store: dist.Store | None = _file_store(run.store, rank.world_size)
-    elif launcher == "torchrun" and plan.launcher != "torchrun":
+    elif launcher == "torchrun" and not plan.started_by.is_ours:
         store = None  # of the user's own torchrun, on the address that it was given
         interface.use(interface.source_address(os.environ["MASTER_ADDR"]) or "", os.environ)
     else:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ortlaunch.launchers import Launcher
 from ortlaunch.process import process_space, read_stat
 from ortlaunch.rank import GRACE_SECONDS, LAUNCHER_VARIABLE
 from ortlaunch.run_folder.folder import RunDir
@@ -156,10 +157,10 @@ class Child:
                 os.kill(self.pid, number)
 
 
-def launcher_is_gone(environ: Mapping[str, str], launcher: str) -> bool:
+def launcher_is_gone(environ: Mapping[str, str], launcher: Launcher) -> bool:
     """Whether ortlaunch's own launcher ended before this process could ask to be told."""
     space, _, pid = environ.get(LAUNCHER_VARIABLE, "").rpartition(" ")
-    if launcher == "inside" or space != process_space():  # of another host, which started this one's launcher
-        return launcher == "mpi" and os.getppid() == 1
+    if not launcher.is_ours or space != process_space():  # of another host, which started this one's launcher
+        return launcher.stays_after_loss and os.getppid() == 1
     stat = read_stat(int(pid))
     return stat is None or stat.has_ended

@@ -52,7 +52,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     """Run `live` as this rank in a child process; returns its exit status, or dies of the rank's own signal."""
     die_with_parent(signal.SIGTERM, os.getppid())
     plan = Plan.read(run.plan)
-    if launcher_is_gone(os.environ, plan.launcher):
+    if launcher_is_gone(os.environ, plan.started_by):
         return 128 + signal.SIGTERM
     lock.share(run)
     watchdog = Watchdog(rank, run)
@@ -72,7 +72,7 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     for _, write_end in streams.values():
         os.close(write_end)
     child = Child(pid, run, rank.rank, plan.grace_seconds if plan.traits.saves else None)
-    child.is_left_alone = plan.launcher == "inside"
+    child.is_left_alone = not plan.started_by.is_ours
     for number in PASSED_ON:
         signal.signal(number, child.pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
@@ -81,9 +81,9 @@ def watch(rank: Rank, run: RunDir, live: Callable[[Watchdog], int | None]) -> in
     code = _conclude(account, child, status, finished, oom_kills, watchdog)
     watchdog.leave()
     account.close()
-    if watchdog.is_cut_off and plan.launcher == "mpi":
+    if watchdog.is_cut_off and plan.started_by.stays_after_loss:
         end_launcher()
-    if finished and plan.launcher != "inside":
+    if finished and plan.started_by.is_ours:
         return 0  # the command knows of a stop; its launcher would take another status for a failure
     return _end_alike(EXIT_SAVED if code and _is_made_anew(account, watchdog) else code)
 
@@ -317,7 +317,7 @@ def _tell(account: Account, child: Child) -> None:
     run = account.run
     with contextlib.suppress(OSError):
         record = account.read()
-        if Plan.read(run.plan).launcher != "inside" or (record["secondary"] and _cause_is_told(run, child)):
+        if Plan.read(run.plan).started_by.is_ours or (record["secondary"] and _cause_is_told(run, child)):
             return
         shown = record["rank"] == 0 and record["type"] in SEEN  # on the terminal already
         said = "" if shown else f"{record['traceback']}\n"

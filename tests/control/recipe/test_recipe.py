@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 
 from ortlaunch.errors import RecipeError
-from ortlaunch.launchers import LAUNCHERS
 from ortlaunch.recipe import load, parse_resolved, to_yaml
 from ortlaunch.recipe.fields.data import Corpus, TokenizerTraining
 from ortlaunch.recipe.fields.fields import names_in, section_at
-from ortlaunch.recipe.fields.models import Launch, Recipe
+from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.hints.dialects import FOREIGN
 from ortlaunch.recipe.hints.messages import EXAMPLES
 from ortlaunch.recipe.rules.rules import device_rules
@@ -240,9 +238,3 @@ def test_examples_in_messages_are_valid(path: KeyPath, tmp_path: Path) -> None:
     plain = "optimizer: {name: adamw, momentum: null}\nmodel: {pretrained: some-model, config: null}\n"
     plain += "submit: {kubernetes: {image: a, runs: /data/runs, volumes: {training: /data}}}\n"
     top(tmp_path, plain, f"{dotted(path)}={EXAMPLES[path]}")
-
-
-def test_a_recipe_knows_every_launcher() -> None:
-    """The words of `launch.launcher` are auto and the table's."""
-    words = Launch.model_fields["launcher"].annotation
-    assert get_args(words) == ("auto", *LAUNCHERS)

@@ -1,0 +1,42 @@
+"""One row in the table of launchers adds one: the recipe accepts it, the plan has it, and its request is sent."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from ortlaunch.launch import Request
+from ortlaunch.launchers import LAUNCHERS, Launcher
+from ortlaunch.plan import Plan
+from ortlaunch.planning.describe import describe
+from ortlaunch.planning.world import LaunchOptions, resolve_world
+from ortlaunch.resolve.prepare import check_launcher, request_of
+from ortlaunch.run_folder.folder import RunDir
+from tests.makers import host, plan, recipe
+
+
+def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module's request is what starts the ranks."""
+    with pytest.raises(ValidationError, match=r"Input should be 'auto', 'local', 'torchrun' or 'mpi'"):
+        recipe(launch={"launcher": "pigeon"})
+    sent: Any = SimpleNamespace(
+        check=lambda nodes, run: None,
+        request=lambda planned, run: Request(("pigeonrun", str(planned.world_size), *planned.argv, str(run))),
+    )
+    monkeypatch.setitem(sys.modules, "pigeons_of_a_test", sent)
+    monkeypatch.setitem(LAUNCHERS, "pigeon", Launcher("pigeons_of_a_test", "pigeonrun", "by pigeon", note="they fly"))
+    made = recipe(launch={"launcher": "pigeon", "processes_per_node": 2})
+    world = resolve_world(made, LaunchOptions(), {})
+    assert (world.launcher, world.ranks, "they fly" in world.notes) == ("pigeon", 2, True)
+    planned = plan(made, [host("one", 1), host("two", 1)], "pigeon")
+    assert (planned.started_by.program, planned.rendezvous) == ("pigeonrun", "by pigeon")
+    assert Plan.from_json(planned.to_json()) == planned
+    assert describe(planned, made).splitlines()[0].endswith("launcher pigeon")
+    run = RunDir(tmp_path / "run")
+    check_launcher(world, run)
+    assert request_of(planned, run).argv == ("pigeonrun", "2", *planned.argv, str(run.path))
