@@ -1,7 +1,7 @@
 """The table of model tasks: the values of the recipe's `model.task`, and what differs between them.
 
 Standard library only, for every side. Code reads a property of the row, not the task's name; `recipe.model.traits` is
-the row. Metrics of a task are in `ortlaunch/metrics.py`.
+the row. Metrics of a task are in `ortlaunch/evaluation_metrics.py`.
 """
 
 from __future__ import annotations

@@ -10,33 +10,13 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli import (
-    bench,
-    data,
-    device,
-    diagnose,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    import_config,
-    parity,
-    plan,
-    ranks,
-    recipes,
-    report,
-    runs,
-    schema,
-    selftest,
-    setup,
-    shipped,
-    status,
-    submit,
-    train,
-    validate,
-)
+from ortlaunch.cli.cluster import doctor, ranks, selftest, submit
 from ortlaunch.cli.hints import Verb, Verbs
+from ortlaunch.cli.results import device, evaluate, export, generate
+from ortlaunch.cli.runs import diagnose, logs, report, status
+from ortlaunch.cli.setup import import_config, recipes, schema, setup, shipped
 from ortlaunch.cli.summaries import SUMMARIES
+from ortlaunch.cli.training import bench, data, parity, plan, train, validate
 from ortlaunch.errors import HostfileError, InputError, OrtlaunchError, RecipeError
 from ortlaunch.file_errors import explained
 from ortlaunch.output import guarded
@@ -55,8 +35,8 @@ VERBS = (
     status.checkpoint,
     status.restart,
     status.cancel,
-    runs.logs,
-    runs.list_runs,
+    logs.logs,
+    logs.list_runs,
     evaluate.evaluate,
     export.export,
     generate.generate,

@@ -25,14 +25,19 @@ from ortlaunch.ortmodule.base.source_guard import TRANSITION, owner
 from ortlaunch.ortmodule.graph_repairs import bfloat16, broadcasts, concatenations, convolutions
 from ortlaunch.ortmodule.state import buffers, model_state, unsupported, weight_changes
 from ortlaunch.ortmodule.state import python_values as values
-from ortlaunch.ortmodule.torch_in_graph import attention, head_loss, torch_modules, torch_operators
+from ortlaunch.ortmodule.torch_in_graph import (
+    attention,
+    head_loss,
+    operator_table,
+    operator_translation,
+    torch_modules,
+)
 from ortlaunch.ortmodule.tracing import (
     aliases,
     checkpointing,
     cross_entropy,
     escapes,
     grad_mode,
-    operators,
     tracing,
 )
 
@@ -58,7 +63,7 @@ _CONTEXTS: tuple[tuple[str, Callable[[Export], AbstractContextManager[None]]], .
 _TRACE: tuple[tuple[str, Callable[[Trace], Trace]], ...] = (
     ("export_with_torchscript", tracing.by_torchscript),
     ("refuse_custom_backward", custom_functions.without_inlining),
-    ("export_exact_forms", operators.with_forms),
+    ("export_exact_forms", operator_table.with_forms),
     ("keep_constants_apart", tracing.with_own_constants),
     ("trace_swapped_weights", tracing.with_swapped_weights),
     ("propagate_inplace_views", aliases.following_changes),  # inside the next, which sees what it computes
@@ -95,7 +100,7 @@ def install() -> None:
     patching.wrap_method(owner(TRANSITION), "_get_exported_model", _traced)
     patching.wrap_method(owner(TRANSITION), "_export_model", _exported)
     bfloat16.install()  # inside the next, which exports again what has no kernel
-    torch_operators.install()
+    operator_translation.install()
     unsupported.install()
 
 
@@ -134,7 +139,7 @@ def _traced_once(export: Export, original: AnyFunction, arguments: dict[str, obj
             contexts.enter_context(concatenations.padding_exactly(export))
             contexts.enter_context(unsupported.uncompiled(export.module))
             contexts.enter_context(attention.without_causal_masks(export))
-            contexts.enter_context(torch_operators.kept(export))
+            contexts.enter_context(operator_translation.kept(export))
             contexts.enter_context(torch_modules.called(export))
             model, schema = original(**arguments)  # calls _trace
         bfloat16.correct_casts(model)

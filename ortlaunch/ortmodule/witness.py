@@ -22,7 +22,7 @@ from ortlaunch.ortmodule.base.placement import nodes_by_provider
 from ortlaunch.ortmodule.repaired import import_ortmodule
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, Session, SessionOptions
+    from ortlaunch.ortmodule.base.ort_types import AnyFunction, Manager, OrtSession, SessionOptions
 
 _GRAPH = "_ortlaunch_graph"
 
@@ -158,7 +158,7 @@ def _is_memory_efficient(options: SessionOptions) -> bool:
     return bool(options.execution_order == ExecutionOrder.MEMORY_EFFICIENT)
 
 
-def _placed(model: str, session: Session) -> dict[str, int]:
+def _placed(model: str, session: OrtSession) -> dict[str, int]:
     """Nodes on each provider; empty, with a note, where ONNX Runtime fails to report it."""
     try:
         return nodes_by_provider(model, session)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ortlaunch.metrics import METRICS, metrics_of
+from ortlaunch.evaluation_metrics import METRICS, metrics_of
 from ortlaunch.other_tools.draft import Draft, number, word
 from ortlaunch.recipe.text.tree import Tree
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 
 from ortlaunch import plan
-from ortlaunch.metrics import METRICS
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.run_folder import engine_report, export_records, records, resume_record
 from ortlaunch.run_folder.folder import FILES
 

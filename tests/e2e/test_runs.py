@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ortlaunch.metrics import METRICS
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.run_folder.folder import RunDir, read_json, write_json
 from ortlaunch.run_folder.records import EvaluationLine, MetricsLine
 from ortlaunch.worker.engine.allocator import KEPT

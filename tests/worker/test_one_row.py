@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ortlaunch.metrics import METRICS, Measure, Metric
+from ortlaunch.evaluation_metrics import METRICS, Measure, Metric
 from ortlaunch.model_tasks import MODEL_TASKS, ModelTask
 from ortlaunch.plan import Plan
 from ortlaunch.rank import Rank

@@ -1,7 +1,7 @@
 """Which ONNX operators ONNX Runtime 1.19.2 derives, and whether a gradient goes through what an export has written.
 
 Its registry cannot be asked, so the names are listed here; what the list says too much is found when ORT builds the
-gradient (torch_operators.py).
+gradient (operator_translation.py).
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Transition(Protocol):
     def get_post_processed_model(self, inputs: Args, kwargs: Kwargs) -> tuple[bool, GraphInfo]: ...
 
 
-class Session(Protocol):
+class OrtSession(Protocol):
     """ORT's InferenceSession."""
 
     def get_providers(self) -> list[str]: ...
@@ -99,7 +99,7 @@ class SessionOptions(Protocol):
 class Agent(Protocol):
     """ORT's execution agents."""
 
-    _inference_session: Session
+    _inference_session: OrtSession
 
 
 class OnnxModels(Protocol):

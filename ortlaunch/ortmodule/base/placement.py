@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ortlaunch.ortmodule.base.ort_types import Session
+    from ortlaunch.ortmodule.base.ort_types import OrtSession
 
 _YIELD = b"YieldOp"  # ends the forward pass, and computes nothing
 
 
-def nodes_by_provider(model: str, session: Session) -> dict[str, int]:
+def nodes_by_provider(model: str, session: OrtSession) -> dict[str, int]:
     """Nodes of an executed graph on each execution provider of its session.
 
     Builds another session of the same graph without optimizations, which the first one has made, and runs nothing.

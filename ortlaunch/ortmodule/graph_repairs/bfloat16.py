@@ -1,7 +1,7 @@
 """bfloat16 on CUDA: a node without a kernel in ONNX Runtime runs as torch's operator, or in float32 between casts.
 
 The table of kernels (cuda_kernels.py) decides when a graph is built. For an operator with neither, the model is
-exported again with a call of torch's (torch_operators.py); if that fails, the run ends before step 1.
+exported again with a call of torch's (operator_translation.py); if that fails, the run ends before step 1.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from ortlaunch.metrics import METRICS
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.recipe.fields.section import Positive, Section, Text
 
 Mode = Literal["min", "max"] | None

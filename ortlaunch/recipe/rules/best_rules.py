@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ortlaunch.metrics import measures_of, metrics_of
+from ortlaunch.evaluation_metrics import measures_of, metrics_of
 from ortlaunch.recipe.fields.models import Recipe
 from ortlaunch.recipe.text.place import Problem
 

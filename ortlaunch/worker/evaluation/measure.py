@@ -1,4 +1,4 @@
-"""What counts one or more metrics over an evaluation; the table in `ortlaunch/metrics.py` names one for each."""
+"""What counts metrics over an evaluation; the table in `ortlaunch/evaluation_metrics.py` names one for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ortlaunch.metrics import measures_of
+from ortlaunch.evaluation_metrics import measures_of
 from ortlaunch.worker.engine.engine import TrainingEngine
 from ortlaunch.worker.process_group.distributed import DistributedContext
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ortlaunch.metrics import METRICS
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.run_folder.records import Evaluation
 
 

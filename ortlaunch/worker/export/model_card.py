@@ -10,8 +10,8 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
-from ortlaunch.metrics import METRICS
 from ortlaunch.recipe import Recipe, read_resolved
 from ortlaunch.recipe.fields.data import Corpus
 from ortlaunch.recipe.text.place import without_secrets

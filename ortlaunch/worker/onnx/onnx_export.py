@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ortlaunch.errors import EngineError, InputError, MissingDependency
-from ortlaunch.ortmodule.tracing.operators import with_forms
+from ortlaunch.ortmodule.torch_in_graph.operator_table import with_forms
 from ortlaunch.ortmodule.tracing.tracing import with_autocasts_cache
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.export_records import OnnxCheck

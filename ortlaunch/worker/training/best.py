@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 
 from ortlaunch.errors import HookError, InputError
+from ortlaunch.evaluation_metrics import metrics_of
 from ortlaunch.json_types import Json
-from ortlaunch.metrics import metrics_of
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.best import KeepBest, StopAfter, direction
 from ortlaunch.run_folder.folder import COMPLETE

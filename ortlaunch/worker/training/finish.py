@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ortlaunch.errors import CheckpointError, LastSaveError
-from ortlaunch.metrics import METRICS
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.recipe import Recipe
 from ortlaunch.recipe.fields.best import direction
 from ortlaunch.run_folder.folder import RunDir, write_json

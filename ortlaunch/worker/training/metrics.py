@@ -6,8 +6,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields
 
+from ortlaunch.evaluation_metrics import METRICS
 from ortlaunch.json_types import Json
-from ortlaunch.metrics import METRICS
 from ortlaunch.recipe import Recipe
 from ortlaunch.run_folder.folder import RunDir, json_text, write_text
 from ortlaunch.run_folder.lines import json_lines

@@ -25,7 +25,8 @@ for name in first:
 import torch
 from ortlaunch.ortmodule import repaired
 from ortlaunch.ortmodule.base import registry
-from ortlaunch.ortmodule.tracing import compat, operators
+from ortlaunch.ortmodule.torch_in_graph import operator_table
+from ortlaunch.ortmodule.tracing import compat
 from ortlaunch.ortmodule import ORTModule, Settings
 
 def kept(repairs):
@@ -33,7 +34,7 @@ def kept(repairs):
 
 export, push = torch.onnx.export, torch.cuda.nvtx.range_push
 compat._BEFORE_IMPORT, compat._AFTER_IMPORT = kept(compat._BEFORE_IMPORT), kept(compat._AFTER_IMPORT)
-operators.OPERATORS = kept(operators.OPERATORS)
+operator_table.OPERATORS = kept(operator_table.OPERATORS)
 repaired.import_ortmodule()
 
 class Reverse(torch.autograd.Function):
@@ -235,7 +236,7 @@ WITHOUT = {
 }
 
 
-# Rows of operators.py.
+# Rows of operator_table.py.
 FORMS = {
     "detach": "the gradient went through detach",
     "unflatten": "assert is_literal",

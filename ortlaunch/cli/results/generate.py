@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.status import by_name
+from ortlaunch.cli.runs.status import by_name
 
 
 def generate(

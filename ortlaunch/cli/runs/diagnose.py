@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.status import RunFolder
+from ortlaunch.cli.runs.status import RunFolder
 
 
 def diagnose(

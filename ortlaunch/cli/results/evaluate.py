@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from ortlaunch.cli.options import DryRun, Overrides, with_launch_options
-from ortlaunch.cli.status import by_name
+from ortlaunch.cli.runs.status import by_name
 from ortlaunch.errors import InputError
 from ortlaunch.output import go_on_unread
 

@@ -26,7 +26,7 @@ from ortlaunch.ortmodule.base.settings import settings_of
 from ortlaunch.ortmodule.base.source_guard import EVALUATION, TRAINING, TRANSITION, owner
 from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.torch_in_graph import attention, operator_calls
-from ortlaunch.ortmodule.tracing.operators import DRAWING, is_torchs
+from ortlaunch.ortmodule.torch_in_graph.operator_table import DRAWING, is_torchs
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ortlaunch.cli.status import RunFolder
+from ortlaunch.cli.runs.status import RunFolder
 
 
 def export(

@@ -15,7 +15,7 @@ from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.base.counters import tally
 from ortlaunch.ortmodule.base.settings import SettingError
 from ortlaunch.ortmodule.build import extensions
-from ortlaunch.ortmodule.tracing import operators
+from ortlaunch.ortmodule.torch_in_graph import operator_table
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.modules import executed, language_model, same, wrapped
@@ -146,7 +146,7 @@ class Pools(nn.Linear):
 
 def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no row of the table foresees it; without torch the refusal has the operator and the line."""
-    monkeypatch.delitem(operators._BY_NAME, "aten::avg_pool2d")
+    monkeypatch.delitem(operator_table._BY_NAME, "aten::avg_pool2d")
     compare(Pools(6, 6), [(torch.randn(rows, 4, 6),) for rows in (2, 3)])
     assert any(note.startswith("exported once more with aten::avg_pool2d as torch's") for note in tally.notes)
     with pytest.raises(RuntimeError, match=r"infer the shape of avg_pool2d's result .*write it with other operators"):
@@ -164,7 +164,7 @@ def test_another_number_of_tensors_is_refused_with_its_line(monkeypatch: pytest.
     """A call of torch in the graph returns as many as in the first batch."""
     module = wrapped(Rows(4, 4), torch_operators=["unsafe_split"])
     module(torch.randn(6, 4)).backward()
-    with pytest.raises(RuntimeError, match=r"split at \S+test_torch_operators.py:\d+ returns 3 tensors, and 2 in"):
+    with pytest.raises(RuntimeError, match=r"split at \S+test_operator_translation.py:\d+ returns 3 tensors, and 2 in"):
         module(torch.randn(9, 4))
 
 

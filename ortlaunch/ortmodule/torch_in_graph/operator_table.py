@@ -1,7 +1,7 @@
 """The table of torch operators that neither torch's exporter nor ONNX Runtime computes as torch does.
 
 Each row answers one question: is the operator written in an exact ONNX form here, or does torch itself compute it,
-called from inside ONNX Runtime's graph (torch_in_graph/torch_operators.py)? Any other operator is exported as the
+called from inside ONNX Runtime's graph (torch_in_graph/operator_translation.py)? Any other operator is exported as the
 exporter has it, and computed by torch where the exporter has no form of it or ONNX Runtime no gradient
 (base/differentiable.py). A new row takes torch, unless a form is measured to be faster.
 """

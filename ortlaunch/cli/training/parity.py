@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ortlaunch.cli.options import DryRun, Overrides, RecipePath, RunDirOption, with_launch_options
-from ortlaunch.cli.train import start
+from ortlaunch.cli.training.train import start
 
 
 @with_launch_options

@@ -1,0 +1,1 @@
+"""Verbs of the group Runs in --help."""
