@@ -20,7 +20,8 @@ ANY = None
 
 # What both sides and every package may import: the ground floor.
 GROUND = {"__init__", "cause", "errors", "json_types", "rank", "process", "machine", "units", "launchers",
-          "evaluation_metrics", "model_tasks", "optimizers", "precisions", "start", "tasks", "die_with_parent"}  # fmt: skip
+          "evaluation_metrics", "model_tasks", "optimizers", "precisions", "start", "tasks",
+          "die_with_parent"}  # fmt: skip
 # What the worker may import beside itself and ortmodule: the ground floor, and what crosses to it.
 SHARED = {*GROUND, "cache", "file_errors", "user_modules", "plan", "recipe", "run_folder", "planning.memory",
           "ortmodule.build.extensions"}  # fmt: skip
