@@ -86,7 +86,6 @@ ALLOWED: dict[str, tuple[set[str], set[str] | None]] = {
         set(),
     ),
     "diagnose": ({*GROUND, "recipe", "plan", "planning", "run_folder", "launch", "runs", "diagnose"}, set()),
-    "diagnose.words": (set(), set()),
     "run": (
         {*GROUND, "cache", "user_modules", "output", "recipe", "plan", "planning", "launch", "schedulers", "bench",
          "doctor", "diagnose", "run_folder", "resolve", "runs", "run"},
