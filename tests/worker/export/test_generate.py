@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ortlaunch.errors import InputError
+from ortlaunch.tasks import GenerationRequest
 from ortlaunch.worker.export.generate import text
 
 SIZES = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -35,8 +36,9 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def asked(prompt: str = "w3 w4", **changes: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "tokens": 6, "temperature": 0.0, "seed": 0, "chats": None, **changes}
+def asked(prompt: str = "w3 w4", **changes: Any) -> GenerationRequest:
+    request = GenerationRequest("model", prompt, step=None, tokens=6, temperature=0.0, seed=0, raw=False)
+    return request._replace(**changes)
 
 
 def test_the_likeliest(model: Any, tokenizer: Any) -> None:
