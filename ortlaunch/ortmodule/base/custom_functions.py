@@ -14,6 +14,7 @@ import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ortlaunch.ortmodule.base import torch_calls
 from ortlaunch.ortmodule.build import extensions
 
 if TYPE_CHECKING:
@@ -24,23 +25,23 @@ _EXPORTER = "onnxruntime.training.ortmodule._custom_autograd_function_exporter"
 _SCHEMA = ("infer_shape", "alias_input")  # what a function may tell ORT's exporter about itself
 
 
-def keep_booleans() -> None:
-    """Let every custom function that takes or returns boolean tensors see them."""
+def keep_arguments() -> None:
+    """Let every custom function see its boolean tensors, and keep what it saves of its arguments."""
     exporter: Any = importlib.import_module(_EXPORTER)
-    exporter._default_export = _with_booleans(exporter._default_export)
+    exporter._default_export = _with_arguments(exporter._default_export)
 
 
-def _with_booleans(default_export: AnyFunction) -> AnyFunction:
+def _with_arguments(default_export: AnyFunction) -> AnyFunction:
     from torch.onnx import TensorProtoDataType as Kind
 
     @functools.wraps(default_export)
     def export(g: Any, /, *given: Any, **other: object) -> Any:
         name, function, cconv, size, kinds, ranks, *args = given
+        if function.__module__ == torch_calls.__name__:  # which copies what it saves, and takes no booleans
+            return default_export(g, *given, **other)
         takes = frozenset(i for i, arg in enumerate(args) if cconv[i] == "d" and arg.type().scalarType() == "Bool")
         gives = frozenset(i for i, kind in enumerate(kinds) if kind == Kind.BOOL)
-        if not takes and not gives:
-            return default_export(g, name, function, cconv, size, kinds, ranks, *args, **other)
-        function = _through_booleans(function, takes, gives)
+        function = _called(function, takes, gives)
         name = f"{function.__module__}.{function.__qualname__}"
         kinds = [Kind.UINT8 if kind == Kind.BOOL else kind for kind in kinds]
         outputs = default_export(g, name, function, cconv, size, kinds, ranks, *args, **other)
@@ -53,8 +54,12 @@ def _with_booleans(default_export: AnyFunction) -> AnyFunction:
     return export
 
 
-def _through_booleans(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
-    """What ORT calls in place of an autograd.Function: the same function, under a name of its own."""
+def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
+    """Return the class that ORT calls in place of an autograd.Function, under a name of its own.
+
+    takes: places of boolean arguments, which come as uint8.
+    gives: places of boolean results.
+    """
 
     import torch
 
@@ -66,18 +71,50 @@ def _through_booleans(function: Any, takes: frozenset[int], gives: frozenset[int
             return outputs.byte() if gives else outputs
         return tuple(output.byte() if i in gives else output for i, output in enumerate(outputs))
 
+    def forward(ctx: Any, *args: Any) -> Any:
+        outputs = function.forward(ctx, *entered(args))
+        _copy_saved(ctx, args)
+        return left(outputs)
+
+    def set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        function.setup_context(ctx, tuple(entered(inputs)), output)
+        _copy_saved(ctx, inputs)
+
+    if function.setup_context is torch.autograd.Function.setup_context:
+        steps: dict[str, AnyFunction] = {"forward": forward}
+    else:
+        steps = {"forward": lambda *args: left(function.forward(*entered(args))), "setup_context": set_up}
     members = {
-        "apply": staticmethod(lambda *args: left(function.apply(*entered(args)))),
-        "forward": staticmethod(lambda ctx, *args: left(function.forward(ctx, *entered(args)))),
+        **{name: staticmethod(step) for name, step in steps.items()},
         "backward": staticmethod(function.backward),
         "__module__": function.__module__,
-        "__qualname__": f"{function.__qualname__}[bool {sorted(takes)} {sorted(gives)}]",
+        "__qualname__": function.__qualname__ + (f"[bool {sorted(takes)} {sorted(gives)}]" if takes or gives else ""),
     }
     schema = {name: staticmethod(getattr(function, name)) for name in _SCHEMA if hasattr(function, name)}
     # ORT registers nothing but classes of torch.autograd.Function's own kind.
     return types.new_class(
         function.__name__, (torch.autograd.Function,), {}, lambda body: body.update(members, **schema)
     )
+
+
+def _copy_saved(ctx: Any, args: tuple[Any, ...]) -> None:
+    """Copy what a forward pass saved of its arguments' memory, which ORT gives to other nodes before the backward pass.
+
+    ORT means to do so, but from the second pass on it copies only what it found saved in the first one, and there
+    torch 2.13 shows it other tensors than those that it gave.
+    """
+    import torch
+
+    places = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+
+    def own(value: Any) -> Any:
+        taken = isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in places
+        return value.clone() if taken else value
+
+    if ctx.to_save:
+        ctx.save_for_backward(*map(own, ctx.to_save))
+    for name, value in vars(ctx).items():
+        setattr(ctx, name, own(value))
 
 
 # ---------------------------------------------------------------------------------------- inlined or refused

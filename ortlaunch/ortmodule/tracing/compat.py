@@ -137,7 +137,7 @@ def keep_bool_arguments() -> bool:
     """Every torch: custom autograd functions get booleans as uint8, and cannot return any."""
     if extensions.interop_refusal():
         return False
-    custom_functions.keep_booleans()
+    custom_functions.keep_arguments()
     return True
 
 

@@ -18,7 +18,7 @@ from ortlaunch.ortmodule.build import extensions
 from ortlaunch.ortmodule.witness import Witness
 from tests.ort import needs_ort
 from tests.ortmodule.forks import Run
-from tests.ortmodule.modules import Reverse, training_graph, wrapped
+from tests.ortmodule.modules import Reverse, same, training_graph, wrapped
 
 pytestmark = needs_ort
 
@@ -358,3 +358,62 @@ def test_a_checkpoint_around_the_module_does_not_deadlock(fresh: Run) -> None:
     """Its hooks are not called for tensors that a function inside the graph saves: ONNX Runtime holds a lock there."""
     done = fresh(_CHECKPOINTED, timeout=120)  # ended by a signal where it hangs
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["equal"]), done.stderr
+
+
+class Saving(torch.autograd.Function):
+    """A square that saves its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class SavingLater(torch.autograd.Function):
+    """The same in the newer form, of a view of it."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[0].view(-1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x.view_as(gradient) * gradient
+
+
+class Squares(nn.Module):
+    """Layers of squares, whose arguments lie in memory that ORT plans."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList(torch.rand(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.relu(weight @ (self.function(torch.add(x.view(-1), 0.4).view(16, -1)) + weight[0]) / 100)
+        return x.sum()
+
+
+@pytest.mark.parametrize("function", [Saving, SavingLater])
+def test_what_is_saved_stays_until_the_backward_pass(function: Any) -> None:
+    """Also in the second step and later: ORT gave the memory to other nodes then."""
+    model = Squares(function.apply)
+    eager = copy.deepcopy(model)
+    module = wrapped(model)
+    for _ in range(3):
+        x = torch.rand(16, 16)
+        for one in (module, eager):
+            one.zero_grad()
+            one(x).backward()
+        same(model, eager)
