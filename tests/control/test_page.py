@@ -96,7 +96,7 @@ def test_a_stopped_call_keeps_its_results(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.kill(process.pid, signal.SIGINT)
-        process.wait(20)
+        process.wait(60)
     finally:
         process.kill()
         process.wait()

@@ -37,10 +37,10 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
     @functools.wraps(default_export)
     def export(g: Any, /, *given: Any, **other: object) -> Any:
         name, function, cconv, size, kinds, ranks, *args = given
-        if function.__module__ == torch_calls.__name__:  # which copies what it saves, and takes no booleans
-            return default_export(g, *given, **other)
         takes = frozenset(i for i, arg in enumerate(args) if cconv[i] == "d" and arg.type().scalarType() == "Bool")
         gives = frozenset(i for i, kind in enumerate(kinds) if kind == Kind.BOOL)
+        if not takes and not gives and function.__module__ == torch_calls.__name__:  # it copies what it saves
+            return default_export(g, *given, **other)
         function = _called(function, takes, gives)
         name = f"{function.__module__}.{function.__qualname__}"
         kinds = [Kind.UINT8 if kind == Kind.BOOL else kind for kind in kinds]
