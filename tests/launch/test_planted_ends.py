@@ -184,9 +184,7 @@ def test_a_planted_end(
     monkeypatch.setenv("ORTLAUNCH_CACHE", str(tmp_path / "cache"))
     if case.place and (os.geteuid() != 0 or not Path("/sys/fs/cgroup").is_dir()):
         labs.skip("makes a control group or mounts a disk, which takes root")
-    status, output = plant(case, tmp_path, "torchrun")
-    done = subprocess.run([COMMAND, "diagnose", "run", "--json"], cwd=tmp_path, capture_output=True, text=True,
-                          check=False, timeout=60)  # fmt: skip
+    status, output, done = plant(case, tmp_path, "torchrun")
     if done.returncode == 0:
         found = json.loads(done.stdout)
         kind, verdict = found["kind"], found["verdict"]
@@ -200,8 +198,8 @@ def test_a_planted_end(
         assert verdict.partition(": ")[2][:40] in output or verdict in output
 
 
-def plant(case: Case, folder: Path, launcher: str) -> tuple[int | None, str]:
-    """One run: its exit status and output."""
+def plant(case: Case, folder: Path, launcher: str) -> tuple[int | None, str, subprocess.CompletedProcess[str]]:
+    """One run: its exit status and output, and what `diagnose` prints of it in the same place."""
     (folder / "planted.py").write_text(MODULE)
     (folder / "bad-hosts").write_text("host1 slots=two\n")
     model = {**RECIPE["model"], "arguments": {"how": case.how}}  # type: ignore[dict-item]
@@ -233,7 +231,9 @@ def plant(case: Case, folder: Path, launcher: str) -> tuple[int | None, str]:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        return process.returncode, output.read_text(errors="replace")
+        diagnosis = subprocess.run([COMMAND, "diagnose", "run", "--json"], cwd=folder, capture_output=True, text=True,
+                                   check=False, timeout=60)  # fmt: skip
+        return process.returncode, output.read_text(errors="replace"), diagnosis
 
 
 def _another_world(argv: list[str], environ: dict[str, str], folder: Path) -> tuple[list[str], dict[str, str]]:
