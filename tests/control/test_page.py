@@ -89,7 +89,10 @@ def test_tests_without_time_are_left_for_another_call(tmp_path: Path) -> None:
 def test_a_stopped_call_keeps_its_results(tmp_path: Path) -> None:
     """SIGINT in the middle of a test: what ended before is there."""
     (tmp_path / "test_long.py").write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n")
-    process = subprocess.Popen(command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(  # which hears SIGINT, also where a shell started the tests in the background
+        command(tmp_path), cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )  # fmt: skip
     try:
         deadline = time.monotonic() + 30
         while not (tmp_path / "out/page.md").exists():
