@@ -26,7 +26,7 @@ _SCHEMA = ("infer_shape", "alias_input")  # what a function may tell ORT's expor
 
 
 def keep_arguments() -> None:
-    """Let every custom function see its boolean tensors, and keep what it saves of its arguments."""
+    """Give custom functions boolean tensors as booleans, and copy the arguments that they save."""
     exporter: Any = importlib.import_module(_EXPORTER)
     exporter._default_export = _with_arguments(exporter._default_export)
 
@@ -42,7 +42,8 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
         if not takes and not gives and function.__module__ == torch_calls.__name__:  # it copies what it saves
             return default_export(g, *given, **other)
         function = _called(function, takes, gives)
-        name = f"{function.__module__}.{function.__qualname__}"
+        if takes or gives:  # ORT keeps functions by name; it recomputes those that it knows by theirs
+            name = f"{name}[bool {sorted(takes)} {sorted(gives)}]"
         kinds = [Kind.UINT8 if kind == Kind.BOOL else kind for kind in kinds]
         outputs = default_export(g, name, function, cconv, size, kinds, ranks, *args, **other)
         if not gives:
@@ -55,7 +56,7 @@ def _with_arguments(default_export: AnyFunction) -> AnyFunction:
 
 
 def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
-    """Return the class that ORT calls in place of an autograd.Function, under a name of its own.
+    """Return the class that ORT calls in place of an autograd.Function.
 
     takes: places of boolean arguments, which come as uint8.
     gives: places of boolean results.
@@ -88,7 +89,7 @@ def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
         **{name: staticmethod(step) for name, step in steps.items()},
         "backward": staticmethod(function.backward),
         "__module__": function.__module__,
-        "__qualname__": function.__qualname__ + (f"[bool {sorted(takes)} {sorted(gives)}]" if takes or gives else ""),
+        "__qualname__": function.__qualname__,
     }
     schema = {name: staticmethod(getattr(function, name)) for name in _SCHEMA if hasattr(function, name)}
     # ORT registers nothing but classes of torch.autograd.Function's own kind.
@@ -98,10 +99,10 @@ def _called(function: Any, takes: frozenset[int], gives: frozenset[int]) -> Any:
 
 
 def _copy_saved(ctx: Any, args: tuple[Any, ...]) -> None:
-    """Copy what a forward pass saved of its arguments' memory, which ORT gives to other nodes before the backward pass.
+    """Copy the tensors that a forward pass saved and that share the memory of its arguments.
 
-    ORT means to do so, but from the second pass on it copies only what it found saved in the first one, and there
-    torch 2.13 shows it other tensors than those that it gave.
+    ORT gives that memory to other nodes before the backward pass. ORT's own copies are missing from
+    the second pass on: it copies only the arguments that it recognized as saved in the first one.
     """
     import torch
 

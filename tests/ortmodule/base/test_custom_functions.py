@@ -417,3 +417,12 @@ def test_what_is_saved_stays_until_the_backward_pass(function: Any) -> None:
             one.zero_grad()
             one(x).backward()
         same(model, eager)
+
+
+def test_a_function_keeps_its_name_in_the_graph() -> None:
+    """ONNX Runtime recomputes the functions that it knows by their names, as flash attention's."""
+    module = wrapped(Squares(Saving.apply))
+    module(torch.rand(16, 16)).backward()
+    nodes = [node for node in training_graph(module).node if node.op_type == "PythonOp"]
+    names = {a.s.decode() for node in nodes for a in node.attribute if a.name == "func_name"}
+    assert names == {f"{Saving.__module__}.{Saving.__qualname__}"}
