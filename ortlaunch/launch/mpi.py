@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ortlaunch.errors import MissingDependency, PlanError
 from ortlaunch.launch import Request, given_up_of, stop_of, store_file
+from ortlaunch.launch.private import private_folder
 from ortlaunch.launch.processes import cancel, state, submit, wait
 from ortlaunch.plan import Node, Plan
 from ortlaunch.run_folder.folder import RunDir
@@ -39,13 +40,16 @@ def request(plan: Plan, run_dir: RunDir) -> Request:
     """The mpirun command of the family that is installed here."""
     check(plan.nodes, run_dir)
     mpirun = find_mpirun()
-    build = argv_open_mpi if family(mpirun) == "Open MPI" else argv_mpich
     files = ((str(run_dir.hostfile), hostfile(plan.nodes, family(mpirun))), *store_file(plan, run_dir))
     plan = _with_abi(plan, family(mpirun))
-    env = {**dict(plan.env), **(_root(plan) if build is argv_open_mpi else {})}
-    argv = (*build(plan, run_dir, mpirun), str(run_dir))
     stop, given_up = stop_of(plan, run_dir), given_up_of(plan, run_dir)
-    return Request(argv, tuple(sorted(env.items())), files, stop=stop, given_up=given_up)
+    if family(mpirun) != "Open MPI":
+        argv = (*argv_mpich(plan, run_dir, mpirun), str(run_dir))
+        return Request(argv, plan.env, files, stop=stop, given_up=given_up)
+    private = private_folder(run_dir)
+    env = tuple(sorted({**dict(plan.env), **_open_mpi_env(private)}.items()))
+    argv = (*argv_open_mpi(plan, run_dir, mpirun), str(run_dir))
+    return Request(argv, env, files, stop=stop, given_up=given_up, private=str(private))
 
 
 def argv_open_mpi(plan: Plan, run_dir: RunDir, mpirun: str) -> tuple[str, ...]:
@@ -136,6 +140,17 @@ def _spans_hosts(plan: Plan) -> bool:
     return not all(node.is_here for node in plan.nodes)
 
 
-def _root(plan: Plan) -> dict[str, str]:
-    """Open MPI refuses root without these; a container's only user is often root."""
-    return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if os.geteuid() == 0 else {}
+def _open_mpi_env(private: Path) -> dict[str, str]:
+    """Return the variables of Open MPI's own processes.
+
+    Open MPI 5 keeps contact files in a folder that it names by a process id, and does not start
+    where a killed mpirun left such a folder under the same id, as in a restarted container. So
+    each run has folders of its own: this host's is emptied at the start.
+    """
+    env = {
+        "PRTE_MCA_prte_local_tmpdir_base": str(private),
+        "PRTE_MCA_prte_remote_tmpdir_base": f"/tmp/{private.parent.name}/{private.name}",
+    }
+    if os.geteuid() == 0:  # Open MPI refuses root without these; a container's only user is often root
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return env

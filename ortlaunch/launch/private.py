@@ -1,5 +1,6 @@
-"""A folder of one run on this host, in which its user alone can write: torchrun unpickles what its rendezvous holds.
+"""A folder of one run on this host, in which its user alone can write, for the launcher's own files.
 
+torchrun unpickles what its rendezvous holds, and Open MPI does not start beside files of a killed mpirun.
 The run folder is as open as the umask, and a group that may write there could replace files in it. Standard library.
 """
 
@@ -34,8 +35,8 @@ def make_private(folder: Path) -> None:
     found = above.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise LaunchError(
-            f"{above}: must be a folder of user {user} in which nobody else can write, for torchrun runs what it "
-            f"reads there; got {stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set TMPDIR"
+            f"{above}: must be a folder of user {user} in which nobody else can write, for launchers trust "
+            f"the files in it; got {stat.filemode(found.st_mode)} of user {found.st_uid}: remove it, or set TMPDIR"
         )
     shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed
     folder.mkdir()

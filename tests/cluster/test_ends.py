@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from ortlaunch.run_folder.folder import RunDir
 from tests.cluster.home import Home
 from tests.cluster.lab import LOGIN
-from tests.e2e.runs import COMMAND
+from tests.e2e.runs import COMMAND, reach
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -21,7 +22,7 @@ def test_a_link_that_is_lost(launcher: str, lost: str, home: Home) -> None:
     command = home.lab.command(LOGIN, ["env", "--chdir", str(home.folder), str(COMMAND), *words])
     before = {host: set(everything(home, host)) for host in ("host1", "host2")}
     train = subprocess.Popen(command, env=home.env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    home.reach(3)
+    reach(RunDir(home.run), 3, train)
     home.lab.link(lost, up=False)
     began = time.monotonic()
     try:
@@ -58,6 +59,18 @@ def test_ranks_that_cannot_join(home: Home) -> None:
             train.terminate()
             train.wait(30)
     assert "every rank reached rank 0, and connections among the others are missing" in lines[-1], "".join(lines)
+
+
+def test_mpirun_starts_beside_the_files_of_a_killed_one(home: Home) -> None:
+    """Open MPI names a folder by its process id; a new container gives the same ids again."""
+    for pid in range(2, 300):
+        stale = home.folder / "tmp" / f"ompi.{pid}"
+        stale.mkdir(parents=True)
+        (stale / "pmix.login.tool").touch()
+    words = ["train", "recipe.yaml", "train.max_steps=1", "--launcher", "mpi", "--hostfile", "hosts"]
+    env = {**home.env, "TMPDIR": str(home.folder / "tmp")}
+    ended = home.lab.run(LOGIN, str(COMMAND), *words, "--run-dir", home.run.name, cwd=home.folder, env=env, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.long
