@@ -18,6 +18,7 @@ import math
 import os
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -230,9 +231,12 @@ def supervisors(count: int) -> Step:
 
 
 def sleeper() -> int:
-    """A process that does nothing until the race ends."""
-    pid = os.fork()
+    """A process that does nothing until this one ends."""
+    from ortlaunch.die_with_parent import die_with_parent
+
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
+        die_with_parent(signal.SIGKILL, parent)
         time.sleep(10_000)
         os._exit(0)
     return pid
@@ -240,6 +244,7 @@ def sleeper() -> int:
 
 def beats_of(ranks: int) -> Step:
     """Rank 0's receipt of the beats of simulated ranks, in percent of a core; none may count as silent."""
+    from ortlaunch.die_with_parent import die_with_parent
     from ortlaunch.rank import Rank
     from ortlaunch.worker.supervision.exchange import Exchange, beat_seconds
     from ortlaunch.worker.supervision.stall import Beat
@@ -253,7 +258,9 @@ def beats_of(ranks: int) -> Step:
     address, port = hub.socket.getsockname()
     meeting = {"address": address, "port": port, "host": "here", "key": "ab" * 16}
     hub.meet(meeting)
+    parent = os.getpid()
     if os.fork() == 0:
+        die_with_parent(signal.SIGKILL, parent)  # it has this side's standard output open
         others = Exchange(Rank(1, ranks, 1, 8))
         others.meet(meeting)
         began = time.monotonic()
@@ -264,9 +271,10 @@ def beats_of(ranks: int) -> Step:
             began += every
 
     def step() -> float:
-        ends, used = time.monotonic() + 2 * every, 0.0
+        ends, used = time.monotonic() + 3 * every, 0.0
         while time.monotonic() < ends:
             time.sleep(0.1)
+            hub.tell(beat(0))
             began = time.process_time()
             hub.receive()
             used += time.process_time() - began
@@ -274,7 +282,7 @@ def beats_of(ranks: int) -> Step:
         silent = sum(one.is_silent for one in beats)
         if len(beats) < ranks or silent:
             raise SystemExit(f"of {ranks} ranks {len(beats)} were heard, {silent} count as silent")
-        return 100 * used / (2 * every)
+        return 100 * used / (3 * every)
 
     return step
 
