@@ -21,6 +21,10 @@ FORMS = """
 1-4 | h * fixed + fixed
 0-4 | {a} - h
 0-4 | {a} / (h.abs() + 0.5)
+0-4 | h * (h.detach() // {p})
+0-4 | h * (h.detach() // (other.detach() - {p}))
+0-4 | h * ((h * 9).long() // 2)
+0-4 | h * torch.div(h.detach(), {p}, rounding_mode="floor")
 0-4 | torch.add(h, other, alpha={a})
 0-4 | torch.sub(h, other, alpha={a})
 0-4 | torch.rsub(h, other, alpha={a})

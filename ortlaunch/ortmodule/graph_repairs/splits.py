@@ -70,14 +70,32 @@ def _alike(names: Any, derived: set[str]) -> bool:
 def _cut_all(split: onnx.NodeProto, rank: int) -> list[onnx.NodeProto]:
     """A Slice for each part, from where the one before ends."""
     place = next((attribute.i for attribute in split.attribute if attribute.name == "axis"), 0)
-    nodes, start = [], f"{split.output[0]}_ortlaunch_0"
-    nodes += _sum(split, 0, start)
+    start = f"{split.output[0]}_ortlaunch_0"
+    nodes = _zero_if_filled(split, place % rank, start)
     for number, part in enumerate(split.output, 1):
         end = f"{split.output[0]}_ortlaunch_{number}"
         nodes += _sum(split, number, end)
         nodes += _cut(split.input[0], part, place % rank, rank, start, end)
         start = end
     return nodes
+
+
+def _zero_if_filled(split: onnx.NodeProto, axis: int, made: str) -> list[onnx.NodeProto]:
+    """A zero, or an error as of the Split where the parts are not the whole dimension: slices would be shorter.
+
+    state/unsupported.py knows the error by the node's name.
+    """
+    return [
+        *_sum(split, len(split.output), f"{made}_total"),
+        _node("Shape", [split.input[0]], f"{made}_shape"),
+        _constant(f"{made}_axis", [axis]),
+        _node("Gather", [f"{made}_shape", f"{made}_axis"], f"{made}_size"),
+        _node("Sub", [f"{made}_size", f"{made}_total"], f"{made}_rest"),
+        _node("Add", [f"{made}_rest", f"{made}_rest"], f"{made}_index"),  # -1 would be an index of one element
+        _constant(f"{made}_zero", [0]),
+        _node("Gather", [f"{made}_zero", f"{made}_index"], f"{made}_filled"),
+        _node("Identity", [f"{made}_filled"], made),
+    ]
 
 
 def _sum(split: onnx.NodeProto, number: int, made: str) -> list[onnx.NodeProto]:

@@ -58,7 +58,7 @@ _SENTENCES = (
         f"Runtime's graph removes it: keep the dimension where its size varies, or {_EAGER}",
     ),
     (
-        r"Cannot split using values in 'split'|Invalid value in 'split'",
+        r"Cannot split using values in 'split'|Invalid value in 'split'|_ortlaunch_0_filled",
         "split, chunk or unbind gives another number of parts than in the first batch, and ONNX Runtime's graph has "
         f"that many: split a dimension of one size, compute with the whole tensor, or {_EAGER}",
     ),

@@ -76,14 +76,11 @@ class Call:
         """
         if not self._outputs:
             raise NotCallable("it returns a list of tensors that is used as a whole")
-        run = self._function(gradients, draws)
+        described = [_described(output) for output in self._outputs]
+        kinds, ranks = [kind for kind, _ in described], [rank for _, rank in described]
+        run = self._function(gradients, draws, kinds)
         if draws:
             self._tensors.append(before or context.op("Constant", value_t=torch.zeros(1)))
-        kinds, ranks, values = [], [], []
-        for output in self._outputs:
-            kind, rank = _described(output)
-            kinds.append(kind)
-            ranks.append(rank)
         kept = frozenset(i for i, value in enumerate(self._tensors) if value.node().kind() == "prim::Param")
         function = as_function(self.name.replace("::", "."), run, kept)
         values = self._emit(context, function, kinds, ranks)
@@ -105,9 +102,10 @@ class Call:
             value.setType(like.with_dtype(kind).with_sizes([None] * rank))
         return values
 
-    def _function(self, gradients: Any, draws: bool) -> AnyFunction:
-        """What runs the operator on the tensors that the node is given.
+    def _function(self, gradients: Any, draws: bool, kinds: list[torch.dtype]) -> AnyFunction:
+        """Return what runs the operator on the node's tensors and gives results of these types.
 
+        The trace has numbers as float64 tensors without dimensions, beside which another one becomes float64.
         Those without a gradient are detached: torch refuses a scale of fake_quantize that has one.
         """
         operator = self._operator()
@@ -136,7 +134,8 @@ class Call:
                     f"{place} returns {len(results)} tensors, and {len(pairs)} in the first batch: ONNX "
                     "Runtime's graph has that many"
                 )
-            return [torch.view_as_real(r.resolve_conj()) if pair else r for r, pair in zip(results, pairs)]
+            real = [torch.view_as_real(r.resolve_conj()) if pair else r for r, pair in zip(results, pairs)]
+            return [result.to(kind) for result, kind in zip(real, kinds)]
 
         return run
 

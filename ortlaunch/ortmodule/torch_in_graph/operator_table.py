@@ -19,6 +19,7 @@ from ortlaunch.ortmodule.tracing.symbolics import Export, Form, constants, regis
 
 TORCH = None
 """In place of a form: torch computes the operator."""
+_FLOATS = ("Float", "Double", "Half", "BFloat16")
 _NORMS = (0.0, 1.0, 2.0, math.inf, -math.inf)
 _POOLS = ("avg_pool2d", "max_pool2d", "adaptive_avg_pool2d")
 _UPSAMPLES = (
@@ -31,7 +32,19 @@ def _always(inputs: Sequence[Any]) -> bool:
 
 
 def _are_floats(inputs: Sequence[Any]) -> bool:
-    return all(value.type().scalarType() in ("Float", "Double", "Half", "BFloat16") for value in inputs[:2])
+    return all(value.type().scalarType() in _FLOATS for value in inputs[:2])
+
+
+def _has_float(inputs: Sequence[Any]) -> bool:
+    return any(value.type().scalarType() in _FLOATS for value in inputs[:2])
+
+
+def _rounds_floats(inputs: Sequence[Any]) -> bool:
+    return len(inputs) > 2 and _has_float(inputs)
+
+
+def _is_number(inputs: Sequence[Any]) -> bool:
+    return bool(inputs[0].type().dim() == 0)
 
 
 def _is_unbatched(inputs: Sequence[Any]) -> bool:
@@ -78,6 +91,13 @@ OPERATORS = (
     Operator("log_softmax", exact_forms.casting("log_softmax", 13), "as `to`"),
     Operator("detach", exact_forms.detach, "is left out: the gradient goes through"),
     # Functions of each element
+    Operator("floor_divide", index_forms.floor_divide, "rounds towards zero"),
+    Operator("floor_divide", TORCH, "rounds towards zero", _has_float),
+    Operator("div", TORCH, "rounds a quotient that float32 has rounded up", _rounds_floats),
+    Operator("addcmul", TORCH, "of numbers: a dimension too many", _is_number),
+    Operator("log10", TORCH, "as `addcmul`", _is_number),
+    Operator("nan_to_num", TORCH, "as `addcmul`", _is_number),
+    Operator("one_hot", TORCH, "of a number: ORT's shape inference ends", _is_number),
     Operator("clamp", exact_forms.clamp, "its gradient is a product, in which infinity becomes nan"),
     Operator("clamp_min", exact_forms.clamp_min, "as `clamp`"),
     Operator("clamp_max", exact_forms.clamp_max, "as `clamp`"),
@@ -107,7 +127,7 @@ OPERATORS = (
         for name in _UPSAMPLES
     ),
 )
-_BY_NAME = {f"aten::{row.name}": row for row in OPERATORS}
+_TORCHS = {f"aten::{row.name}": row for row in OPERATORS if row.form is TORCH}
 # ONNX Runtime's generator is not torch's: torch.manual_seed repeats none of its numbers.
 DRAWING = {
     "aten::bernoulli", "aten::normal", "aten::rand", "aten::rand_like", "aten::randint", "aten::randint_like",
@@ -117,8 +137,8 @@ DRAWING = {
 
 def is_torchs(name: str, inputs: Sequence[Any]) -> bool:
     """Whether the table leaves a call in a traced graph, by full name and inputs, to torch."""
-    row = _BY_NAME.get(name)
-    return row is not None and row.form is TORCH and row.where(inputs)
+    row = _TORCHS.get(name)
+    return row is not None and row.where(inputs)
 
 
 def with_forms(export: Export, *names: str) -> Export:

@@ -107,3 +107,25 @@ def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
     if is_bool(x):
         x = g.op("Cast", x, to_i=torch.onnx.TensorProtoDataType.INT64.value)
     return importlib.import_module("torch.onnx.symbolic_opset11").cumsum(g, x, dim, dtype)
+
+
+def floor_divide(g: Any, x: Any, y: Any) -> Any:
+    """Integer division that rounds down, as torch's since 1.13: ONNX's Div and the exporter's form round towards zero.
+
+    ONNX's Mod has the sign of the divisor, so that the difference is a multiple of it. Of sizes, which are not
+    negative, the exporter's form stays: ORT infers shapes from it.
+    """
+    if _is_size(x) and _is_size(y):
+        return importlib.import_module("torch.onnx.symbolic_opset9").floor_divide(g, x, y)
+    return g.op("Div", g.op("Sub", x, g.op("Mod", x, y)), y)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether it is not negative: a size, a constant, a sum or product of such."""
+    node = value.node()
+    kind = node.kind().removeprefix("onnx::")
+    if kind == "Constant":
+        return bool((node.t("value") >= 0).all())
+    if kind in ("Gather", "Cast", "Add", "Mul", "Div", "Squeeze", "Unsqueeze"):
+        return all(map(_is_size, list(node.inputs())[: 1 if kind == "Gather" else None]))
+    return kind == "Shape"

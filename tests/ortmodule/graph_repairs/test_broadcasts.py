@@ -95,7 +95,7 @@ def test_what_is_chosen() -> None:
 
 FORMULAS: dict[str, Images] = {
     "half the picture": lambda x: functional.interpolate(x, (x.shape[2] // 2, x.shape[3] // 2), mode="bicubic"),
-    "a part of it": lambda x: x[:, :, : (x.shape[2] // 2 - 3) // 2],
+    "a part of it": lambda x: x[:, :, : torch.div(x.shape[2] - 6, 4, rounding_mode="trunc")],
     "no limit": lambda x: functional.softplus(x).clamp(0.0, float("inf")),
 }
 

@@ -209,6 +209,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = 
     "complex weights": (Complex, lambda module: module(X), r"^weight is complex.* torch.view_as_complex"),
     "a bool for a number": (filled, lambda module: module(X), r"^full is called with a Python bool.* write 1 or 0"),
     "another number of parts": (in_pairs, lambda module: (module(X), module(X[:4])), r"^split.* number of parts than"),
+    "another number of parts, of which one is used": (
+        lambda: Calling(lambda h, x: h.split(2)[-1].exp()),
+        lambda module: (module(X), module(X[:1])),
+        r"^split.* number of parts than",
+    ),
     "a size that is 1 no more": (squeezed, lambda module: (module(X[:1]), module(X)), r"^squeeze is given a dimension"),
     "a size as a float": (
         doubled,

@@ -146,7 +146,7 @@ class Pools(nn.Linear):
 
 def test_an_operator_of_unknown_shape_is_exported_again_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no row of the table foresees it; without torch the refusal has the operator and the line."""
-    monkeypatch.delitem(operator_table._BY_NAME, "aten::avg_pool2d")
+    monkeypatch.delitem(operator_table._TORCHS, "aten::avg_pool2d")
     compare(Pools(6, 6), [(torch.randn(rows, 4, 6),) for rows in (2, 3)])
     assert any(note.startswith("exported once more with aten::avg_pool2d as torch's") for note in tally.notes)
     with pytest.raises(RuntimeError, match=r"infer the shape of avg_pool2d's result .*write it with other operators"):

@@ -33,6 +33,8 @@ FORMS: dict[str, Form] = {
     "the spread of equal numbers": lambda h, w: (h * 0 + 2).std(-1) + h.std(0, unbiased=False).sum(),
     "the spread of each": lambda h, w: torch.std_mean(h * (h[:, :1] > 0), -1)[0],
     "the greater of integers": lambda h, w: h * torch.maximum(h.long(), COLUMNS[:1]),
+    "integers divided": lambda h, w: h * ((h * 9).long() // 3) + h * ((h * 9).long() // -torch.tensor(4)),
+    "a size divided upwards": lambda h, w: h[: -(-h.shape[0] // 4)].exp(),
     "a root of what is not below zero": lambda h, w: h.clamp(min=0).sqrt() + h.clamp(max=0).neg().sqrt(),
 }
 # Kept as torch's.
@@ -71,6 +73,13 @@ TORCHS: dict[str, Form] = {
     "norms": lambda h, w: h.norm(dim=-1) * h.norm() + h[:, 0].norm(),
     "a norm of nothing": lambda h, w: torch.linalg.vector_norm(h * 0, 3.0, -1) + h[:, 0],
     "the most of each": lambda h, w: torch.zeros_like(h).scatter_reduce(1, (h > 0).long(), h, "amax"),
+    "floats divided": lambda h, w: h * (h.detach() // 0.3) + h * (h.detach() // (w.detach() - 0.1)),
+    "a number divided": lambda h, w: h * (h.detach().mean() // 0.3),
+    "a rounded quotient": lambda h, w: h * torch.div(h.detach() * 0 + 1, 0.1, rounding_mode="floor"),
+    "functions of a number": lambda h, w: (
+        torch.addcmul(h.mean(), h.mean(), w[0], value=0.5) * h.sum().abs().log10().nan_to_num()
+    ),
+    "one of numbers": lambda h, w: h[0] * functional.one_hot(h[0].argmax(), 4),
     "a loss of no dimensions": lambda h, w: (
         functional.hardshrink(  # its gradient is ORT's, with a size of 1
             functional.binary_cross_entropy(h.sigmoid(), w.sigmoid().detach().expand_as(h), reduction="sum") * 3
